@@ -1,0 +1,30 @@
+"""SkipDecode generation on one device: torch and transformers only, no Ray, no storage."""
+
+from engine.batch import BatchStats
+from engine.engine import Engine, Generation, describe
+from engine.errors import ModelError, PromptError, ScheduleError
+from engine.flops import Ledger
+from engine.sampling import Sampling
+from engine.schedule import Plateau, Schedule, Unit
+from engine.shape import ModelShape
+from engine.target import decode_flop_speedup, for_target_speedup
+from engine.tokenizer import Tokenizer
+
+__all__ = [
+    "BatchStats",
+    "Engine",
+    "Generation",
+    "Ledger",
+    "ModelError",
+    "ModelShape",
+    "Plateau",
+    "PromptError",
+    "Sampling",
+    "Schedule",
+    "ScheduleError",
+    "Tokenizer",
+    "Unit",
+    "decode_flop_speedup",
+    "describe",
+    "for_target_speedup",
+]

@@ -1,0 +1,193 @@
+"""Generate one batch: prompts at full depth, then a step for all rows at a time under the schedule."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from engine.cache import GROWTH, KVCache
+from engine.decoder import Attend, Decoder
+from engine.flops import Ledger
+from engine.kernels import Kernels
+from engine.sampling import Sampler, Sampling
+from engine.schedule import Unit, all_units
+from engine.stopping import Stopping
+
+PREFILL_TOKENS = 2048  # prompt tokens packed into one pass: bounds its activations, and is enough to fill a GEMM
+COMPACT_BELOW = 0.75  # share of unfinished rows under which copying them together is cheaper than running the rest
+
+
+@dataclass(slots=True)
+class Sample:
+    """One generation under way."""
+
+    index: int  # of the prompt in the call
+    copy: int  # which of the prompt's samples
+    sample_id: str
+    prompt: Sequence[int]
+    limit: int  # most tokens it may generate
+    shares_prompt: bool = False  # another sample of the batch has computed this prompt
+    tokens: list[int] = field(default_factory=list)
+    ended: bool = False  # by end-of-sequence or a stop string
+
+    @property
+    def finished(self) -> bool:
+        return self.ended or len(self.tokens) >= self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStats:
+    """What a batch cost. FLOPs of the samples are those of the ledger; padding is what was computed for nobody."""
+
+    samples: int
+    prompt_tokens: int
+    generated_tokens: int
+    steps: int
+    flops_padding: int
+    prefill_seconds: float
+    decode_seconds: float
+
+
+class Batch:
+    """The rows of one batch, from their prompts to their last tokens."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kernels: Kernels,
+        ledger: Ledger,
+        samples: Sequence[Sample],
+        sampling: Sampling,
+        eos_ids: Sequence[int],
+        stopping: Stopping,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._decoder, self._kernels, self._ledger, self._stopping = decoder, kernels, ledger, stopping
+        self._device = device
+        self.samples = samples
+        self._rows = list(samples)  # row -> sample
+        prompts, ids = [s.prompt for s in samples], [s.sample_id for s in samples]
+        self._sampler = Sampler(sampling, eos_ids, decoder.shape.vocab, prompts, ids, device)
+        longest = max(len(sample.prompt) + min(sample.limit, GROWTH) for sample in samples)
+        cached = _attention_layers(ledger.schedule.active(0))
+        self._cache = KVCache(decoder.shape, cached, len(samples), longest, dtype, device)
+        self._executed = 0  # decode FLOPs really spent, padding included
+
+    def run(self) -> BatchStats:
+        """Generate every sample to its end."""
+        start = time.perf_counter()
+        logits = self._prefill()
+        self._extend(logits, step=0)
+        prefilled = time.perf_counter()
+        step = 0
+        while not all(sample.finished for sample in self._rows):
+            self._compact()
+            self._extend(self._decode(step), step + 1)
+            step += 1
+        useful = sum(self._ledger.decode(len(s.prompt), len(s.tokens)) for s in self.samples)
+        return BatchStats(
+            samples=len(self.samples),
+            prompt_tokens=sum(len(s.prompt) for s in self.samples if not s.shares_prompt),
+            generated_tokens=sum(len(s.tokens) for s in self.samples),
+            steps=step,
+            flops_padding=self._executed - useful,
+            prefill_seconds=prefilled - start,
+            decode_seconds=time.perf_counter() - prefilled,
+        )
+
+    def _prefill(self) -> Tensor:
+        """Logits [B, vocab] of every row's last prompt token. Samples of one prompt share its pass."""
+        groups = [list(group) for _, group in groupby(range(len(self._rows)), key=lambda row: self._rows[row].index)]
+        logits: list[Tensor] = []
+        packed: list[list[int]] = []
+        tokens = 0
+        for group in groups:
+            length = len(self._rows[group[0]].prompt)
+            if packed and tokens + length > PREFILL_TOKENS:
+                logits.append(self._prefill_packed(packed))
+                packed, tokens = [], 0
+            packed.append(group)
+            tokens += length
+        logits.append(self._prefill_packed(packed))
+        self._cache.lengths.copy_(torch.tensor([len(sample.prompt) for sample in self._rows]))
+        owner = torch.tensor([i for i, group in enumerate(groups) for _ in group], device=self._device)
+        return torch.cat(logits)[owner]
+
+    def _prefill_packed(self, groups: Sequence[Sequence[int]]) -> Tensor:
+        """One pass over several prompts laid end to end, no padding; fills their rows' caches. [len(groups), vocab]."""
+        prompts = [self._rows[group[0]].prompt for group in groups]
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        ends = lengths.cumsum(0).tolist()
+        spans = list(zip([0, *ends], ends, strict=False))
+        for group in groups:
+            for row in group[1:]:
+                self._rows[row].shares_prompt = True
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if layer in self._cache:
+                for (start, end), group in zip(spans, groups, strict=True):
+                    for row in group:
+                        self._cache.write_prompt(layer, row, k[start:end], v[start:end])
+            return torch.cat([self._kernels.prompt_attention(q[a:b], k[a:b], v[a:b]) for a, b in spans])
+
+        positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts]).to(self._device)
+        rotations = self._decoder.rotations(positions, lengths.repeat_interleave(lengths).to(self._device))
+        x = self._decoder.embed(torch.tensor([token for prompt in prompts for token in prompt], device=self._device))
+        x = self._run_units(all_units(self._decoder.shape.layers), x, rotations, attend)
+        return self._decoder.logits(x[torch.tensor(ends, device=self._device) - 1])
+
+    def _decode(self, step: int) -> Tensor:
+        """One pass over every row's newest token under the schedule's active set: logits [B, vocab]."""
+        units = self._ledger.schedule.active(step)
+        cache, longest = self._cache, max(len(s.prompt) + len(s.tokens) for s in self._rows)
+        cache.keep_layers(_attention_layers(units))
+        cache.reserve(longest)
+        beyond = torch.arange(longest, device=self._device) > cache.lengths[:, None]  # the new token is at `lengths`
+        mask = torch.zeros(beyond.shape, device=self._device).masked_fill_(beyond, -torch.inf)
+        mask = mask.repeat_interleave(self._decoder.shape.kv_heads, 0).unsqueeze(1)  # [B * kv_heads, 1, T]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            cache.append(layer, k, v)
+            return self._kernels.decode_attention(q, *cache.view(layer, longest), mask)
+
+        rotations = self._decoder.rotations(cache.lengths, cache.lengths + 1)
+        x = self._decoder.embed(torch.tensor([sample.tokens[-1] for sample in self._rows], device=self._device))
+        x = self._run_units(units, x, rotations, attend)
+        cache.lengths += 1
+        cost = self._ledger.plateaus[self._ledger.schedule.plateau_at(step)]
+        self._executed += len(self._rows) * (cost.weights + cost.per_context * longest)
+        return self._decoder.logits(x)
+
+    def _run_units(self, units: Sequence[Unit], x: Tensor, rotations: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [N, hidden] after the given units."""
+        for kind, layer in units:
+            x = self._decoder.attention(layer, x, rotations, attend) if kind == "a" else self._decoder.mlp(layer, x)
+        return x
+
+    def _extend(self, logits: Tensor, step: int) -> None:
+        """Sample a token for every unfinished row."""
+        for sample, token in zip(self._rows, self._sampler.choose(logits, step).tolist(), strict=True):
+            if not sample.finished:
+                sample.tokens.append(token)
+                sample.ended = self._stopping.ends(sample.tokens)
+
+    def _compact(self) -> None:
+        """Drop finished rows once enough of them are."""
+        live = [row for row, sample in enumerate(self._rows) if not sample.finished]
+        if len(live) > COMPACT_BELOW * len(self._rows):
+            return
+        rows = torch.tensor(live, device=self._device)
+        self._rows = [self._rows[row] for row in live]
+        self._cache.keep_rows(rows)
+        self._sampler.keep_rows(rows)
+
+
+def _attention_layers(units: Sequence[Unit]) -> set[int]:
+    """Layers whose attention block is among the units: those that need a cache."""
+    return {unit.layer for unit in units if unit.kind == "a"}

