@@ -1,6 +1,7 @@
 """SkipDecode generation on one device: torch and transformers only, no Ray, no storage."""
 
 from engine.batch import BatchStats
+from engine.checkpoint import identity as model_identity
 from engine.engine import Engine, Generation, describe
 from engine.errors import ModelError, PromptError, ScheduleError
 from engine.flops import Ledger
@@ -27,4 +28,7 @@ __all__ = [
     "decode_flop_speedup",
     "describe",
     "for_target_speedup",
+    "model_identity",
 ]
+
+__version__ = "0.1.0"

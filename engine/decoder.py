@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.shape import ModelShape
 
-# (layer, queries [N, heads, head_dim], keys and values [N, kv_heads, head_dim] of N new tokens) -> [N, heads * head_dim]
+# layer, queries [N, heads, head_dim], keys and values [N, kv_heads, head_dim] of N new tokens -> [N, heads * head_dim]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 

@@ -17,7 +17,7 @@ from engine.shape import ModelShape
 
 def interleave(projection: Tensor, head_dim: int) -> Tensor:
     """Rearrange each head's rows of a projection [heads * head_dim, ...]: i and i + head_dim/2 side by side."""
-    halves: Tensor = projection.unflatten(0, (-1, 2, head_dim // 2))  # type: ignore[no-untyped-call]
+    halves: Tensor = projection.unflatten(0, (-1, 2, head_dim // 2))
     return halves.transpose(1, 2).reshape(projection.shape)
 
 

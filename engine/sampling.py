@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,6 +44,10 @@ class Sampling:
         for rule, holds in checks.items():
             if not holds:
                 raise ValueError(f"{rule}, got {self}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """All settings, for manifests."""
+        return asdict(self)
 
     @property
     def is_greedy(self) -> bool:

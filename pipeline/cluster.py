@@ -1,0 +1,57 @@
+"""Connect to Ray and decide how many replicas it carries and what each may use."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import ray
+
+from pipeline.config import JobConfig
+from pipeline.errors import JobError
+
+EMBEDDED_STORE_BYTES = 1 << 30  # work units in flight are small; Ray's default would claim a third of the memory
+# Of a read or commit task. Three decimals, unlike a replica's: with equal claims Ray would fuse reading into the
+# replica, and nothing would overlap.
+TASK_CPUS = 0.475
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaResources:
+    """What the job's actors claim."""
+
+    count: int
+    gpus: float  # each
+    cpus: float  # each, as Ray's scheduler counts
+    threads: int  # each, as torch runs
+
+
+def connect(address: str | None) -> None:
+    """Join a cluster, or start an embedded one that ends with this process."""
+    if ray.is_initialized():
+        return
+    quiet = {"logging_level": logging.WARNING, "log_to_driver": True}
+    try:
+        if address == "local":
+            ray.init(address="local", include_dashboard=False, object_store_memory=EMBEDDED_STORE_BYTES, **quiet)
+        else:
+            ray.init(address=address, **quiet)
+    except (ConnectionError, ValueError) as error:
+        raise JobError(f"Ray cluster {address!r} cannot be reached ({error}): is it up?") from error
+
+
+def replica_resources(config: JobConfig) -> ReplicaResources:
+    """Resources of each replica on the connected cluster. Raises JobError if the cluster cannot carry them."""
+    cluster = ray.cluster_resources()
+    all_gpus, all_cpus = cluster.get("GPU", 0.0), max(1.0, cluster.get("CPU", 1.0))
+    gpus = config.gpus_per_replica if config.gpus_per_replica is not None else (1.0 if all_gpus else 0.0)
+    count = config.replicas or (max(1, int(all_gpus / gpus)) if gpus else 1)
+    if gpus * count > all_gpus:
+        raise JobError(
+            f"{count} replicas of {gpus:g} GPUs need {gpus * count:g}, the cluster has {all_gpus:g}: "
+            "lower replicas or gpus_per_replica"
+        )
+    threads = config.threads_per_replica or max(1, int(all_cpus / count))
+    # Half its threads: replicas that hold every core would keep the reads that feed them from ever starting.
+    cpus = round(min(threads, all_cpus / count) / 2, 2)
+    return ReplicaResources(count, gpus, cpus, threads)

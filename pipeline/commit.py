@@ -1,0 +1,155 @@
+"""The commit log: a work unit's file exists once its commit record does, and the first record wins."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import uuid
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from pipeline.plan import WorkUnit
+from pipeline.storage import Storage
+
+DATA, COMMITS, SUCCESS_FILE = "data", "_commits", "_SUCCESS.json"
+LISTING_THREADS = 32
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over rows. FLOPs as in the ledger; padding is what was computed for nobody."""
+
+    rows: int = 0
+    errors: int = 0
+    truncated: int = 0
+    stopped: int = 0  # generations that ended by themselves
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    flops_prompt: int = 0
+    flops_decode: int = 0
+    flops_full_depth: int = 0
+    flops_padding: int = 0
+    active_layers: float = 0.0  # mean active layers x generated tokens
+    seconds: float = 0.0  # of generation, summed over replicas
+
+    def add(self, other: Totals) -> None:
+        for item in fields(self):
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+
+    @property
+    def flops(self) -> int:
+        return self.flops_prompt + self.flops_decode
+
+    @property
+    def decode_speedup(self) -> float:
+        """Full-depth decode FLOPs / scheduled decode FLOPs (prompts run at full depth in both)."""
+        return (self.flops_full_depth - self.flops_prompt) / self.flops_decode if self.flops_decode else 1.0
+
+    @property
+    def sample_speedup(self) -> float:
+        """The same for whole samples, prompts included."""
+        return self.flops_full_depth / self.flops if self.flops else 1.0
+
+    @property
+    def mean_active_layers(self) -> float:
+        return self.active_layers / self.generated_tokens if self.generated_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """One committed work unit."""
+
+    unit: str
+    attempt: str
+    file: str  # below the output
+    checksum: str
+    size: int  # in bytes
+    path: str  # of the input file
+    start: int
+    totals: Totals = field(default_factory=Totals)
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self), indent=1).encode()
+
+    @classmethod
+    def from_json(cls, content: bytes) -> Commit:
+        data = json.loads(content)
+        return cls(**{**data, "totals": Totals(**data["totals"])})
+
+
+def commit_unit(storage: Storage, unit: WorkUnit, output: pa.Table, flops_padding: int, seconds: float) -> Commit:
+    """Write a unit's rows and commit them. Returns the commit that holds: another attempt's, if that came first."""
+    sink = io.BytesIO()
+    pq.write_table(output, sink, compression="zstd")
+    content = sink.getvalue()
+    attempt = uuid.uuid4().hex[:12]
+    commit = Commit(
+        unit=unit.id,
+        attempt=attempt,
+        file=f"{DATA}/{unit.id}-{attempt}.parquet",
+        checksum=f"sha256:{hashlib.sha256(content).hexdigest()}",
+        size=len(content),
+        path=unit.path,
+        start=unit.start,
+        totals=_totals(output, flops_padding, seconds),
+    )
+    name = f"{COMMITS}/{unit.id}.json"
+    storage.write(commit.file, content)
+    if storage.write_if_absent(name, commit.to_json()):
+        return commit
+    standing = storage.read(name)
+    assert standing is not None, f"{name} was refused as existing, yet is not there"
+    return Commit.from_json(standing)
+
+
+def read_commits(storage: Storage) -> list[Commit]:
+    """All commits of an output, by unit."""
+    with ThreadPoolExecutor(LISTING_THREADS) as pool:
+        contents = list(pool.map(storage.read, storage.names(COMMITS, ".json")))
+    return [Commit.from_json(content) for content in contents if content is not None]
+
+
+def sweep_orphans(storage: Storage, commits: Iterable[Commit]) -> int:
+    """Remove data files that no commit names: what attempts left that died or came second. Returns how many."""
+    committed = {commit.file for commit in commits}
+    orphans = [name for name in storage.names(DATA) if name not in committed]
+    storage.remove(orphans)
+    return len(orphans)
+
+
+def write_success(storage: Storage, run: dict[str, Any], commits: Iterable[Commit], totals: Totals) -> None:
+    """The manifest: present once every unit is committed. Lists the files a reader should read."""
+    files = [{"unit": c.unit, "file": c.file, "rows": c.totals.rows, "checksum": c.checksum} for c in commits]
+    manifest = {"format": 1, **run, "totals": asdict(totals), "commits": files}
+    storage.write(SUCCESS_FILE, json.dumps(manifest, indent=1).encode())
+
+
+def _totals(output: pa.Table, flops_padding: int, seconds: float) -> Totals:
+    def total(name: str) -> int:
+        return int(pc.sum(output[name]).as_py() or 0)
+
+    def count(name: str, value: object) -> int:
+        return int(pc.sum(pc.equal(output[name], value)).as_py() or 0)
+
+    weighted = pc.multiply(output["mean_active_layers"].cast(pa.float64()), output["generated_tokens"])
+    return Totals(
+        rows=output.num_rows,
+        errors=count("finish_reason", "error"),
+        truncated=count("prompt_truncated", True),
+        stopped=count("finish_reason", "stop"),
+        prompt_tokens=total("prompt_tokens"),
+        generated_tokens=total("generated_tokens"),
+        flops_prompt=total("flops_prompt"),
+        flops_decode=total("flops_decode"),
+        flops_full_depth=total("flops_full_depth"),
+        flops_padding=flops_padding,
+        active_layers=float(pc.sum(weighted).as_py() or 0.0),
+        seconds=seconds,
+    )

@@ -1,0 +1,100 @@
+"""The configuration of a generation job, checked before anything starts."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from engine import Sampling
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+class GenerationConfig(BaseModel):
+    """How a text is made from a row: prompt, model, schedule, sampling."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    text_column: str = Field("text", description="string column that {text} stands for in the prompt")
+    id_column: str | None = Field(None, description="column that identifies a row, copied to the output")
+
+    system: str | None = Field(None, description="system text of the chat; default the model's own")
+    prompt: str = Field("{text}", description="user text, with {text} and {column} fields; {{ and }} are plain braces")
+    prompt_format: Literal["chat", "raw"] = Field(
+        "chat", description="use the model's chat template, or the text alone"
+    )
+    max_prompt_tokens: int | None = Field(
+        None, ge=1, description="longest prompt; default what the model's context leaves beside max-new-tokens"
+    )
+    overlong: Literal["truncate", "reject"] = Field(
+        "truncate", description="over-long prompts: cut {text} and set prompt_truncated, or make the row an error"
+    )
+
+    model: str = Field(
+        DEFAULT_MODEL,
+        description=f"checkpoint directory, hub id (owner/name), GGUF file, or {DEFAULT_MODEL} (packaged)",
+    )
+    device: str = Field("auto", description="auto, cpu or cuda")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="precision of the weights")
+    target_speedup: float | None = Field(
+        None, ge=1.0, description="decode FLOP speed-up of a plain SkipDecode schedule, such as 1.1; default full depth"
+    )
+    schedule: str | None = Field(None, description="schedule.json to run instead, or a directory that holds one")
+
+    max_new_tokens: int = Field(128, ge=1, description="longest generation")
+    min_new_tokens: int = Field(0, ge=0, description="shortest generation")
+    temperature: float = Field(0.0, ge=0, description="0 is greedy")
+    top_k: int = Field(0, ge=0, description="sample among the k likeliest tokens; 0 is off")
+    top_p: float = Field(1.0, gt=0, le=1, description="sample among the likeliest tokens that make up this probability")
+    min_p: float = Field(0.0, ge=0, lt=1, description="drop tokens less likely than this share of the likeliest")
+    repetition_penalty: float = Field(1.0, gt=0, description="above 1 discourages tokens already in prompt or output")
+    stop: list[str] = Field([], description="strings that end a generation")
+    seed: int = Field(0, description="of the random streams; a row's stream depends on the seed and its place alone")
+
+    batch_size: int = Field(32, ge=1, description="rows that decode together on a replica")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.target_speedup is not None and self.schedule is not None:
+            raise ValueError("target_speedup and schedule exclude each other: name one")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(f"min_new_tokens {self.min_new_tokens} exceeds max_new_tokens {self.max_new_tokens}")
+        if "" in self.stop:
+            raise ValueError("stop strings must not be empty")
+        return self
+
+    def sampling(self) -> Sampling:
+        """The engine's view of how tokens are chosen."""
+        return Sampling(
+            max_new_tokens=self.max_new_tokens,
+            min_new_tokens=self.min_new_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            stop=tuple(self.stop),
+            seed=self.seed,
+        )
+
+
+class JobConfig(GenerationConfig):
+    """Generate a text for every row of a Parquet data set, at a fraction of the decoding compute."""
+
+    input: str = Field(description="Parquet file, directory or glob: a local path or any fsspec URL such as s3://")
+    output: str = Field(description="directory to write to; an unfinished run found there is resumed")
+    keep_columns: list[str] | None = Field(
+        None, description="input columns copied to the output; default the id column, or all columns if none is named"
+    )
+    limit: int | None = Field(None, ge=1, description="process only the first rows")
+
+    rows_per_unit: int = Field(256, ge=1, description="rows read, generated, written and committed as a whole")
+    replicas: int | None = Field(None, ge=1, description="engines; default one per GPU, or one without GPUs")
+    gpus_per_replica: float | None = Field(None, ge=0, description="default 1 where the cluster has GPUs, else 0")
+    threads_per_replica: int | None = Field(
+        None, ge=1, description="CPU threads of a replica; default the cluster's cores shared evenly"
+    )
+    ray_address: str | None = Field(
+        None, description="cluster to use; 'local' starts an embedded one; default Ray's own choice (RAY_ADDRESS)"
+    )

@@ -1,0 +1,59 @@
+"""Generation as a plain callable, for users who have a data set of their own.
+
+ds.map_batches(
+    GenerateText,
+    fn_constructor_kwargs={"prompt": "Summarise: {text}", "max_new_tokens": 64, "target_speedup": 1.1},
+    batch_size=64, batch_format="pyarrow", compute=ray.data.ActorPoolStrategy(size=1),
+)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pyarrow as pa
+
+from pipeline.backend import Backend, SkipDecodeBackend
+from pipeline.config import GenerationConfig
+from pipeline.errors import JobError
+from pipeline.fit import choose_schedule, longest_prompt
+from pipeline.rows import TOKENS, generate, output_schema, prepare
+from pipeline.template import PromptTemplate
+
+
+class GenerateText:
+    """Adds the output contract's columns to each batch of rows; a bad row becomes a row with `error`.
+
+    Options are those of `GenerationConfig`. A row's random stream is named by its `id_column`, else by its prompt: rows
+    of equal prompts then get equal samples.
+    """
+
+    def __init__(self, threads: int | None = None, backend: Backend | None = None, **options: Any) -> None:
+        """Raises pydantic.ValidationError, JobError, ModelError or ScheduleError for options that do not fit."""
+        config, backend = GenerationConfig(**options), backend or SkipDecodeBackend()
+        self._config = config
+        self._template = PromptTemplate(config.prompt, config.system, config.prompt_format, config.overlong)
+        shape = backend.shape(config)
+        self._schedule = choose_schedule(config, shape)
+        self._longest = longest_prompt(config, shape)
+        self._tokenizer = backend.tokenizer(config)
+        self._engine = backend.engine(config, threads)
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        """Raises JobError if the batch lacks the text column or a template field."""
+        config = self._config
+        if config.text_column not in batch.column_names:
+            raise JobError(f"the batch has no column {config.text_column!r}: it has {', '.join(batch.column_names)}")
+        self._template.check_columns(set(batch.column_names))
+        kept = batch.schema
+        output_schema(kept)
+        prepared = prepare(batch, kept, config.text_column, self._template, self._tokenizer, self._longest)
+        ids = self._sample_ids(prepared)
+        return generate(prepared, ids, self._engine, config.sampling(), self._schedule, config.batch_size)
+
+    def _sample_ids(self, prepared: pa.Table) -> list[str]:
+        if self._config.id_column is not None:
+            return [str(value) for value in prepared[self._config.id_column].to_pylist()]
+        prompts = prepared[TOKENS].to_pylist()
+        return [hashlib.sha256(repr(tokens).encode()).hexdigest() for tokens in prompts]

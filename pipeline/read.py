@@ -1,0 +1,71 @@
+"""Stream the rows of work units out of one Parquet file, decoding each row group once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.errors import JobError
+from pipeline.plan import WorkUnit
+
+BATCH_ROWS = 1024
+
+
+def read_units(fs: Any, units: Sequence[WorkUnit], columns: Sequence[str]) -> Iterator[tuple[WorkUnit, pa.Table]]:
+    """Tables of the given units, in order.
+
+    Args:
+        fs: the input's file system.
+        units: of one file, by increasing start; gaps between them are skipped.
+        columns: those to read; columns that the file lacks are left out.
+
+    Raises:
+        JobError: the file has become unreadable, or shorter than planned.
+    """
+    path = units[0].path
+    try:
+        with fs.open(path, "rb") as stream:
+            file = pq.ParquetFile(stream)
+            wanted = [name for name in columns if name in file.schema_arrow.names]
+            yield from _cut(units, _rows_from(file, units[0].start, units[-1].start + units[-1].rows, wanted))
+    except (OSError, pa.ArrowException) as error:
+        raise JobError(f"input file {path!r} cannot be read ({error}): repair it or take it out") from error
+
+
+def _rows_from(
+    file: pq.ParquetFile, start: int, end: int, columns: Sequence[str]
+) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Batches that cover rows [start, end), each with the number of its first row."""
+    groups: list[int] = []
+    first = offset = 0
+    for group in range(file.num_row_groups):
+        rows = file.metadata.row_group(group).num_rows
+        if rows and offset < end and offset + rows > start:
+            first = first if groups else offset
+            groups.append(group)
+        offset += rows
+    for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=list(columns)):
+        yield first, batch
+        first += batch.num_rows
+
+
+def _cut(
+    units: Sequence[WorkUnit], batches: Iterator[tuple[int, pa.RecordBatch]]
+) -> Iterator[tuple[WorkUnit, pa.Table]]:
+    pending = list(units)
+    parts: list[pa.RecordBatch] = []
+    for first, batch in batches:
+        while pending and pending[0].start < first + batch.num_rows:
+            unit = pending[0]
+            low = max(unit.start - first, 0)
+            parts.append(batch.slice(low, unit.start + unit.rows - first - low))
+            if unit.start + unit.rows > first + batch.num_rows:
+                break  # it goes on in the next batch
+            yield unit, pa.Table.from_batches(parts)
+            pending.pop(0)
+            parts = []
+    if pending:
+        raise JobError(f"input file {pending[0].path!r} has fewer rows than when the job was planned: start it anew")

@@ -1,0 +1,157 @@
+"""report.html: what ran, lengths, throughput, FLOPs spent and saved, errors, samples. One file, no network."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from jinja2 import Environment, PackageLoader
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from engine import ModelShape, Schedule
+from pipeline.commit import Commit, Totals
+from pipeline.config import JobConfig
+from pipeline.storage import Storage
+
+REPORT_FILE = "report.html"
+MAX_FILES = 20  # output files looked into for lengths and samples, spread over the run
+SAMPLES = 12
+ERRORS = 12
+INK, ACCENT, PALE = "#24292f", "#2f6f4f", "#c9d8cf"
+
+
+def write_report(
+    storage: Storage,
+    config: JobConfig,
+    shape: ModelShape,
+    schedule: Schedule,
+    run: str,
+    commits: Sequence[Commit],
+    totals: Totals,
+) -> None:
+    """Render and write the report of a finished run."""
+    stride = max(1, len(commits) // MAX_FILES)
+    rows = _read_rows(storage, commits[::stride])
+    kept = [name for name in rows.column_names if name not in ("generation", "error")][:1] if rows.num_rows else []
+    label = config.id_column or (kept[0] if kept else None)
+    generated = rows.filter(pa.compute.is_null(rows["error"])) if rows.num_rows else rows
+    failed = rows.filter(pa.compute.is_valid(rows["error"])) if rows.num_rows else rows
+    charts = [_flops_chart(totals), _schedule_chart(schedule)]
+    if generated.num_rows:
+        charts.insert(1, _lengths_chart(generated))
+    environment = Environment(loader=PackageLoader("pipeline", "."), autoescape=True, trim_blocks=True)
+    html = environment.get_template("report.html.jinja").render(
+        run=run,
+        shape=shape,
+        totals=totals,
+        config=config.model_dump(mode="json", exclude_none=True),
+        facts=summary(totals, shape),
+        charts=charts,
+        label=label,
+        samples=_pick(generated, SAMPLES),
+        errors=_pick(failed, ERRORS),
+    )
+    storage.write(REPORT_FILE, html.encode())
+
+
+def summary(totals: Totals, shape: ModelShape) -> dict[str, str]:
+    """The run in a dozen lines, for the report and the terminal."""
+    saved = totals.flops_full_depth - totals.flops
+    good = totals.rows - totals.errors
+    tokens_per_second = totals.generated_tokens / totals.seconds if totals.seconds else 0.0
+    return {
+        "rows": f"{totals.rows:,} ({totals.errors:,} errors, {totals.truncated:,} prompts cut)",
+        "prompt tokens": f"{totals.prompt_tokens:,} ({_per(totals.prompt_tokens, good)} per row)",
+        "output tokens": f"{totals.generated_tokens:,} ({_per(totals.generated_tokens, good)} per row)",
+        "ended by themselves": f"{totals.stopped / good:.1%} of rows" if good else "no rows",
+        "output tokens/s": f"{tokens_per_second:.1f} per replica while generating",
+        "mean active layers": f"{totals.mean_active_layers:.2f} of {shape.layers}",
+        "prompt FLOPs": f"{totals.flops_prompt / 1e12:.3f} T (full depth)",
+        "decode FLOPs": f"{totals.flops_decode / 1e12:.3f} T, {totals.decode_speedup:.3f}x less than full depth",
+        "whole-sample FLOPs": f"{totals.flops / 1e12:.3f} T, {totals.sample_speedup:.3f}x less than full depth",
+        "FLOPs saved": f"{saved / 1e12:.3f} T ({saved / max(1, totals.flops_full_depth):.1%})",
+        "padding": f"{totals.flops_padding / 1e12:.3f} T beside that, computed for nobody",
+    }
+
+
+def _per(total: int, rows: int) -> str:
+    return f"{total / rows:.1f}" if rows else "0"
+
+
+def _read_rows(storage: Storage, commits: Sequence[Commit]) -> pa.Table:
+    tables = []
+    for commit in commits:
+        with storage.open(commit.file) as stream:
+            tables.append(pq.read_table(stream))
+    return pa.concat_tables(tables) if tables else pa.table({"error": pa.nulls(0, pa.string())})
+
+
+def _pick(rows: pa.Table, count: int) -> list[dict[str, Any]]:
+    """Rows spread evenly over the table."""
+    indices = np.unique(np.linspace(0, rows.num_rows - 1, min(count, rows.num_rows)).astype(int))
+    return list(rows.take(pa.array(indices, pa.int64())).to_pylist()) if rows.num_rows else []
+
+
+def _flops_chart(totals: Totals) -> str:
+    """Two bars: full depth and this run, each prompt + decode."""
+    figure, axes = _figure("FLOPs by phase", 1.9)
+    full_decode = totals.flops_full_depth - totals.flops_prompt
+    for y, (name, decode) in enumerate([("this run", totals.flops_decode), ("full depth", full_decode)]):
+        prompt_t, decode_t = totals.flops_prompt / 1e12, decode / 1e12
+        axes.barh(y, prompt_t, color=PALE, label="prompt" if y == 0 else None)
+        axes.barh(y, decode_t, left=prompt_t, color=ACCENT, label="decode" if y == 0 else None)
+        axes.text(prompt_t + decode_t, y, f"  {prompt_t + decode_t:.2f}", va="center", color=INK)
+        axes.text(0, y + 0.5, name, va="center", ha="left", fontsize=8, color=INK)
+    axes.set_yticks([])
+    axes.set_ylim(-0.5, 1.75)
+    axes.margins(x=0.15)
+    axes.set_xlabel("TFLOP")
+    axes.legend(frameon=False, loc="upper right", ncols=2)
+    return _svg(figure)
+
+
+def _lengths_chart(rows: pa.Table) -> str:
+    figure, axes = _figure("Lengths", 2.6)
+    for name, color in (("prompt_tokens", PALE), ("generated_tokens", ACCENT)):
+        axes.hist(rows[name].to_numpy(), bins=30, color=color, alpha=0.9, label=name.replace("_", " "))
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("rows looked at")
+    axes.legend(frameon=False)
+    return _svg(figure)
+
+
+def _schedule_chart(schedule: Schedule) -> str:
+    """Steps x layers: dark where both units run, pale where one does, white where the layer is skipped."""
+    steps = max(2, schedule.plateaus[-1].first_step * 4 // 3 + 1)
+    grid = np.zeros((schedule.layers, steps))
+    for step in range(steps):
+        for unit in schedule.active(step):
+            grid[unit.layer, step] += 0.5
+    figure, axes = _figure("Schedule: which layers run at which step", 3.2)
+    colors = mpl.colors.LinearSegmentedColormap.from_list("units", ["#ffffff", PALE, ACCENT])
+    extent = (0, steps, -0.5, schedule.layers - 0.5)
+    axes.imshow(grid, origin="lower", aspect="auto", cmap=colors, vmin=0, vmax=1, extent=extent, interpolation="none")
+    axes.set_xlabel("decode step" + ("" if schedule.plateaus[-1].first_step else " (the same at every step)"))
+    axes.set_ylabel("layer")
+    return _svg(figure)
+
+
+def _figure(title: str, height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(7.2, height), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(title, loc="left", fontsize=11, color=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _svg(figure: Figure) -> str:
+    sink = io.StringIO()
+    figure.savefig(sink, format="svg")
+    text = sink.getvalue()
+    return text[text.index("<svg") :]

@@ -1,0 +1,173 @@
+"""Rows between input and output: input table -> prepared table -> output table. All of it Arrow, order kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from engine import BatchStats, Generation, Sampling, Schedule
+from pipeline.errors import JobError
+from pipeline.template import PromptTemplate, PromptTokenizer, RowError
+
+TOKENS, TRUNCATED, ERROR = "_prompt", "_truncated", "_error"  # columns of a prepared table, beside the kept ones
+
+GENERATED = pa.schema(
+    [
+        ("generation", pa.string()),
+        ("finish_reason", pa.string()),
+        ("prompt_tokens", pa.int32()),
+        ("prompt_truncated", pa.bool_()),
+        ("shared_prefix_tokens", pa.int32()),
+        ("generated_tokens", pa.int32()),
+        ("flops_prompt", pa.int64()),
+        ("flops_decode", pa.int64()),
+        ("flops_full_depth", pa.int64()),
+        ("mean_active_layers", pa.float32()),
+        ("error", pa.string()),
+    ]
+)
+
+
+class Generator(Protocol):
+    """What the pipeline needs of an engine; `engine.Engine` is one."""
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: Sampling | None = None,
+        schedule: Schedule | None = None,
+        batch_size: int = 32,
+        sample_ids: Sequence[str] | None = None,
+        on_batch: Callable[[BatchStats], None] | None = None,
+    ) -> Iterator[Generation]: ...
+
+
+def output_schema(kept: pa.Schema) -> pa.Schema:
+    """Kept input columns, then what was generated. Raises JobError on a name taken twice."""
+    taken = sorted(set(kept.names) & set(GENERATED.names))
+    if taken:
+        raise JobError(f"input column {taken[0]!r} has the name of an output column: leave it out with keep_columns")
+    return pa.schema([*kept, *GENERATED])
+
+
+def prepare(
+    table: pa.Table,
+    kept: pa.Schema,
+    text_column: str,
+    template: PromptTemplate,
+    tokenizer: PromptTokenizer,
+    longest: int,
+) -> pa.Table:
+    """Tokenised prompts of a table's rows beside their kept columns.
+
+    A row that no prompt can be made of has null tokens and its error. Columns that this table lacks are null.
+    """
+    columns = {
+        name: _python_values(table[text_column if name == "text" else name])
+        for name in template.fields
+        if name == "text" or name in table.column_names
+    }
+    tokens: list[list[int] | None] = []
+    truncated: list[bool] = []
+    errors: list[str | None] = []
+    for index in range(table.num_rows):
+        row = {name: values[index] for name, values in columns.items()}
+        try:
+            for name, value in row.items():
+                if isinstance(value, UnicodeDecodeError):
+                    byte = value.object[value.start]
+                    raise RowError(f"{name} is not valid UTF-8 (byte 0x{byte:02x} at {value.start})")
+            prompt = template.encode(row, tokenizer, longest)
+        except RowError as error:
+            tokens.append(None)
+            truncated.append(False)
+            errors.append(str(error))
+        else:
+            tokens.append(prompt.tokens)
+            truncated.append(prompt.truncated)
+            errors.append(None)
+    prepared = {
+        TOKENS: pa.array(tokens, pa.list_(pa.int32())),
+        TRUNCATED: pa.array(truncated, pa.bool_()),
+        ERROR: pa.array(errors, pa.string()),
+    }
+    return pa.table({**{field.name: _kept(table, field) for field in kept}, **prepared})
+
+
+def generate(
+    prepared: pa.Table,
+    sample_ids: Sequence[str],
+    engine: Generator,
+    sampling: Sampling,
+    schedule: Schedule | None,
+    batch_size: int,
+    on_batch: Callable[[BatchStats], None] | None = None,
+) -> pa.Table:
+    """Output table of a prepared one: kept columns and generations, rows in the same order."""
+    prompts: list[list[int] | None] = prepared[TOKENS].to_pylist()
+    good = [index for index, tokens in enumerate(prompts) if tokens is not None]
+    records: list[dict[str, Any]] = [
+        {"finish_reason": "error", "prompt_truncated": truncated, "error": error, **_ZEROS}
+        for truncated, error in zip(prepared[TRUNCATED].to_pylist(), prepared[ERROR].to_pylist(), strict=True)
+    ]
+    generations = engine.generate(
+        [prompts[index] or [] for index in good],
+        sampling,
+        schedule,
+        batch_size,
+        [sample_ids[index] for index in good],
+        on_batch,
+    )
+    for generation in generations:
+        records[good[generation.index]].update(
+            generation=generation.text,
+            finish_reason=generation.finish_reason,
+            prompt_tokens=generation.prompt_tokens,
+            generated_tokens=generation.generated_tokens,
+            flops_prompt=generation.flops_prompt,
+            flops_decode=generation.flops_decode,
+            flops_full_depth=generation.flops_full_depth,
+            mean_active_layers=generation.mean_active_layers,
+        )
+    kept = prepared.drop_columns([TOKENS, TRUNCATED, ERROR])
+    generated = pa.Table.from_pylist(records, schema=GENERATED)
+    return pa.table([*kept.columns, *generated.columns], schema=output_schema(kept.schema))
+
+
+_ZEROS = {field.name: 0 for field in GENERATED if pa.types.is_integer(field.type)} | {"mean_active_layers": 0.0}
+
+
+def _python_values(column: pa.ChunkedArray) -> list[Any]:
+    """Values of a column; a string that is not valid UTF-8 comes as its UnicodeDecodeError."""
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    if not _is_string(column.type):
+        return list(column.to_pylist())
+    return [_decoded(value) for value in column.cast(pa.large_binary()).to_pylist()]
+
+
+def _decoded(value: bytes | None) -> str | UnicodeDecodeError | None:
+    try:
+        return None if value is None else value.decode()
+    except UnicodeDecodeError as error:
+        return error
+
+
+def _kept(table: pa.Table, field: pa.Field) -> pa.ChunkedArray | pa.Array:
+    """A column to copy to the output; invalid UTF-8 becomes replacement characters, lest readers fail."""
+    if field.name not in table.column_names:
+        return pa.nulls(table.num_rows, field.type)
+    column = table[field.name].cast(field.type)
+    if _is_string(field.type):
+        try:
+            column.validate(full=True)
+        except pa.ArrowInvalid:
+            values = column.cast(pa.large_binary()).to_pylist()
+            return pa.array([None if v is None else v.decode(errors="replace") for v in values], field.type)
+    return column
+
+
+def _is_string(type_: pa.DataType) -> bool:
+    return bool(pa.types.is_string(type_) or pa.types.is_large_string(type_) or pa.types.is_string_view(type_))

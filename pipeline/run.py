@@ -1,0 +1,135 @@
+"""Run a job from its configuration to its manifest and report."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import ray
+from ray.data import ActorPoolStrategy, DataContext
+
+from engine import ModelShape
+from pipeline.backend import Backend, SkipDecodeBackend
+from pipeline.cluster import TASK_CPUS, ReplicaResources, connect, replica_resources
+from pipeline.commit import SUCCESS_FILE, Commit, Totals, read_commits, sweep_orphans, write_success
+from pipeline.config import JobConfig
+from pipeline.errors import JobError
+from pipeline.fit import choose_schedule, longest_prompt
+from pipeline.plan import Plan, WorkUnit, make_plan
+from pipeline.progress import Board, ProgressReporter
+from pipeline.report import REPORT_FILE, write_report
+from pipeline.rows import output_schema
+from pipeline.run_record import claim_output, describe_run, fingerprint
+from pipeline.stages import COMMIT, Replica, Task, commit, read, span_row
+from pipeline.storage import Storage
+from pipeline.template import PromptTemplate
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a finished run did, over all its sessions."""
+
+    output: str
+    report: str
+    rows_resumed: int  # committed before this session
+    totals: Totals
+    shape: ModelShape
+    seconds: float  # of this session
+
+
+def run_job(config: JobConfig, backend: Backend | None = None) -> RunResult:
+    """Generate for every input row, exactly once; resumes what an earlier session of the same run committed.
+
+    Raises:
+        JobError, ModelError, ScheduleError: input, model, schedule or output do not fit; before any model is loaded.
+    """
+    start = time.monotonic()
+    backend = backend or SkipDecodeBackend()
+    template = PromptTemplate(config.prompt, config.system, config.prompt_format, config.overlong)
+    plan = make_plan(config, template)
+    output_schema(plan.kept)
+    shape = backend.shape(config)
+    schedule = choose_schedule(config, shape)
+    longest = longest_prompt(config, shape)
+    storage = Storage(config.output)
+    description = describe_run(config, plan, schedule, backend.identity(config))
+    resuming = claim_output(storage, description)
+    commits = read_commits(storage) if resuming else []
+    before = Totals()
+    for done in commits:
+        before.add(done.totals)
+    log.info(
+        "run %s: %d rows in %d units of %d files, %d rows already committed",
+        fingerprint(description), plan.rows, len(plan.units), len(plan.files), before.rows,
+    )  # fmt: skip
+    if schedule.is_full_depth:
+        log.info("full depth: nothing is skipped (target_speedup or schedule would)")
+    done_units = {done.unit for done in commits}
+    pending = [unit for unit in plan.units if unit.id not in done_units]
+    if pending:
+        connect(config.ray_address)
+        task = Task(config, backend, template, schedule, plan.read_columns, plan.kept, longest)
+        commits += _generate(task, plan, pending, before)
+    totals = Totals()
+    for done in commits:
+        totals.add(done.totals)
+    if totals.rows != plan.rows:
+        raise JobError(f"{totals.rows} of {plan.rows} rows are committed: start the job again to resume it")
+    commits.sort(key=lambda done: done.unit)
+    swept = sweep_orphans(storage, commits)
+    if swept:
+        log.info("removed %d data files that no commit names", swept)
+    result = RunResult(
+        config.output, storage.url.rstrip("/") + "/" + REPORT_FILE, before.rows, totals, shape, time.monotonic() - start
+    )
+    if pending or storage.read(SUCCESS_FILE) is None:
+        run = {"fingerprint": fingerprint(description), **description}
+        write_report(storage, config, shape, schedule, run["fingerprint"], commits, totals)
+        write_success(storage, run, commits, totals)
+    return result
+
+
+def _generate(task: Task, plan: Plan, pending: list[WorkUnit], before: Totals) -> list[Commit]:
+    """Pass the pending units through the stages; returns their commits."""
+    resources = replica_resources(task.config)
+    log.info("%d replicas of %d threads and %g GPUs each", resources.count, resources.threads, resources.gpus)
+    board = Board()
+    commits = []
+    with ProgressReporter(board, plan.rows, before) as progress:
+        for record in _stream(task, plan, pending, resources, board):
+            done = Commit.from_json(record)
+            commits.append(done)
+            progress.committed(done)
+    return commits
+
+
+def _stream(
+    task: Task, plan: Plan, pending: list[WorkUnit], resources: ReplicaResources, board: Board
+) -> Iterator[bytes]:
+    """Commit records, as units are committed."""
+    context = DataContext.get_current()
+    context.enable_progress_bars = False  # the job has its own
+    # A unit is one row. Blocks of one row let neighbouring units go to different replicas.
+    context.target_max_block_size = 1
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    spans = [span_row(units) for units in plan.spans(pending)]
+    dataset = (
+        ray.data.from_items(spans, override_num_blocks=len(spans))
+        .map_batches(read, batch_size=1, batch_format="pyarrow", fn_kwargs={"task": task}, num_cpus=TASK_CPUS)
+        .map_batches(
+            Replica,
+            batch_size=1,
+            batch_format="pyarrow",
+            compute=ActorPoolStrategy(size=resources.count),
+            fn_constructor_kwargs={"task": task, "threads": resources.threads, "board": board},
+            num_cpus=resources.cpus,
+            num_gpus=resources.gpus or None,
+        )
+        .map_batches(commit, batch_size=1, batch_format="pyarrow", fn_kwargs={"task": task}, num_cpus=TASK_CPUS)
+    )
+    for row in dataset.iter_rows():
+        yield row[COMMIT]

@@ -1,0 +1,106 @@
+"""The prompt template: a row's columns become prompt tokens, or an error that says why not."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from pipeline.errors import JobError
+
+
+class PromptTokenizer(Protocol):
+    """What a template needs of the engine's tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def encode_chat(self, user: str, system: str | None = None) -> list[int]: ...
+    def encode_plain(self, text: str) -> list[int]: ...
+    def decode(self, tokens: list[int]) -> str: ...
+
+
+class RowError(ValueError):
+    """A row that no prompt can be made of; the text goes into its `error` column."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    tokens: list[int]
+    truncated: bool
+
+
+@dataclass(frozen=True)
+class PromptTemplate:
+    """System and user text; {text} is the text column, {name} any other column (null renders as nothing)."""
+
+    user: str = "{text}"
+    system: str | None = None
+    format: Literal["chat", "raw"] = "chat"
+    overlong: Literal["truncate", "reject"] = "truncate"
+
+    def __post_init__(self) -> None:
+        if "text" not in self.fields:
+            raise JobError(f"the prompt {self.user!r} has no {{text}} field: say where the text column goes")
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """Names in braces; raises JobError for anything but plain names."""
+        names = set()
+        try:
+            for text in filter(None, (self.user, self.system)):
+                for _, field, spec, conversion in string.Formatter().parse(text):
+                    if field is None:
+                        continue
+                    # Attributes and indices would let a template reach into Python objects.
+                    if spec or conversion or not field or any(mark in field for mark in ".["):
+                        raise ValueError(f"{{{field}}} is not a column name")
+                    names.add(field)
+        except ValueError as error:
+            raise JobError(
+                f"the prompt template is malformed ({error}): write {{{{ and }}}} for plain braces"
+            ) from None
+        return frozenset(names)
+
+    def check_columns(self, columns: set[str]) -> None:
+        """Raises JobError if a field names no column."""
+        missing = sorted(self.fields - columns - {"text"})
+        if missing:
+            raise JobError(f"the prompt names column {missing[0]!r}, the input has {', '.join(sorted(columns))}")
+
+    def encode(self, row: Mapping[str, object], tokenizer: PromptTokenizer, longest: int) -> Prompt:
+        """Prompt tokens of a row, at most `longest`. Raises RowError.
+
+        Args:
+            row: field -> value; "text" holds the text column.
+            tokenizer: the model's.
+            longest: in tokens; a longer prompt is rejected, or its text is cut at the end until it fits.
+        """
+        text = row["text"]
+        if text is None:
+            raise RowError("text is null")
+        if not isinstance(text, str):
+            raise RowError(f"text is {type(text).__name__}, not a string")
+        if not text.strip():
+            raise RowError("text is empty")
+        values = {name: "" if row.get(name) is None else str(row[name]) for name in self.fields}
+        tokens = self._render(values, tokenizer)
+        excess = len(tokens) - longest
+        if excess <= 0:
+            return Prompt(tokens, truncated=False)
+        if self.overlong == "reject":
+            raise RowError(f"prompt has {len(tokens)} tokens, the limit is {longest}")
+        text_tokens = tokenizer.encode_plain(text)
+        while excess > 0:
+            # Cut pieces may tokenise into a few more tokens than were kept, so this can take another round.
+            text_tokens = text_tokens[: max(0, len(text_tokens) - excess)]
+            if not text_tokens:
+                raise RowError(f"prompt has more than {longest} tokens even without its text")
+            tokens = self._render(values | {"text": tokenizer.decode(text_tokens)}, tokenizer)
+            excess = len(tokens) - longest
+        return Prompt(tokens, truncated=True)
+
+    def _render(self, values: Mapping[str, str], tokenizer: PromptTokenizer) -> list[int]:
+        user = self.user.format_map(values)
+        if self.format == "raw":
+            return tokenizer.encode(user if self.system is None else self.system.format_map(values) + user)
+        return tokenizer.encode_chat(user, None if self.system is None else self.system.format_map(values))
