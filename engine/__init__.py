@@ -2,6 +2,7 @@
 
 from engine.batch import BatchStats
 from engine.checkpoint import identity as model_identity
+from engine.checkpoint import prepare as checkpoint_directory
 from engine.engine import Engine, Generation, describe
 from engine.errors import ModelError, PromptError, ScheduleError
 from engine.flops import Ledger
@@ -25,6 +26,7 @@ __all__ = [
     "ScheduleError",
     "Tokenizer",
     "Unit",
+    "checkpoint_directory",
     "decode_flop_speedup",
     "describe",
     "for_target_speedup",

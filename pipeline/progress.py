@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
@@ -20,25 +20,37 @@ LOG_INTERVAL_S = 10.0
 TERMINAL_INTERVAL_S = 0.5
 
 
+class Counts(NamedTuple):
+    """What replicas have done in units that are not committed yet."""
+
+    replicas: int  # ready so far
+    seconds: float  # since the first of them was
+    rows: int
+    tokens: int
+
+
 class _BoardActor:
     """Counts the batches of units that are not committed yet."""
 
     def __init__(self) -> None:
         self._replicas = 0
+        self._first_ready = 0.0
         self._units: dict[str, tuple[int, int]] = {}
 
     def ready(self) -> None:
+        self._first_ready = self._first_ready or time.monotonic()
         self._replicas += 1
 
     def batch_done(self, unit: str, rows: int, tokens: int) -> None:
         done = self._units.get(unit, (0, 0))
         self._units[unit] = (done[0] + rows, done[1] + tokens)
 
-    def read(self, committed: list[str]) -> tuple[int, int, int]:
-        """(replicas ready, rows, tokens) in flight, after forgetting units committed since."""
+    def read(self, committed: list[str]) -> Counts:
+        """Counts in flight, after forgetting units committed since."""
         for unit in committed:
             self._units.pop(unit, None)
-        return self._replicas, sum(r for r, _ in self._units.values()), sum(t for _, t in self._units.values())
+        rows, tokens = (sum(counts) for counts in zip(*self._units.values(), strict=True)) if self._units else (0, 0)
+        return Counts(self._replicas, time.monotonic() - self._first_ready if self._replicas else 0.0, rows, tokens)
 
 
 class Board:
@@ -53,8 +65,9 @@ class Board:
     def batch_done(self, unit: str, rows: int, tokens: int) -> None:
         self._actor.batch_done.remote(unit, rows, tokens)
 
-    def read(self, committed: list[str]) -> tuple[int, int, int]:
-        counts: tuple[int, int, int] = ray.get(self._actor.read.remote(committed))
+    def read(self, committed: list[str]) -> Counts:
+        """Counts of what is in flight; `committed` names units to forget."""
+        counts: Counts = ray.get(self._actor.read.remote(committed))
         return counts
 
 
@@ -69,7 +82,6 @@ class ProgressReporter:
         self._totals.add(resumed)
         self._generated_before = resumed.generated_tokens
         self._fresh: list[str] = []  # units committed since the board was last read
-        self._started: float | None = None  # when the first replica was ready
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._terminal = sys.stderr.isatty()
@@ -109,17 +121,15 @@ class ProgressReporter:
             committed = Totals()
             committed.add(self._totals)
         try:
-            replicas, rows, tokens = self._board.read(fresh)
+            flight = self._board.read(fresh)
         except ray.exceptions.RayError:
             return committed.rows, "progress is not available"  # the job goes on without it
-        if not replicas:
+        if not flight.replicas:
             return committed.rows, "starting replicas"
-        now = time.monotonic()
-        self._started = self._started or now
-        elapsed = max(now - self._started, 1e-9)
-        rows += committed.rows
+        elapsed = max(flight.seconds, 1e-9)
+        rows = flight.rows + committed.rows
         row_rate = (rows - self._resumed_rows) / elapsed
-        token_rate = (tokens + committed.generated_tokens - self._generated_before) / elapsed
+        token_rate = (flight.tokens + committed.generated_tokens - self._generated_before) / elapsed
         left = _duration((self._total_rows - rows) / row_rate) if row_rate else "unknown"
         saved = committed.flops_full_depth - committed.flops
         share = saved / committed.flops_full_depth if committed.flops_full_depth else 0.0

