@@ -84,7 +84,7 @@ class Contender:
     timings: list[Timing] = field(default_factory=list)
 
 
-class FirstToken(StoppingCriteria):  # type: ignore[misc]
+class FirstToken(StoppingCriteria):
     """Stops nothing; notes when `generate` has its first token."""
 
     def __init__(self) -> None:

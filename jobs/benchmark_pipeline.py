@@ -63,9 +63,7 @@ def benchmark(config: BenchmarkPipeline) -> None:
         ray.shutdown()
         job = result.totals.generated_tokens / result.generating_seconds
         ratios.append(job / bare)
-        console.print(
-            f"round {turn + 1}: bare engine {bare:.1f} output tokens/s, job {job:.1f}, ratio {ratios[-1]:.3f}"
-        )
+        console.print(f"round {turn + 1}: output tokens/s {bare:.1f} bare, {job:.1f} in the job, {job / bare:.3f}")
     console.print(f"{len(texts)} rows, median ratio job / bare engine: {median(ratios):.3f}")
 
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import ray
 from ray.data import ActorPoolStrategy, DataContext
@@ -23,7 +24,7 @@ from pipeline.report import REPORT_FILE, write_report
 from pipeline.rows import output_schema
 from pipeline.run_record import claim_output, describe_run, fingerprint
 from pipeline.stages import COMMIT, Replica, Task, commit, read, span_row
-from pipeline.storage import Storage
+from pipeline.storage import Storage, absolute
 from pipeline.template import PromptTemplate
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ def run_job(config: JobConfig, backend: Backend | None = None) -> RunResult:
     """
     start = time.monotonic()
     backend = backend or SkipDecodeBackend()
+    config = _absolute(config)
     template = PromptTemplate(config.prompt, config.system, config.prompt_format, config.overlong)
     plan = make_plan(config, template)
     output_schema(plan.kept)
@@ -93,6 +95,14 @@ def run_job(config: JobConfig, backend: Backend | None = None) -> RunResult:
     report = f"{storage.url.rstrip('/')}/{REPORT_FILE}"
     seconds = time.monotonic() - start
     return RunResult(config.output, report, before.rows, totals, shape, seconds, generating_seconds)
+
+
+def _absolute(config: JobConfig) -> JobConfig:
+    """The same configuration with paths that workers, whose directory is another, understand."""
+    paths = {"input": absolute(config.input), "output": absolute(config.output)}
+    if Path(config.model).exists():
+        paths["model"] = str(Path(config.model).resolve())
+    return config.model_copy(update=paths)
 
 
 def _generate(task: Task, plan: Plan, pending: list[WorkUnit], before: Totals) -> tuple[list[Commit], float]:

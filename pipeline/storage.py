@@ -13,6 +13,13 @@ from fsspec.implementations.local import LocalFileSystem
 from pipeline.errors import JobError
 
 
+def absolute(url: str) -> str:
+    """A URL that means the same in every process, whatever its working directory. Raises JobError."""
+    storage = Storage(url)
+    full: str = storage.fs.unstrip_protocol(storage.root)
+    return full
+
+
 class Storage:
     """A root directory and the objects below it; paths are relative to the root."""
 
