@@ -49,6 +49,7 @@ class BatchStats:
     generated_tokens: int
     steps: int
     flops_padding: int
+    cache_bytes: int  # most memory the key/value cache took
     prefill_seconds: float
     decode_seconds: float
 
@@ -77,6 +78,7 @@ class Batch:
         longest = max(len(sample.prompt) + min(sample.limit, GROWTH) for sample in samples)
         cached = _attention_layers(ledger.schedule.active(0))
         self._cache = KVCache(decoder.shape, cached, len(samples), longest, dtype, device)
+        self._cache_bytes = self._cache.bytes
         self._executed = 0  # decode FLOPs really spent, padding included
 
     def run(self) -> BatchStats:
@@ -97,6 +99,7 @@ class Batch:
             generated_tokens=sum(len(s.tokens) for s in self.samples),
             steps=step,
             flops_padding=self._executed - useful,
+            cache_bytes=self._cache_bytes,
             prefill_seconds=prefilled - start,
             decode_seconds=time.perf_counter() - prefilled,
         )
@@ -148,6 +151,7 @@ class Batch:
         cache, longest = self._cache, max(len(s.prompt) + len(s.tokens) for s in self._rows)
         cache.keep_layers(_attention_layers(units))
         cache.reserve(longest)
+        self._cache_bytes = max(self._cache_bytes, cache.bytes)
         beyond = torch.arange(longest, device=self._device) > cache.lengths[:, None]  # the new token is at `lengths`
         mask = torch.zeros(beyond.shape, device=self._device).masked_fill_(beyond, -torch.inf)
         mask = mask.repeat_interleave(self._decoder.shape.kv_heads, 0).unsqueeze(1)  # [B * kv_heads, 1, T]

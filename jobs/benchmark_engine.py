@@ -204,17 +204,18 @@ def _compare(contenders: Sequence[Contender]) -> list[dict[str, Any]]:
 
 def _table(title: str, rows: Sequence[dict[str, Any]], config: BenchmarkEngine) -> Table:
     table = Table(
-        title=f"{title}, {config.new_tokens} new tokens, {config.threads} threads, median of {config.rounds} rounds"
+        title=f"{title}, {config.new_tokens} new tokens, {config.threads} threads, median of {config.rounds} rounds",
+        caption="/ hf: over transformers; FLOP x, measured x: decode speed-ups over full depth; realised: their ratio",
     )
     headings = (
         "contender",
         "output tok/s",
         "decode tok/s",
-        "output vs transformers",
-        "decode vs transformers",
-        "decode FLOP speed-up",
-        "measured speed-up",
-        "realised share",
+        "output / hf",
+        "decode / hf",
+        "FLOP x",
+        "measured x",
+        "realised",
     )
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "contender" else "right")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -59,6 +60,13 @@ def parse(config_class: type[Config], program: str, arguments: Sequence[str] | N
         print(f"{program}: error: {mistake}", file=sys.stderr)
     print(f"try {program} --help", file=sys.stderr)
     raise SystemExit(USAGE_EXIT)
+
+
+def log_to_stderr() -> None:
+    """Our own progress, and other packages' warnings."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
+    for package in ("engine", "pipeline", "jobs"):
+        logging.getLogger(package).setLevel(logging.INFO)
 
 
 def run(program: str, job: Callable[[], None]) -> int:

@@ -5,7 +5,6 @@ python jobs/summarize_corpus.py --input corpus/ --output out/ --id-column id --t
 
 from __future__ import annotations
 
-import logging
 import sys
 
 from pydantic import Field
@@ -31,7 +30,7 @@ class SummarizeCorpus(JobConfig):
 
 
 def main() -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    command_line.log_to_stderr()
     config = command_line.parse(SummarizeCorpus, PROGRAM)
     return command_line.run(PROGRAM, lambda: summarize(config))
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.config import JobConfig
-from pipeline.errors import JobError
+from pipeline.errors import JobError, one_line
 from pipeline.storage import Storage
 from pipeline.template import PromptTemplate
 
@@ -139,7 +139,9 @@ def _read_footer(storage: Storage, path: str) -> InputFile:
             groups = tuple(footer.metadata.row_group(i).num_rows for i in range(footer.num_row_groups))
             schema = footer.schema_arrow
     except (OSError, pa.ArrowException) as error:
-        raise JobError(f"input file {path!r} cannot be read as Parquet ({error}): repair it or take it out") from error
+        raise JobError(
+            f"input file {path!r} cannot be read as Parquet ({one_line(error)}): repair it or take it out"
+        ) from error
     stamp = info.get("ETag") or info.get("mtime") or info.get("LastModified") or ""
     return InputFile(path, f"{info['size']}:{stamp}", groups, schema)
 

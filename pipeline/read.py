@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.errors import JobError
+from pipeline.errors import JobError, one_line
 from pipeline.plan import WorkUnit
 
 BATCH_ROWS = 1024
@@ -32,7 +32,7 @@ def read_units(fs: Any, units: Sequence[WorkUnit], columns: Sequence[str]) -> It
             wanted = [name for name in columns if name in file.schema_arrow.names]
             yield from _cut(units, _rows_from(file, units[0].start, units[-1].start + units[-1].rows, wanted))
     except (OSError, pa.ArrowException) as error:
-        raise JobError(f"input file {path!r} cannot be read ({error}): repair it or take it out") from error
+        raise JobError(f"input file {path!r} cannot be read ({one_line(error)}): repair it or take it out") from error
 
 
 def _rows_from(

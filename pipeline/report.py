@@ -102,17 +102,14 @@ def _flops_chart(totals: Totals) -> str:
     """Two bars: full depth and this run, each prompt + decode."""
     figure, axes = _figure("FLOPs by phase", 1.9)
     full_decode = totals.flops_full_depth - totals.flops_prompt
-    for y, (name, decode) in enumerate([("this run", totals.flops_decode), ("full depth", full_decode)]):
-        prompt_t, decode_t = totals.flops_prompt / 1e12, decode / 1e12
-        axes.barh(y, prompt_t, color=PALE, label="prompt" if y == 0 else None)
-        axes.barh(y, decode_t, left=prompt_t, color=ACCENT, label="decode" if y == 0 else None)
-        axes.text(prompt_t + decode_t, y, f"  {prompt_t + decode_t:.2f}", va="center", color=INK)
-        axes.text(0, y + 0.5, name, va="center", ha="left", fontsize=8, color=INK)
-    axes.set_yticks([])
-    axes.set_ylim(-0.5, 1.75)
-    axes.margins(x=0.15)
+    prompt = totals.flops_prompt / 1e12
+    names, decodes = ["this run", "full depth"], [totals.flops_decode / 1e12, full_decode / 1e12]
+    axes.barh(names, [prompt, prompt], color=PALE, label="prompt")
+    bars = axes.barh(names, decodes, left=prompt, color=ACCENT, label="decode")
+    axes.bar_label(bars, [f"{prompt + decode:.2f}" for decode in decodes], padding=4, color=INK)
+    axes.margins(x=0.12)
     axes.set_xlabel("TFLOP")
-    axes.legend(frameon=False, loc="upper right", ncols=2)
+    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
     return _svg(figure)
 
 
@@ -137,7 +134,10 @@ def _schedule_chart(schedule: Schedule) -> str:
     colors = mpl.colors.LinearSegmentedColormap.from_list("units", ["#ffffff", PALE, ACCENT])
     extent = (0, steps, -0.5, schedule.layers - 0.5)
     axes.imshow(grid, origin="lower", aspect="auto", cmap=colors, vmin=0, vmax=1, extent=extent, interpolation="none")
-    axes.set_xlabel("decode step" + ("" if schedule.plateaus[-1].first_step else " (the same at every step)"))
+    axes.set_xlabel("decode step")
+    if not schedule.plateaus[-1].first_step:
+        axes.set_xlabel("every decode step")
+        axes.set_xticks([])
     axes.set_ylabel("layer")
     return _svg(figure)
 

@@ -128,6 +128,7 @@ def _stream(
     # A unit is one row. Blocks of one row let neighbouring units go to different replicas.
     context.target_max_block_size = 1
     logging.getLogger("ray.data").setLevel(logging.WARNING)
+    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # says that its bars are off
     spans = [span_row(units) for units in plan.spans(pending)]
     dataset = (
         ray.data.from_items(spans, override_num_blocks=len(spans))

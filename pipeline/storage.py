@@ -16,7 +16,7 @@ from pipeline.errors import JobError
 def absolute(url: str) -> str:
     """A URL that means the same in every process, whatever its working directory. Raises JobError."""
     storage = Storage(url)
-    full: str = storage.fs.unstrip_protocol(storage.root)
+    full: str = storage.root if storage.is_local else storage.fs.unstrip_protocol(storage.root)
     return full
 
 
@@ -32,7 +32,7 @@ class Storage:
         except (ValueError, ImportError) as error:
             raise JobError(f"storage {url!r} cannot be used: {error}") from error
         self.root = root.rstrip("/")
-        self._is_local = isinstance(self.fs, LocalFileSystem)
+        self.is_local = isinstance(self.fs, LocalFileSystem)
 
     def path(self, name: str) -> str:
         """Full path of an object, for `self.fs`."""
@@ -57,7 +57,7 @@ class Storage:
     def write(self, name: str, content: bytes) -> None:
         """Write an object whole, replacing an older one."""
         path = self.path(name)
-        if not self._is_local:
+        if not self.is_local:
             self.fs.pipe_file(path, content)
             return
         scratch = self._write_scratch(path, content)
@@ -69,7 +69,7 @@ class Storage:
         False may also mean that this call's own write went through and its answer was lost: compare the content.
         """
         path = self.path(name)
-        if self._is_local:
+        if self.is_local:
             scratch = self._write_scratch(path, content)
             try:
                 os.link(scratch, path)  # unlike a rename, refuses to replace
