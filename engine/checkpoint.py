@@ -16,6 +16,7 @@ import torch
 from filelock import FileLock
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers.utils.logging import disable_progress_bar
 
 from engine.errors import ModelError
 
@@ -167,6 +168,7 @@ def _converted_directory(gguf: Path) -> Path:
 
 def _convert_gguf(gguf: Path, directory: Path) -> None:
     """Dequantise into a safetensors checkpoint of transformers' own layout."""
+    disable_progress_bar()  # in a replica's log they are noise
     where = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     try:
         model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)

@@ -41,10 +41,11 @@ class GenerateText:
         self._engine = backend.engine(config, threads)
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        """Raises JobError if the batch lacks the text column or a template field."""
+        """Raises JobError if the batch lacks the text column, the id column or a template field."""
         config = self._config
-        if config.text_column not in batch.column_names:
-            raise JobError(f"the batch has no column {config.text_column!r}: it has {', '.join(batch.column_names)}")
+        for name in filter(None, (config.text_column, config.id_column)):
+            if name not in batch.column_names:
+                raise JobError(f"the batch has no column {name!r}: it has {', '.join(batch.column_names)}")
         self._template.check_columns(set(batch.column_names))
         kept = batch.schema
         output_schema(kept)

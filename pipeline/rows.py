@@ -46,9 +46,9 @@ class Generator(Protocol):
 
 def output_schema(kept: pa.Schema) -> pa.Schema:
     """Kept input columns, then what was generated. Raises JobError on a name taken twice."""
-    taken = sorted(set(kept.names) & set(GENERATED.names))
+    taken = sorted(set(kept.names) & {*GENERATED.names, TOKENS, TRUNCATED, ERROR})
     if taken:
-        raise JobError(f"input column {taken[0]!r} has the name of an output column: leave it out with keep_columns")
+        raise JobError(f"input column {taken[0]!r} has a name that the job needs: leave it out with keep_columns")
     return pa.schema([*kept, *GENERATED])
 
 
@@ -141,8 +141,7 @@ _ZEROS = {field.name: 0 for field in GENERATED if pa.types.is_integer(field.type
 
 def _python_values(column: pa.ChunkedArray) -> list[Any]:
     """Values of a column; a string that is not valid UTF-8 comes as its UnicodeDecodeError."""
-    if pa.types.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
+    column = column.cast(_value_type(column.type))
     if not _is_string(column.type):
         return list(column.to_pylist())
     return [_decoded(value) for value in column.cast(pa.large_binary()).to_pylist()]
@@ -159,14 +158,19 @@ def _kept(table: pa.Table, field: pa.Field) -> pa.ChunkedArray | pa.Array:
     """A column to copy to the output; invalid UTF-8 becomes replacement characters, lest readers fail."""
     if field.name not in table.column_names:
         return pa.nulls(table.num_rows, field.type)
-    column = table[field.name].cast(field.type)
-    if _is_string(field.type):
+    column, type_ = table[field.name].cast(field.type), _value_type(field.type)
+    if _is_string(type_):
         try:
             column.validate(full=True)
         except pa.ArrowInvalid:
-            values = column.cast(pa.large_binary()).to_pylist()
-            return pa.array([None if v is None else v.decode(errors="replace") for v in values], field.type)
+            values = column.cast(type_).cast(pa.large_binary()).to_pylist()
+            return pa.array([None if v is None else v.decode(errors="replace") for v in values], type_).cast(field.type)
     return column
+
+
+def _value_type(type_: pa.DataType) -> pa.DataType:
+    """The type itself, or that of a dictionary's values."""
+    return type_.value_type if pa.types.is_dictionary(type_) else type_
 
 
 def _is_string(type_: pa.DataType) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, Protocol
 
 from pipeline.errors import JobError
@@ -42,7 +43,7 @@ class PromptTemplate:
         if "text" not in self.fields:
             raise JobError(f"the prompt {self.user!r} has no {{text}} field: say where the text column goes")
 
-    @property
+    @cached_property
     def fields(self) -> frozenset[str]:
         """Names in braces; raises JobError for anything but plain names."""
         names = set()

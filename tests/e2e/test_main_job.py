@@ -1,0 +1,100 @@
+"""The main job as users start it: as a script, submitted to a Ray head, on S3, on several replicas."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import S3, RayHead
+
+ROOT = Path(__file__).parents[2]
+CORPUS = ROOT / "infra" / "demo" / "package_descriptions.parquet"
+SCRIPT = "jobs/summarize_corpus.py"
+LIMIT_S = 240
+
+pytestmark = pytest.mark.timeout(LIMIT_S + 60)
+
+
+def summarize(*flags: str, environment: dict[str, str] | None = None) -> str:
+    """Run the script on an embedded Ray; its output."""
+    return run([sys.executable, SCRIPT, "--ray-address", "local", *flags], environment)
+
+
+def run(command: list[str], environment: dict[str, str] | None = None) -> str:
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | (environment or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def output_rows(output: Path) -> list[dict[str, Any]]:
+    """All rows of a finished run, in input order."""
+    manifest = json.loads((output / "_SUCCESS.json").read_text())
+    return pa.concat_tables(pq.read_table(output / commit["file"]) for commit in manifest["commits"]).to_pylist()
+
+
+def test_ray_job_submit_runs_the_main_job(ray_head: RayHead, tmp_path: Path) -> None:
+    # The working directory travels to the cluster: the job must not depend on where it was submitted.
+    submit = [str(Path(sys.executable).parent / "ray"), "job", "submit", "--address", ray_head.dashboard]
+    flags = ["--input", str(CORPUS), "--output", str(tmp_path / "out"), "--limit", "6", "--max-new-tokens", "8"]
+    said = run([*submit, "--working-dir", ".", "--", "python", SCRIPT, *flags], ray_head.environment)
+
+    assert "succeeded" in said
+    rows = output_rows(tmp_path / "out")
+    assert len(rows) == 6
+    assert all(row["generation"] and row["error"] is None for row in rows)
+    assert (tmp_path / "out" / "report.html").is_file()
+
+
+def test_two_replicas_give_the_same_rows_as_one(tmp_path: Path) -> None:
+    flags = ["--input", str(CORPUS), "--limit", "24", "--rows-per-unit", "4", "--max-new-tokens", "10"]
+    flags += ["--temperature", "0.8", "--top-p", "0.95", "--target-speedup", "1.1", "--threads-per-replica", "1"]
+    for replicas in ("1", "2"):
+        summarize(*flags, "--output", str(tmp_path / replicas), "--replicas", replicas)
+
+    one, two = output_rows(tmp_path / "1"), output_rows(tmp_path / "2")
+    assert len(one) == 24
+    assert one == two
+
+
+def test_the_job_reads_from_and_commits_to_s3(s3: S3) -> None:
+    s3.files.put_file(str(CORPUS), "corpus/in/texts.parquet")
+    flags = ["--input", "s3://corpus/in/", "--output", "s3://corpus/out", "--limit", "6", "--rows-per-unit", "3"]
+    said = summarize(*flags, "--max-new-tokens", "6", environment=s3.environment)
+
+    manifest = json.loads(s3.files.cat_file("corpus/out/_SUCCESS.json"))
+    assert [commit["rows"] for commit in manifest["commits"]] == [3, 3]
+    for commit in manifest["commits"]:
+        with s3.files.open(f"corpus/out/{commit['file']}") as stream:
+            assert pq.read_table(stream).num_rows == 3
+    assert s3.environment["AWS_SECRET_ACCESS_KEY"] not in said
+
+    again = summarize(*flags, "--max-new-tokens", "6", environment=s3.environment)
+    assert "6 rows were committed by earlier sessions" in again
+
+
+def test_wrong_s3_credentials_end_the_job_with_one_sentence(s3: S3) -> None:
+    command = [sys.executable, SCRIPT, "--input", "s3://corpus/in/", "--output", "s3://corpus/other"]
+    wrong = os.environ | s3.environment | {"AWS_SECRET_ACCESS_KEY": "wrong"}
+    done = subprocess.run(command, cwd=ROOT, env=wrong, capture_output=True, text=True, timeout=LIMIT_S)
+
+    assert done.returncode == 1
+    (line,) = done.stderr.strip().splitlines()
+    assert "s3://corpus/in" in line
+    assert "Traceback" not in done.stdout + done.stderr

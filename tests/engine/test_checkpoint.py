@@ -1,0 +1,373 @@
+"""A model is found, checked and read, or refused with the reason and the way out. Pickle and remote code never run."""
+
+from __future__ import annotations
+
+import ast
+import json
+import pickle
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import huggingface_hub.constants
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerFast
+
+import engine
+from engine import Engine, ModelError, Sampling, Tokenizer, checkpoint, describe
+
+MakeCheckpoint = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def whole(make_checkpoint: MakeCheckpoint) -> Path:
+    """A sound checkpoint, to be left as it is."""
+    return make_checkpoint()
+
+
+@pytest.fixture
+def copied(whole: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(whole, tmp_path / "copy"))
+
+
+def edit_config(directory: Path, **changes: Any) -> None:
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+class Bomb:
+    """Unpickling it leaves a file behind."""
+
+    def __init__(self, trace: Path) -> None:
+        self._trace = trace
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str, str]]:
+        return open, (str(self._trace), "w")
+
+
+# --- what is refused, and how ---
+
+
+@pytest.mark.parametrize(
+    "model", ["no-such-model", "./no/such/model", "/no/such/model", "~/no/such/model", "a/b/c", "smollm2"]
+)
+def test_an_unknown_model_is_refused_with_the_ways_to_name_one(model: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        Engine.load(model)
+    assert repr(model) in str(caught.value)
+    assert "smollm2-135m-instruct" in str(caught.value)
+    assert "hub id" in str(caught.value)
+
+
+def test_a_file_that_is_not_gguf_is_refused_by_name(copied: Path) -> None:
+    file = copied / "model.safetensors"
+    with pytest.raises(ModelError, match=r"model\.safetensors' is a file but not GGUF"):
+        Engine.load(str(file))
+
+
+def test_a_file_that_only_calls_itself_gguf_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUH" + bytes(100))
+    for read in (Engine.load, describe):
+        with pytest.raises(ModelError, match=r"model\.gguf"):
+            read(str(file))
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.suffix != ".lock" and path.is_file()]
+
+
+def test_a_directory_without_config_is_refused_by_name(copied: Path) -> None:
+    (copied / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"copy' has no config\.json"):
+        Engine.load(str(copied))
+
+
+def test_a_config_that_is_not_json_is_refused_by_name(copied: Path) -> None:
+    (copied / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config of model .*copy"):
+        describe(str(copied))
+
+
+def test_a_pickle_checkpoint_is_refused_unopened(copied: Path, tmp_path: Path) -> None:
+    (copied / "model.safetensors").unlink()
+    (copied / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "trace")))
+    for read in (Engine.load, describe):
+        with pytest.raises(ModelError, match=r"no \*\.safetensors; pickle checkpoints .* are refused"):
+            read(str(copied))
+    assert not (tmp_path / "trace").exists()
+
+
+def test_code_in_a_checkpoint_is_never_run(copied: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    (copied / "custom.py").write_text(
+        "from transformers import PreTrainedConfig\n"
+        f"open({str(trace)!r}, 'w')\n"
+        "class Custom(PreTrainedConfig):\n    model_type = 'custom'\n"
+    )
+    edit_config(copied, model_type="custom", auto_map={"AutoConfig": "custom.Custom"})
+    with pytest.raises(ModelError, match="copy"):
+        Engine.load(str(copied))
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "bert", "mamba"])
+def test_an_unsupported_model_type_is_refused_naming_those_supported(copied: Path, model_type: str) -> None:
+    (copied / "config.json").write_text(json.dumps({"model_type": model_type}))
+    for read in (Engine.load, describe):
+        with pytest.raises(ModelError, match=rf"type '{model_type}' are not supported; supported are .*\bllama\b"):
+            read(str(copied))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "never-heard-of"}, "never-heard-of"),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "RoPE type 'spiral'"),
+    ],
+)
+def test_a_config_this_engine_cannot_run_is_refused_naming_the_value(
+    copied: Path, changes: dict[str, Any], message: str
+) -> None:
+    edit_config(copied, **changes)
+    with pytest.raises(ModelError, match=message):
+        Engine.load(str(copied))
+
+
+@pytest.mark.parametrize("name", ["model.layers.3.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"])
+def test_a_missing_tensor_is_refused_by_name(copied: Path, name: str) -> None:
+    tensors = load_file(copied / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, copied / "model.safetensors")
+    with pytest.raises(ModelError, match=f"no tensor '{name}'"):
+        Engine.load(str(copied))
+
+
+def test_a_truncated_weight_file_is_refused_by_name(copied: Path) -> None:
+    file = copied / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
+        Engine.load(str(copied))
+
+
+def test_a_missing_shard_is_refused_by_name(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(make_checkpoint(max_shard_size="20KB"), tmp_path / "shards"))
+    shard = sorted(directory.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ModelError, match=shard.name):
+        Engine.load(str(directory))
+
+
+def test_a_checkpoint_without_tokenizer_is_refused_by_name(copied: Path) -> None:
+    for file in copied.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ModelError, match=r"tokenizer .*copy"):
+        Engine.load(str(copied))
+
+
+def test_an_unknown_dtype_is_refused_naming_those_known(whole: Path) -> None:
+    with pytest.raises(ModelError, match=r"dtype 'float8' .* float32, bfloat16, float16"):
+        Engine.load(str(whole), dtype="float8")
+
+
+def test_a_chat_needs_a_template(whole: Path) -> None:
+    tokenizer = Tokenizer.load(str(whole))
+    assert not tokenizer.has_chat_template
+    with pytest.raises(ModelError, match="no chat template"):
+        tokenizer.encode_chat("hello")
+
+
+# --- what is read ---
+
+
+def test_a_description_reads_no_weights(copied: Path, whole: Path) -> None:
+    (copied / "model.safetensors").write_bytes(b"garbage")
+    assert describe(str(copied)) == describe(str(whole)) == Engine.load(str(whole), device="cpu").shape
+
+
+def test_the_identity_is_that_of_the_content(copied: Path, whole: Path) -> None:
+    before = checkpoint.identity(str(whole))
+    assert checkpoint.identity(str(copied)) == before
+    edit_config(copied, rms_norm_eps=0.5)
+    other_config = checkpoint.identity(str(copied))
+    assert other_config != before
+    tensors = load_file(copied / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1
+    save_file(tensors, copied / "model.safetensors")
+    assert checkpoint.identity(str(copied)) not in (before, other_config)
+
+
+def test_the_end_of_sequence_is_the_generation_configs_else_the_tokenizers(copied: Path) -> None:
+    file = copied / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert Tokenizer.load(str(copied)).eos_ids == (7, 9)
+    file.write_text(json.dumps({"eos_token_id": 5}))
+    assert Tokenizer.load(str(copied)).eos_ids == (5,)
+    file.unlink()
+    assert Tokenizer.load(str(copied)).eos_ids == (0,)
+
+
+# --- GGUF ---
+
+
+@pytest.fixture
+def gguf_file(
+    make_checkpoint: MakeCheckpoint, byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> tuple[Path, Path]:
+    """A tiny model as llama.cpp stores it, in float32, and the checkpoint it was made from."""
+    directory = make_checkpoint(vocab_size=258, seed=9)
+    file = tmp_path / "tiny.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_block_count(5)
+    writer.add_context_length(512)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(8)
+    writer.add_vocab_size(258)
+    vocab = byte_tokenizer.get_vocab() | {"ab": 257}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(sorted(vocab, key=vocab.__getitem__))
+    writer.add_token_types([gguf.TokenType.CONTROL] + [gguf.TokenType.NORMAL] * 257)
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(0)
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        writer.add_tensor(*as_llama_cpp(name, tensor.numpy()))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file, directory
+
+
+def as_llama_cpp(name: str, weight: np.ndarray) -> tuple[str, np.ndarray]:
+    """llama.cpp's name of a tensor; the rows of its query and key projections pair neighbours for RoPE."""
+    heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])
+    if heads:
+        weight = weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+    for ours, theirs in {
+        "model.embed_tokens": "token_embd",
+        "model.norm": "output_norm",
+        "lm_head": "output",
+        "model.layers": "blk",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.o_proj": "attn_output",
+        "self_attn.": "attn_",
+        "mlp.": "ffn_",
+        "_proj": "",
+    }.items():
+        name = name.replace(ours, theirs)
+    return name, np.ascontiguousarray(weight)
+
+
+def tokens_of(model: str) -> list[tuple[int, ...]]:
+    generations = Engine.load(model, device="cpu").generate([[5, 60, 7], [20, 90]], Sampling(max_new_tokens=20))
+    return [generation.tokens for generation in sorted(generations, key=lambda g: g.index)]
+
+
+def test_a_gguf_file_generates_what_the_checkpoint_it_was_made_from_generates(
+    gguf_file: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    file, directory = gguf_file
+    assert tokens_of(str(file)) == tokens_of(str(directory))
+
+
+def test_a_gguf_file_is_converted_once(
+    gguf_file: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    file, directory = gguf_file
+    assert describe(str(file)) == describe(str(directory))
+    assert not (tmp_path / "cache").exists(), "a description converts nothing"
+    converted = checkpoint.prepare(str(file))
+    assert converted.is_relative_to(tmp_path / "cache")
+    before = {path: path.stat().st_mtime_ns for path in converted.iterdir()}
+    assert any(path.suffix == ".safetensors" for path in before)
+    assert checkpoint.prepare(str(file)) == converted
+    assert {path: path.stat().st_mtime_ns for path in converted.iterdir()} == before
+    assert describe(str(file)) == describe(str(directory))
+
+
+def test_another_file_of_the_same_name_is_converted_anew(
+    gguf_file: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    file, _ = gguf_file
+    first = checkpoint.prepare(str(file))
+    file.write_bytes(file.read_bytes() + b"\0")
+    assert checkpoint.prepare(str(file)) != first
+
+
+def test_a_conversion_that_died_halfway_is_done_again(
+    gguf_file: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    file, directory = gguf_file
+    converted = checkpoint.prepare(str(file))
+    half = converted.with_name(converted.name + ".new")
+    converted.rename(half)
+    (half / "model.safetensors").write_bytes(b"half")
+    assert tokens_of(str(file)) == tokens_of(str(directory))
+
+
+# --- the hub ---
+
+
+def test_a_hub_id_out_of_reach_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    start = time.monotonic()
+    with pytest.raises(ModelError, match="'somebody/some-model' is no directory and not to be had from the hub"):
+        Engine.load("somebody/some-model")
+    assert time.monotonic() - start < 10
+
+
+def test_a_hub_id_in_the_local_hub_cache_loads(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "models--somebody--some-model"
+    shutil.copytree(whole, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert checkpoint.prepare("somebody/some-model") == (repository / "snapshots" / commit).resolve()
+    assert tokens_of("somebody/some-model") == tokens_of(str(whole))
+
+
+# --- the import rule ---
+
+
+def test_the_engine_imports_torch_and_the_hugging_face_stack_and_nothing_else() -> None:
+    """No Ray, no pydantic, no storage, and none of the packages above it."""
+    allowed = {"engine", "torch", "transformers", "numpy", "safetensors", "filelock", "huggingface_hub"}
+    files = list(Path(engine.__file__).parent.rglob("*.py"))
+    assert len(files) > 10
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            for name in names:
+                root = name.split(".")[0]
+                assert root in allowed or root in sys.stdlib_module_names, f"{file.name} imports {name}"
+
+
+def test_weights_come_in_the_dtype_asked_for(whole: Path) -> None:
+    weights = checkpoint.Weights(whole, torch.bfloat16)
+    assert weights.take("model.norm.weight").dtype == torch.bfloat16
+    assert "model.norm.weight" in weights
+    assert "model.norm.bias" not in weights

@@ -1,0 +1,198 @@
+"""With a schedule, the engine computes what a plain uncached forward with per-token layer masks computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+import engine.batch
+from engine import Engine, Generation, Sampling, Schedule, Unit, decays, orders, recipes
+from engine.sampling import Sampler
+
+Schedules = Callable[[int], st.SearchStrategy[Schedule]]
+LAYERS = 5
+TOLERANCE = 1e-5  # of the largest logit, in float32
+
+
+class TappedSampler(Sampler):
+    """The real sampler, which keeps a copy of the logits it is given: `logits[sample id][step]`, [vocab]."""
+
+    logits: dict[str, list[Tensor]]
+    widths: list[int]  # rows at each step
+
+    def __init__(self, sampling: Sampling, eos: Sequence[int], vocab: int, *where: Any) -> None:
+        super().__init__(sampling, eos, vocab, *where)
+        self._ids: list[str] = list(where[1])
+
+    def choose(self, logits: Tensor, step: int) -> Tensor:
+        self.widths.append(len(logits))
+        for sample_id, row in zip(self._ids, logits.clone(), strict=True):
+            self.logits.setdefault(sample_id, []).append(row)
+        return super().choose(logits, step)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        super().keep_rows(rows)
+        self._ids = [self._ids[row] for row in rows.tolist()]
+
+
+def generate_tapped(
+    engine_: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, schedule: Schedule, batch_size: int
+) -> tuple[list[Generation], dict[str, list[Tensor]], list[int]]:
+    """Generations in the order of their prompts, the logits by sample id and step, and the rows at each step."""
+    TappedSampler.logits, TappedSampler.widths = {}, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.batch, "Sampler", TappedSampler)
+        generations = list(engine_.generate(prompts, sampling, schedule, batch_size))
+    return sorted(generations, key=lambda g: (g.index, g.sample)), TappedSampler.logits, TappedSampler.widths
+
+
+@torch.inference_mode()
+def masked_forward(model: LlamaForCausalLM, prompt: Sequence[int], tokens: Sequence[int], schedule: Schedule) -> Tensor:
+    """Logits [generated tokens, vocab] that each generated token was chosen from, by one forward over the whole text.
+
+    No cache: x = where(the unit is active for this token, block(x), x), attention is plainly causal. Prompt tokens
+    run every unit; generated token i, once it is fed back, runs active(i).
+    """
+    ids = torch.tensor([*prompt, *tokens[:-1]])
+    positions = torch.arange(len(ids))[None]
+    x = model.model.embed_tokens(ids)[None]
+    rotary = model.model.rotary_emb(x, positions)
+    causal = torch.full((len(ids), len(ids)), -torch.inf).triu(1)[None, None]
+
+    def active(unit: Unit) -> Tensor:
+        runs = [True] * len(prompt) + [unit in schedule.active(step) for step in range(len(tokens) - 1)]
+        return torch.tensor(runs)[None, :, None]
+
+    for index, layer in enumerate(model.model.layers):
+        attended, _ = layer.self_attn(layer.input_layernorm(x), position_embeddings=rotary, attention_mask=causal)
+        x = torch.where(active(Unit("a", index)), x + attended, x)
+        x = torch.where(active(Unit("m", index)), x + layer.mlp(layer.post_attention_layernorm(x)), x)
+    return model.lm_head(model.model.norm(x))[0, len(prompt) - 1 :]
+
+
+def assert_matches_masked_forward(
+    model: LlamaForCausalLM,
+    prompts: Sequence[Sequence[int]],
+    schedule: Schedule,
+    generations: Sequence[Generation],
+    logits: dict[str, list[Tensor]],
+) -> None:
+    for generation in generations:
+        prompt = prompts[generation.index]
+        sample_id = f"{generation.index}/{generation.sample}" if generation.sample else str(generation.index)
+        ours = torch.stack(logits[sample_id][: generation.generated_tokens])
+        expected = masked_forward(model, prompt, generation.tokens, schedule)
+        assert ours.shape == expected.shape
+        worst = (ours - expected).abs().amax(-1) / expected.abs().max()
+        assert worst.max() < TOLERANCE, f"sample {sample_id}: difference by step {worst.tolist()}"
+
+
+def reference(directory: Path) -> LlamaForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
+
+
+@pytest.fixture(scope="module")
+def tiny(make_checkpoint: Callable[..., Path]) -> tuple[Engine, LlamaForCausalLM]:
+    """Ends a text with any of six tokens, so that rows leave their batch at different steps."""
+    directory = make_checkpoint(num_hidden_layers=LAYERS, eos=[3, 19, 35, 51, 67, 83], head_dim=8)
+    return Engine.load(str(directory), device="cpu"), reference(directory)
+
+
+def random_prompts(lengths: Sequence[int], seed: int) -> list[list[int]]:
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, 96, (length,), generator=draw).tolist() for length in lengths]
+
+
+@settings(max_examples=60)
+@given(
+    data=st.data(),
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=9),
+    seed=st.integers(0, 1000),
+    new_tokens=st.integers(1, 20),
+    batch_size=st.integers(1, 9),
+)
+def test_every_logit_is_that_of_the_masked_forward(
+    tiny: tuple[Engine, LlamaForCausalLM],
+    schedules: Schedules,
+    data: st.DataObject,
+    lengths: list[int],
+    seed: int,
+    new_tokens: int,
+    batch_size: int,
+) -> None:
+    engine_, model = tiny
+    schedule = data.draw(schedules(LAYERS))
+    prompts = random_prompts(lengths, seed)
+    sampling = Sampling(max_new_tokens=new_tokens, temperature=1.5)
+    generations, logits, _ = generate_tapped(engine_, prompts, sampling, schedule, batch_size)
+    assert_matches_masked_forward(model, prompts, schedule, generations, logits)
+
+
+ORDERS = {
+    "lowest first": orders.lowest_first(LAYERS),
+    "top first": orders.top_first(LAYERS),
+    "evenly spaced": orders.evenly_spaced(LAYERS),
+    "unit by unit": orders.of_units(orders.lowest_first(LAYERS)),
+    "all attention blocks": tuple((Unit("a", layer),) for layer in range(1, LAYERS)),
+    "all MLP blocks": tuple((Unit("m", layer),) for layer in range(1, LAYERS)),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_order_down_to_its_last_group(tiny: tuple[Engine, LlamaForCausalLM], order: str) -> None:
+    engine_, model = tiny
+    groups = ORDERS[order]
+    schedule = Schedule.build(LAYERS, groups, decays.linear(0, len(groups), 8), horizon=8)
+    prompts = random_prompts([1, 2, 5, 9, 14, 17, 23, 30], seed=7)
+    generations, logits, _ = generate_tapped(engine_, prompts, Sampling(max_new_tokens=16), schedule, batch_size=8)
+    assert max(generation.generated_tokens for generation in generations) > 10
+    assert_matches_masked_forward(model, prompts, schedule, generations, logits)
+
+
+def test_rows_that_leave_the_batch_do_not_disturb_the_others(tiny: tuple[Engine, LlamaForCausalLM]) -> None:
+    engine_, model = tiny
+    schedule = recipes.skipdecode(LAYERS, warmup=1, max_active=5, min_active=2, horizon=12)
+    prompts = random_prompts([3, 4, 8, 8, 12, 15, 16, 21, 25, 28, 30, 30], seed=3)
+    sampling = Sampling(max_new_tokens=60, temperature=1.0, samples_per_prompt=2)
+    generations, logits, widths = generate_tapped(engine_, prompts, sampling, schedule, batch_size=24)
+    assert widths[0] == 24
+    assert len(set(widths)) > 3, "the batch was never compacted: the test is worth little"
+    assert_matches_masked_forward(model, prompts, schedule, generations, logits)
+
+
+def test_biases_and_grouped_heads_are_skipped_with_their_block(make_checkpoint: Callable[..., Path]) -> None:
+    directory = make_checkpoint(
+        attention_bias=True, mlp_bias=True, num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=True
+    )
+    schedule = Schedule.build(5, orders.of_units(orders.top_first(5)), decays.cosine(1, 7, 10), horizon=10)
+    prompts = random_prompts([2, 9, 33], seed=1)
+    sampling = Sampling(max_new_tokens=16)
+    generations, logits, _ = generate_tapped(Engine.load(str(directory), device="cpu"), prompts, sampling, schedule, 3)
+    assert_matches_masked_forward(reference(directory), prompts, schedule, generations, logits)
+
+
+def test_a_single_token_needs_no_schedule(tiny: tuple[Engine, LlamaForCausalLM]) -> None:
+    """The first generated token comes from the prompt pass, which runs at full depth."""
+    engine_, _ = tiny
+    prompts = random_prompts([4, 9, 20], seed=5)
+    shallow = Schedule.build(LAYERS, orders.lowest_first(LAYERS), decays.constant(LAYERS - 1), horizon=0)
+    first = [[g.tokens for g in engine_.generate(prompts, Sampling(max_new_tokens=1), s)] for s in (None, shallow)]
+    assert first[0] == first[1]
+
+
+def test_the_packaged_model_under_skipdecode(packaged: Engine, chats: list[list[int]]) -> None:
+    model = reference(packaged.tokenizer.directory)
+    schedule = recipes.skipdecode(layers=30, warmup=4, max_active=28, min_active=14, horizon=12)
+    prompts = sorted(chats, key=len)[::33]
+    sampling = Sampling(max_new_tokens=20)
+    generations, logits, _ = generate_tapped(packaged, prompts, sampling, schedule, batch_size=4)
+    assert max(generation.generated_tokens for generation in generations) == 20
+    assert_matches_masked_forward(model, prompts, schedule, generations, logits)

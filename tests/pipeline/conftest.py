@@ -1,0 +1,116 @@
+"""An embedded Ray, Parquet files with any row groups, and jobs on an engine double."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+from engine_double import ByteTokenizer
+
+from engine import Tokenizer
+from pipeline.cluster import EMBEDDED_STORE_BYTES
+from pipeline.commit import read_commits
+from pipeline.config import JobConfig
+from pipeline.plan import InputFile
+from pipeline.storage import Storage
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """Ray inside this process, on two cores; its workers can import this folder's modules."""
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=EMBEDDED_STORE_BYTES,
+        runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}},
+        # A worker takes seconds to import torch: what one job started should serve the next.
+        _system_config={"idle_worker_killing_time_threshold_ms": 600_000, "num_workers_soft_limit": 8},
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """The packaged model's."""
+    return Tokenizer.load("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="session")
+def byte_tokens() -> ByteTokenizer:
+    """One token per byte."""
+    return ByteTokenizer()
+
+
+WriteParquet = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def write_parquet() -> WriteParquet:
+    """Write a table with row groups of the given sizes, empty ones included."""
+
+    def write(path: Path, columns: pa.Table | dict[str, Any], groups: Sequence[int] | None = None) -> Path:
+        table = columns if isinstance(columns, pa.Table) else pa.table(columns)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with pq.ParquetWriter(path, table.schema) as writer:
+            start = 0
+            for rows in [table.num_rows] if groups is None else groups:
+                writer.write_table(table.slice(start, rows))
+                start += rows
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def input_file() -> Callable[..., InputFile]:
+    """What the footer of a file would say, without the file."""
+
+    def make(path: str, groups: Sequence[int]) -> InputFile:
+        return InputFile(path, "", tuple(groups), pa.schema([("text", pa.string())]))
+
+    return make
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Callable[..., JobConfig]:
+    """A job from tmp_path/in to tmp_path/out whose prompts are the bare texts, on one replica."""
+
+    def make(**options: Any) -> JobConfig:
+        defaults = {
+            "input": str(tmp_path / "in"),
+            "output": str(tmp_path / "out"),
+            "prompt_format": "raw",
+            "rows_per_unit": 10,
+            "replicas": 1,
+        }
+        return JobConfig(**{**defaults, **options})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def read_output() -> Callable[[str | Path], pa.Table]:
+    """The committed rows of an output, units in order."""
+
+    def read(output: str | Path) -> pa.Table:
+        commits = read_commits(Storage(str(output)))
+        return pa.concat_tables(pq.read_table(f"{output}/{commit.file}") for commit in commits)
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def strings_of_bytes() -> Callable[[Sequence[bytes | None]], pa.Array]:
+    """A string column that holds these bytes, valid UTF-8 or not, as a broken writer would leave it."""
+
+    def make(values: Sequence[bytes | None]) -> pa.Array:
+        return pa.Array.from_buffers(pa.string(), len(values), pa.array(values, pa.binary()).buffers())
+
+    return make

@@ -1,0 +1,126 @@
+"""Stand-ins for the engine: what the pipeline does with millions of rows can be watched in seconds."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from engine import BatchStats, Generation, ModelShape, Sampling, Schedule
+from pipeline.config import GenerationConfig
+
+LAYERS = 4
+PADDING_PER_BATCH = 7
+
+
+class ByteTokenizer:
+    """One token per byte of UTF-8; a chat is the user text between two marks."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    encode_plain = encode
+
+    def encode_chat(self, user: str, system: str | None = None) -> list[int]:
+        return [1, *(system or "").encode(), *user.encode(), 2]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode(errors="ignore")
+
+
+@dataclass(frozen=True)
+class Echo:
+    """An engine whose generations are the prompts' first bytes, so that a test knows each row's by heart."""
+
+    prefix: str = ""
+    signed: bool = False  # generations name the process that made them
+    seconds_per_batch: float = 0.0
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: Sampling | None = None,
+        schedule: Schedule | None = None,
+        batch_size: int = 32,
+        sample_ids: Sequence[str] | None = None,
+        on_batch: Callable[[BatchStats], None] | None = None,
+    ) -> Iterator[Generation]:
+        """Batches come last rows first: whoever relies on the order of generations is wrong."""
+        assert sampling is not None
+        assert sample_ids is not None
+        assert len(sample_ids) == len(prompts)
+        prefix = f"{os.getpid()} " if self.signed else self.prefix
+        longest = sampling.max_new_tokens
+        for end in range(len(prompts), 0, -batch_size):
+            time.sleep(self.seconds_per_batch)
+            indices = range(max(0, end - batch_size), end)
+            generated = 0
+            for index in indices:
+                prompt = prompts[index]
+                assert not isinstance(prompt, str)
+                tokens = tuple(prompt[:longest])
+                generated += len(tokens)
+                yield Generation(
+                    index=index,
+                    sample=0,
+                    text=prefix + bytes(tokens).decode(errors="ignore"),
+                    tokens=tokens,
+                    finish_reason="stop" if len(prompt) <= longest else "length",
+                    prompt_tokens=len(prompt),
+                    flops_prompt=100 * len(prompt),
+                    flops_decode=30 * len(tokens),
+                    flops_full_depth=100 * len(prompt) + 60 * len(tokens),
+                    mean_active_layers=LAYERS / 2,
+                )
+            if on_batch is not None:
+                on_batch(
+                    BatchStats(
+                        samples=len(indices),
+                        prompt_tokens=sum(len(prompts[index]) for index in indices),
+                        generated_tokens=generated,
+                        steps=longest,
+                        flops_padding=PADDING_PER_BATCH,
+                        cache_bytes=0,
+                        prefill_seconds=0.0,
+                        decode_seconds=0.0,
+                    )
+                )
+
+
+@dataclass(frozen=True)
+class EchoBackend:
+    """A model that costs nothing to load."""
+
+    echo: Echo = Echo()
+    context: int = 4096
+
+    def shape(self, config: GenerationConfig) -> ModelShape:
+        return ModelShape(
+            family="echo",
+            layers=LAYERS,
+            hidden=8,
+            heads=2,
+            kv_heads=1,
+            head_dim=4,
+            vocab=256,
+            context=self.context,
+            attention_parameters=200,
+            mlp_parameters=400,
+        )
+
+    def identity(self, config: GenerationConfig) -> str:
+        return "echo"
+
+    def tokenizer(self, config: GenerationConfig) -> ByteTokenizer:
+        return ByteTokenizer()
+
+    def engine(self, config: GenerationConfig, threads: int | None) -> Echo:
+        return self.echo
+
+
+class NoEngineBackend(EchoBackend):
+    """For jobs that have to end, well or badly, without an engine."""
+
+    def engine(self, config: GenerationConfig, threads: int | None) -> Echo:
+        raise AssertionError("an engine was loaded")

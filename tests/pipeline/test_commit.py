@@ -1,0 +1,104 @@
+"""The commit log: first record wins, and nothing exists without one."""
+
+from __future__ import annotations
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from engine_double import ByteTokenizer, Echo
+
+from engine import Sampling
+from pipeline.commit import Commit, Totals, commit_unit, read_commits, sweep_orphans
+from pipeline.plan import WorkUnit
+from pipeline.rows import generate, prepare
+from pipeline.storage import Storage
+from pipeline.template import PromptTemplate
+
+UNIT = WorkUnit("00000-000000000", "in/a.parquet", 0, 5)
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    return Storage(str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def rows() -> pa.Table:
+    """Five output rows: one stopped, one cut and at its limit, two errors, one more stopped."""
+    table = pa.table({"text": ["short", "longer than that", None, "", "more"]})
+    prepared = prepare(table, table.schema, "text", PromptTemplate("{text}", format="raw"), ByteTokenizer(), 12)
+    return generate(prepared, ["0", "1", "2", "3", "4"], Echo(), Sampling(max_new_tokens=6), None, 2)
+
+
+def test_the_first_commit_wins_and_the_loser_is_told_the_winner(storage: Storage, rows: pa.Table) -> None:
+    first = commit_unit(storage, UNIT, rows, 0, 1.0)
+    second = commit_unit(storage, UNIT, rows.slice(0, 2), 0, 1.0)
+    assert second == first
+    assert read_commits(storage) == [first]
+
+
+def test_of_many_attempts_at_once_all_agree_on_one(storage: Storage, rows: pa.Table) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        commits = list(pool.map(lambda _: commit_unit(storage, UNIT, rows, 0, 1.0), range(8)))
+    assert {commit.attempt for commit in commits} == {read_commits(storage)[0].attempt}
+
+
+def test_a_commit_says_what_was_written(storage: Storage, rows: pa.Table) -> None:
+    commit = commit_unit(storage, UNIT, rows, 0, 1.0)
+    content = storage.read(commit.file)
+    assert content is not None
+    assert commit.checksum == f"sha256:{hashlib.sha256(content).hexdigest()}"
+    assert commit.size == len(content)
+    assert (commit.unit, commit.path, commit.start) == (UNIT.id, UNIT.path, UNIT.start)
+    assert commit.file == f"data/{UNIT.id}-{commit.attempt}.parquet"
+    assert pq.read_table(pa.BufferReader(content)).equals(rows)
+
+
+def test_totals_are_the_sums_of_the_rows(storage: Storage, rows: pa.Table) -> None:
+    totals = commit_unit(storage, UNIT, rows, flops_padding=99, seconds=2.5).totals
+    records = rows.to_pylist()
+    for name in ("prompt_tokens", "generated_tokens", "flops_prompt", "flops_decode", "flops_full_depth"):
+        assert getattr(totals, name) == sum(record[name] for record in records) > 0
+    assert totals.active_layers == sum(r["mean_active_layers"] * r["generated_tokens"] for r in records)
+    assert (totals.rows, totals.errors, totals.truncated, totals.stopped) == (5, 2, 1, 2)
+    assert (totals.flops_padding, totals.seconds) == (99, 2.5)
+
+
+def test_speedups_are_full_depth_over_scheduled() -> None:
+    totals = Totals(flops_prompt=100, flops_decode=200, flops_full_depth=500, active_layers=30.0, generated_tokens=10)
+    assert totals.decode_speedup == 2.0
+    assert totals.sample_speedup == pytest.approx(5 / 3)
+    assert totals.mean_active_layers == 3.0
+    nothing = Totals()
+    assert (nothing.decode_speedup, nothing.sample_speedup, nothing.mean_active_layers) == (1.0, 1.0, 0.0)
+
+
+def test_a_commit_survives_json() -> None:
+    commit = Commit("u", "a", "data/u-a.parquet", "sha256:0", 7, "in/é.parquet", 3, Totals(rows=2, active_layers=1.5))
+    assert Commit.from_json(commit.to_json()) == commit
+
+
+def test_commits_are_read_in_the_order_of_their_units(storage: Storage, rows: pa.Table) -> None:
+    units = [WorkUnit(f"{file:05d}-{start:09d}", "a", start, 5) for file in (1, 0) for start in (5, 0)]
+    for unit in units:
+        commit_unit(storage, unit, rows, 0, 0.0)
+    assert [commit.unit for commit in read_commits(storage)] == sorted(unit.id for unit in units)
+
+
+def test_an_output_without_commits_has_none(storage: Storage) -> None:
+    assert read_commits(storage) == []
+
+
+def test_the_sweep_removes_what_no_commit_names_and_nothing_else(storage: Storage, rows: pa.Table) -> None:
+    kept = commit_unit(storage, UNIT, rows, 0, 0.0)
+    commit_unit(storage, UNIT, rows, 0, 0.0)  # comes second
+    storage.write("data/00007-000000000-dead.parquet", b"died before its commit")
+    storage.write("report.html", b"")
+    assert sweep_orphans(storage, [kept]) == 2
+    assert storage.names("data") == [kept.file]
+    assert storage.read("report.html") == b""
+    assert sweep_orphans(storage, [kept]) == 0

@@ -1,0 +1,223 @@
+"""The plan: work units from footers, and what ends a job before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline import plan
+from pipeline.config import JobConfig
+from pipeline.errors import JobError
+from pipeline.plan import InputFile, Plan, make_plan
+from pipeline.template import PromptTemplate
+
+Job = Callable[..., JobConfig]
+WriteParquet = Callable[..., Path]
+MakeFile = Callable[..., InputFile]
+
+TEMPLATE = PromptTemplate("{text}")
+row_groups = st.lists(st.integers(0, 40), max_size=6)
+
+
+def planned(files: list[InputFile], rows_per_unit: int, limit: int | None = None) -> Plan:
+    return Plan(tuple(files), ("text",), pa.schema([]), tuple(plan._units(files, rows_per_unit, limit)))
+
+
+@given(
+    groups=st.lists(row_groups, min_size=1, max_size=4),
+    rows_per_unit=st.integers(1, 50),
+    limit=st.none() | st.integers(1, 200),
+)
+def test_units_cover_the_first_rows_exactly_once_and_in_order(
+    input_file: MakeFile, groups: list[list[int]], rows_per_unit: int, limit: int | None
+) -> None:
+    files = [input_file(f"{number}.parquet", sizes) for number, sizes in enumerate(groups)]
+    units = planned(files, rows_per_unit, limit).units
+    covered = [(unit.path, unit.start + row) for unit in units for row in range(unit.rows)]
+    assert covered == [(file.path, row) for file in files for row in range(file.rows)][:limit]
+    assert all(1 <= unit.rows <= rows_per_unit for unit in units)
+    ids = [unit.id for unit in units]
+    assert ids == sorted(set(ids))
+
+
+@given(
+    groups=st.lists(row_groups, min_size=1, max_size=3),
+    rows_per_unit=st.integers(1, 20),
+    span_rows=st.integers(1, 80),
+    data=st.data(),
+)
+def test_spans_cover_the_pending_units_and_end_at_row_groups(
+    input_file: MakeFile, groups: list[list[int]], rows_per_unit: int, span_rows: int, data: st.DataObject
+) -> None:
+    files = [input_file(f"{number}.parquet", sizes) for number, sizes in enumerate(groups)]
+    whole = planned(files, rows_per_unit)
+    pending = [unit for unit in whole.units if data.draw(st.booleans())]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "SPAN_ROWS", span_rows)
+        spans = list(whole.spans(pending))
+    assert [unit for span in spans for unit in span] == pending
+    edges = {file.path: list(accumulate(file.row_groups)) for file in files}
+    for span, following in pairwise(spans):
+        assert len({unit.path for unit in span}) == 1
+        if following[0].path != span[0].path:
+            continue
+        # The next task starts in a row group of its own; at most its first unit hangs over the edge.
+        assert any(span[-1].start < edge <= following[0].start for edge in edges[span[0].path])
+        assert following[0].start - span[0].start >= span_rows
+
+
+def test_a_file_of_one_row_group_is_read_by_one_task(input_file: MakeFile) -> None:
+    whole = planned([input_file("big.parquet", [100_000])], 256)
+    assert len(list(whole.spans(whole.units))) == 1
+
+
+def test_empty_files_and_row_groups_have_no_units(tmp_path: Path, job: Job, write_parquet: WriteParquet) -> None:
+    empty = pa.table({"text": pa.array([], pa.string())})
+    write_parquet(tmp_path / "in/a.parquet", empty, [])
+    write_parquet(tmp_path / "in/b.parquet", {"text": ["x", "y"]}, [0, 1, 0, 1, 0])
+    write_parquet(tmp_path / "in/c.parquet", empty, [0])
+    units = make_plan(job(), TEMPLATE).units
+    assert [(Path(unit.path).name, unit.start, unit.rows) for unit in units] == [("b.parquet", 0, 2)]
+
+
+def test_files_and_folders_that_begin_with_an_underscore_or_dot_are_not_input(
+    tmp_path: Path, job: Job, write_parquet: WriteParquet
+) -> None:
+    for name in ("part.parquet", "sub/part.parquet", "_part.parquet", "_commits/part.parquet", ".hidden/part.parquet"):
+        write_parquet(tmp_path / "in" / name, {"text": ["x"]})
+    (tmp_path / "in/notes.txt").write_text("not input")
+    files = make_plan(job(), TEMPLATE).files
+    assert [Path(file.path).relative_to(tmp_path / "in").as_posix() for file in files] == [
+        "part.parquet",
+        "sub/part.parquet",
+    ]
+
+
+def test_a_glob_names_files(tmp_path: Path, job: Job, write_parquet: WriteParquet) -> None:
+    for name in ("a1.parquet", "a2.parquet", "b1.parquet"):
+        write_parquet(tmp_path / "in" / name, {"text": ["x"]})
+    files = make_plan(job(input=str(tmp_path / "in/a*.parquet")), TEMPLATE).files
+    assert [Path(file.path).name for file in files] == ["a1.parquet", "a2.parquet"]
+
+
+def test_one_file_may_lack_an_optional_column_but_the_output_has_it(
+    tmp_path: Path, job: Job, write_parquet: WriteParquet
+) -> None:
+    write_parquet(tmp_path / "in/a.parquet", {"text": ["x"]})
+    write_parquet(tmp_path / "in/b.parquet", {"text": ["y"], "year": [1999]})
+    found = make_plan(job(), PromptTemplate("{year} {text}"))
+    assert found.kept == pa.schema([("text", pa.string()), ("year", pa.int64())])
+
+
+def test_a_column_that_is_null_throughout_one_file_takes_the_type_of_the_others(
+    tmp_path: Path, job: Job, write_parquet: WriteParquet
+) -> None:
+    write_parquet(tmp_path / "in/a.parquet", {"text": ["x"], "note": pa.nulls(1)})
+    write_parquet(tmp_path / "in/b.parquet", {"text": ["y"], "note": ["z"]})
+    write_parquet(tmp_path / "in/c.parquet", {"text": pa.nulls(1), "note": pa.nulls(1)})
+    assert make_plan(job(), TEMPLATE).kept.field("note").type == pa.string()
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, ["id", "text", "note"]),
+        ({"id_column": "id"}, ["id"]),
+        ({"keep_columns": ["note"]}, ["note"]),
+        ({"keep_columns": ["note"], "id_column": "id"}, ["id", "note"]),
+        ({"keep_columns": ["note", "id"], "id_column": "id"}, ["note", "id"]),
+        ({"keep_columns": []}, []),
+    ],
+)
+def test_kept_columns_are_the_named_ones_else_the_id_else_all(
+    tmp_path: Path, job: Job, write_parquet: WriteParquet, options: dict[str, object], kept: list[str]
+) -> None:
+    write_parquet(tmp_path / "in/a.parquet", {"id": [1], "text": ["x"], "note": ["n"]})
+    found = make_plan(job(**options), TEMPLATE)
+    assert found.kept.names == kept
+    assert set(found.read_columns) == {*kept, "text"}
+
+
+def test_dictionary_encoded_and_large_strings_are_text(tmp_path: Path, job: Job, write_parquet: WriteParquet) -> None:
+    for number, type_ in enumerate((pa.large_string(), pa.dictionary(pa.int32(), pa.string()))):
+        path = write_parquet(tmp_path / f"in{number}/a.parquet", {"text": pa.array(["x"]).cast(type_)})
+        assert make_plan(job(input=str(path)), TEMPLATE).rows == 1
+
+
+def refusal(config: JobConfig, template: PromptTemplate = TEMPLATE) -> str:
+    with pytest.raises(JobError) as refused:
+        make_plan(config, template)
+    message = str(refused.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_missing_text_column_is_named_with_the_columns_there_are(
+    tmp_path: Path, job: Job, write_parquet: WriteParquet
+) -> None:
+    write_parquet(tmp_path / "in/a.parquet", {"body": ["x"], "id": [1]})
+    assert "no column 'text': name the text column among body, id" in refusal(job())
+
+
+def test_one_file_without_the_text_column_is_named(tmp_path: Path, job: Job, write_parquet: WriteParquet) -> None:
+    write_parquet(tmp_path / "in/a.parquet", {"text": ["x"]})
+    write_parquet(tmp_path / "in/b.parquet", {"body": ["x"]})
+    message = refusal(job())
+    assert "b.parquet' has no column 'text'" in message
+    assert "body" in message
+
+
+def test_a_text_column_that_is_not_string_is_named_with_its_type(
+    tmp_path: Path, job: Job, write_parquet: WriteParquet
+) -> None:
+    write_parquet(tmp_path / "in/a.parquet", {"text": [1, 2]})
+    message = refusal(job())
+    assert "column 'text' of" in message
+    assert "a.parquet' is int64, not string" in message
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"not parquet at all" * 100, b"PAR1" + b"\x00" * 100 + b"PAR1"])
+def test_a_corrupt_file_is_named(tmp_path: Path, job: Job, write_parquet: WriteParquet, content: bytes) -> None:
+    write_parquet(tmp_path / "in/a.parquet", {"text": ["x"]})
+    (tmp_path / "in/b.parquet").write_bytes(content)
+    message = refusal(job())
+    assert "b.parquet' cannot be read as Parquet" in message
+    assert "repair it or take it out" in message
+
+
+def test_an_empty_directory_is_named(tmp_path: Path, job: Job) -> None:
+    (tmp_path / "in").mkdir()
+    message = refusal(job())
+    assert f"{tmp_path}/in' holds no Parquet files" in message
+
+
+def test_a_directory_that_does_not_exist_is_named(tmp_path: Path, job: Job) -> None:
+    assert f"{tmp_path}/in' holds no Parquet files" in refusal(job())
+
+
+def test_a_column_of_two_types_is_named_with_both_files(tmp_path: Path, job: Job, write_parquet: WriteParquet) -> None:
+    write_parquet(tmp_path / "in/a.parquet", {"text": ["x"], "year": [1999]})
+    write_parquet(tmp_path / "in/b.parquet", {"text": ["y"], "year": ["1999"]})
+    message = refusal(job())
+    assert "column 'year' is int64 in" in message
+    assert "a.parquet' but string in" in message
+    assert "b.parquet'" in message
+
+
+@pytest.mark.parametrize("options", [{"keep_columns": ["titel"]}, {"id_column": "titel"}])
+def test_an_unknown_column_to_keep_is_named(
+    tmp_path: Path, job: Job, write_parquet: WriteParquet, options: dict[str, object]
+) -> None:
+    write_parquet(tmp_path / "in/a.parquet", {"text": ["x"], "title": ["y"]})
+    assert "no column 'titel': it has text, title" in refusal(job(**options))
+
+
+def test_a_prompt_field_that_no_file_has_is_named(tmp_path: Path, job: Job, write_parquet: WriteParquet) -> None:
+    write_parquet(tmp_path / "in/a.parquet", {"text": ["x"], "title": ["y"]})
+    assert "names column 'titel'" in refusal(job(), PromptTemplate("{titel} {text}"))

@@ -1,0 +1,72 @@
+"""Reading work units: each gets exactly its rows, wherever row groups and decode batches end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline import read
+from pipeline.errors import JobError
+from pipeline.plan import WorkUnit
+from pipeline.read import read_units
+
+WriteParquet = Callable[..., Path]
+LOCAL = LocalFileSystem()
+
+
+@settings(max_examples=150)
+@given(
+    groups=st.lists(st.integers(0, 30), min_size=1, max_size=8).filter(any),
+    rows_per_unit=st.integers(1, 25),
+    batch_rows=st.integers(1, 20),
+    data=st.data(),
+)
+def test_a_unit_reads_exactly_its_rows(
+    tmp_path_factory: pytest.TempPathFactory,
+    write_parquet: WriteParquet,
+    groups: list[int],
+    rows_per_unit: int,
+    batch_rows: int,
+    data: st.DataObject,
+) -> None:
+    rows = sum(groups)
+    path = str(write_parquet(tmp_path_factory.mktemp("read") / "a.parquet", {"row": range(rows)}, groups))
+    starts = range(0, rows, rows_per_unit)
+    units = [WorkUnit(str(start), path, start, min(rows_per_unit, rows - start)) for start in starts]
+    pending = [unit for unit in units if data.draw(st.booleans())] or units[-1:]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(read, "BATCH_ROWS", batch_rows)
+        found = list(read_units(LOCAL, pending, ["row"]))
+    assert [unit for unit, _ in found] == pending
+    for unit, table in found:
+        assert table["row"].to_pylist() == list(range(unit.start, unit.start + unit.rows))
+
+
+def test_only_the_named_columns_that_the_file_has_are_read(tmp_path: Path, write_parquet: WriteParquet) -> None:
+    path = str(write_parquet(tmp_path / "a.parquet", {"text": ["x"], "big": ["y"]}))
+    ((_, table),) = read_units(LOCAL, [WorkUnit("0", path, 0, 1)], ["text", "absent"])
+    assert table.column_names == ["text"]
+
+
+def test_a_file_that_became_shorter_ends_the_job_by_name(tmp_path: Path, write_parquet: WriteParquet) -> None:
+    path = str(write_parquet(tmp_path / "a.parquet", {"text": ["x"] * 5}))
+    with pytest.raises(JobError, match=r"a\.parquet' has fewer rows than when the job was planned"):
+        list(read_units(LOCAL, [WorkUnit("0", path, 0, 6)], ["text"]))
+
+
+@pytest.mark.parametrize("damage", ["gone", "truncated"])
+def test_a_file_that_became_unreadable_ends_the_job_by_name(
+    tmp_path: Path, write_parquet: WriteParquet, damage: str
+) -> None:
+    path = write_parquet(tmp_path / "a.parquet", {"text": ["x"] * 5})
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(JobError, match=r"a\.parquet' cannot be read"):
+        list(read_units(LOCAL, [WorkUnit("0", str(path), 0, 5)], ["text"]))

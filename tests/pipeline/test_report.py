@@ -1,0 +1,72 @@
+"""report.html: one file, no network, and nothing in it but text can come from a row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from engine_double import ByteTokenizer, Echo, EchoBackend
+
+from engine import Sampling, Schedule
+from pipeline.commit import Totals, commit_unit
+from pipeline.config import JobConfig
+from pipeline.plan import WorkUnit
+from pipeline.report import write_report
+from pipeline.rows import generate, prepare
+from pipeline.storage import Storage
+from pipeline.template import PromptTemplate
+
+SCRIPT = '<script src="https://evil.example/x.js">alert("&")</script>'
+FETCHES = re.compile(r"""(?:src|href|action)\s*=\s*["']?\s*(?!["']?#)|url\(\s*["']?(?!#)|@import""", re.IGNORECASE)
+
+
+@pytest.fixture
+def report_of(tmp_path: Path, job: Callable[..., JobConfig]) -> Callable[..., str]:
+    """The report of a run over these texts, in units of two."""
+
+    def render(texts: list[str | None], **options: object) -> str:
+        storage, config = Storage(str(tmp_path / "out")), job(**options)
+        commits, totals = [], Totals()
+        for start in range(0, len(texts), 2):
+            rows = texts[start : start + 2]
+            table = pa.table({"name": [f"<b>{start}</b>"] * len(rows), "text": pa.array(rows, pa.string())})
+            prepared = prepare(
+                table, table.schema, "text", PromptTemplate("{text}", format="raw"), ByteTokenizer(), 4096
+            )
+            ids = [str(row) for row in range(len(rows))]
+            output = generate(prepared, ids, Echo(), Sampling(), None, 2)
+            unit = WorkUnit(f"00000-{start:09d}", "a.parquet", start, len(rows))
+            commits.append(commit_unit(storage, unit, output, 0, 1.0))
+            totals.add(commits[-1].totals)
+        shape = EchoBackend().shape(config)
+        write_report(storage, config, shape, Schedule.full_depth(shape.layers), "abcdef", commits, totals)
+        return (tmp_path / "out/report.html").read_text()
+
+    return render
+
+
+def test_what_a_row_says_is_text_and_never_markup(report_of: Callable[..., str]) -> None:
+    html = report_of([SCRIPT, "fine", None], system=SCRIPT)
+    assert "<script" not in html
+    assert "&lt;script src=" in html
+    assert "<b>0</b>" not in html
+
+
+def test_the_report_fetches_nothing(report_of: Callable[..., str]) -> None:
+    html = report_of(["one", "two", "three", None])
+    assert not FETCHES.findall(html)
+    assert "<svg" in html
+
+
+def test_the_report_shows_samples_errors_and_the_configuration(report_of: Callable[..., str]) -> None:
+    html = report_of(["a sample generation", None], prompt="Read this: {text}")
+    for shown in ("a sample generation", "text is null", "Read this: {text}", "abcdef"):
+        assert shown in html
+
+
+@pytest.mark.parametrize("texts", [[], [None], [None, "", None], ["x"]])
+def test_a_run_of_no_rows_or_only_bad_ones_has_a_report(report_of: Callable[..., str], texts: list[str | None]) -> None:
+    assert f"{len(texts)} rows" in report_of(texts)

@@ -1,0 +1,183 @@
+"""Rows between input and output: order kept, bad rows turned into rows with an error, one schema for all."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from engine_double import ByteTokenizer, Echo
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine import BatchStats, Sampling
+from pipeline.errors import JobError
+from pipeline.rows import generate, output_schema, prepare
+from pipeline.template import PromptTemplate
+
+StringsOfBytes = Callable[[Sequence[bytes | None]], pa.Array]
+LOREM = PromptTemplate("{text}", format="raw")
+
+# The contract that readers of an output rely on.
+CONTRACT = [
+    ("generation", pa.string()),
+    ("finish_reason", pa.string()),
+    ("prompt_tokens", pa.int32()),
+    ("prompt_truncated", pa.bool_()),
+    ("shared_prefix_tokens", pa.int32()),
+    ("generated_tokens", pa.int32()),
+    ("flops_prompt", pa.int64()),
+    ("flops_decode", pa.int64()),
+    ("flops_full_depth", pa.int64()),
+    ("mean_active_layers", pa.float32()),
+    ("error", pa.string()),
+]
+
+
+def through(
+    table: pa.Table,
+    kept: pa.Schema | None = None,
+    template: PromptTemplate = LOREM,
+    longest: int = 1000,
+    batch_size: int = 3,
+    on_batch: Callable[[BatchStats], None] | None = None,
+) -> pa.Table:
+    """A table's output as a reader of the written file gets it."""
+    kept = table.schema if kept is None else kept
+    prepared = prepare(table, kept, "text", template, ByteTokenizer(), longest)
+    ids = [str(row) for row in range(table.num_rows)]
+    output = generate(prepared, ids, Echo(), Sampling(max_new_tokens=50), None, batch_size, on_batch)
+    sink = io.BytesIO()
+    pq.write_table(output, sink)
+    read = pq.read_table(sink)
+    read.validate(full=True)
+    return read
+
+
+@given(texts=st.lists(st.none() | st.text(max_size=20)), batch_size=st.integers(1, 8))
+def test_rows_keep_their_order_whatever_order_generations_come_in(texts: list[str | None], batch_size: int) -> None:
+    rows = through(pa.table({"text": pa.array(texts, pa.string())}), batch_size=batch_size).to_pylist()
+    assert [row["text"] for row in rows] == texts
+    for text, row in zip(texts, rows, strict=True):
+        if text is None or not text.strip():
+            assert (row["generation"], row["finish_reason"]) == (None, "error")
+            assert row["error"] == ("text is null" if text is None else "text is empty")
+        else:
+            assert (row["error"], row["prompt_tokens"]) == (None, len(text.encode()))
+            assert text.startswith(row["generation"])
+
+
+def test_a_good_row_carries_what_the_engine_said() -> None:
+    (row,) = through(pa.table({"text": ["hello"]})).to_pylist()
+    assert row == {
+        "text": "hello",
+        "generation": "hello",
+        "finish_reason": "stop",
+        "prompt_tokens": 5,
+        "prompt_truncated": False,
+        "shared_prefix_tokens": 0,
+        "generated_tokens": 5,
+        "flops_prompt": 500,
+        "flops_decode": 150,
+        "flops_full_depth": 800,
+        "mean_active_layers": 2.0,
+        "error": None,
+    }
+
+
+def test_a_bad_row_costs_nothing_and_says_why() -> None:
+    (row,) = through(pa.table({"text": pa.array([None], pa.string())})).to_pylist()
+    figures = [name for name, type_ in CONTRACT if pa.types.is_integer(type_)] + ["mean_active_layers"]
+    assert {row[name] for name in figures} == {0}
+    assert (row["generation"], row["finish_reason"], row["error"]) == (None, "error", "text is null")
+
+
+@pytest.mark.parametrize("texts", [["good", None], [None, " "], []])
+def test_the_schema_is_the_contract_however_bad_the_rows(texts: list[str | None]) -> None:
+    table = pa.table({"text": pa.array(texts, pa.string()), "year": pa.array([1] * len(texts), pa.int16())})
+    rows = through(table, pa.schema([("year", pa.int16())]))
+    assert list(zip(rows.schema.names, rows.schema.types, strict=True)) == [("year", pa.int16()), *CONTRACT]
+
+
+BROKEN = [b"fine", b"\xed\xa0\x80 half a surrogate pair", b"cut \xc3", None, b"\xff\xfe", "whole é".encode()]
+
+
+def test_text_that_is_not_utf8_becomes_an_error_row_that_names_the_byte(strings_of_bytes: StringsOfBytes) -> None:
+    table = pa.table({"id": range(6), "text": strings_of_bytes(BROKEN)})
+    rows = through(table, pa.schema([("id", pa.int64())])).to_pylist()
+    assert [row["id"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert [row["generation"] for row in rows] == ["fine", None, None, None, None, "whole é"]
+    assert [row["error"] for row in rows] == [
+        None,
+        "text is not valid UTF-8 (byte 0xed at 0)",
+        "text is not valid UTF-8 (byte 0xc3 at 4)",
+        "text is null",
+        "text is not valid UTF-8 (byte 0xff at 0)",
+        None,
+    ]
+
+
+@pytest.mark.parametrize("type_", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_kept_strings_that_are_not_utf8_come_out_readable(
+    strings_of_bytes: StringsOfBytes, type_: pa.DataType
+) -> None:
+    broken = strings_of_bytes(BROKEN)
+    column = broken.dictionary_encode() if pa.types.is_dictionary(type_) else broken.cast(type_)
+    rows = through(pa.table({"text": ["x"] * 6, "note": column}))
+    assert rows.schema.field("note").type == type_
+    assert rows["note"].to_pylist()[0] == "fine"
+    assert rows["note"].to_pylist()[1].endswith(" half a surrogate pair")
+    assert rows["note"].to_pylist()[2:] == ["cut \ufffd", None, "\ufffd\ufffd", "whole é"]
+    assert rows["error"].null_count == 6
+
+
+def test_a_prompt_field_that_is_not_utf8_makes_the_row_an_error(strings_of_bytes: StringsOfBytes) -> None:
+    table = pa.table({"text": ["x", "y"], "title": strings_of_bytes([b"ok", b"\xff"])})
+    rows = through(table, template=PromptTemplate("{title}: {text}", format="raw"))
+    assert rows["generation"].to_pylist() == ["ok: x", None]
+    assert rows["error"].to_pylist() == [None, "title is not valid UTF-8 (byte 0xff at 0)"]
+
+
+@pytest.mark.parametrize("type_", [pa.string(), pa.large_string(), pa.dictionary(pa.int8(), pa.string())])
+def test_every_kind_of_string_column_is_text(type_: pa.DataType) -> None:
+    table = pa.table({"text": pa.array(["a", None, "b"]).cast(type_)})
+    assert through(table)["generation"].to_pylist() == ["a", None, "b"]
+
+
+def test_a_text_column_of_nothing_but_nulls_is_all_errors() -> None:
+    assert through(pa.table({"text": pa.nulls(2)}))["error"].to_pylist() == ["text is null"] * 2
+
+
+def test_a_column_that_this_file_lacks_is_null_in_the_output_and_nothing_in_the_prompt() -> None:
+    kept = pa.schema([("year", pa.int64())])
+    rows = through(pa.table({"text": ["x"]}), kept, PromptTemplate("{year}{text}", format="raw"))
+    assert rows["year"].to_pylist() == [None]
+    assert rows["generation"].to_pylist() == ["x"]
+
+
+def test_a_cut_prompt_is_marked_and_a_rejected_one_is_an_error() -> None:
+    table = pa.table({"text": ["short", "far too long"]})
+    cut = through(table, longest=6)
+    assert cut["prompt_truncated"].to_pylist() == [False, True]
+    assert cut["prompt_tokens"].to_pylist() == [5, 6]
+    rejected = through(table, template=PromptTemplate("{text}", format="raw", overlong="reject"), longest=6)
+    assert rejected["error"].to_pylist() == [None, "prompt has 12 tokens, the limit is 6"]
+
+
+def test_text_with_characters_outside_the_basic_plane_passes_unharmed() -> None:
+    texts = ["👩‍👩‍👧‍👦 family", "नमस्ते", "\u202eright to left", "a\x00b"]
+    assert through(pa.table({"text": texts}))["generation"].to_pylist() == texts
+
+
+def test_each_batch_is_reported_and_bad_rows_are_in_none() -> None:
+    batches: list[BatchStats] = []
+    through(pa.table({"text": ["a", None, "b", "c", ""]}), batch_size=2, on_batch=batches.append)
+    assert sum(batch.samples for batch in batches) == 3
+
+
+@pytest.mark.parametrize("name", ["error", "generation", "_prompt", "_error"])
+def test_an_input_column_with_a_name_the_job_needs_is_refused(name: str) -> None:
+    with pytest.raises(JobError, match=f"column '{name}'.*leave it out with keep_columns"):
+        output_schema(pa.schema([("id", pa.int64()), (name, pa.string())]))

@@ -1,0 +1,172 @@
+"""The prompt template, with the packaged model's tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from engine import Tokenizer
+from pipeline.errors import JobError
+from pipeline.template import PromptTemplate, RowError
+
+PLENTY = 10_000
+
+
+def raw(user: str, **options: Any) -> PromptTemplate:
+    return PromptTemplate(user, format="raw", **options)
+
+
+def test_fields_stand_for_columns_and_null_renders_as_nothing(tokenizer: Tokenizer) -> None:
+    template = raw("{title}: {text} ({year}{note})")
+    assert template.fields == {"title", "text", "year", "note"}
+    prompt = template.encode({"title": "Sea", "text": "Waves.", "year": 1999, "note": None}, tokenizer, PLENTY)
+    assert prompt.tokens == tokenizer.encode("Sea: Waves. (1999)")
+    assert not prompt.truncated
+
+
+def test_a_field_of_a_column_that_the_file_lacks_renders_as_nothing(tokenizer: Tokenizer) -> None:
+    assert raw("{title}{text}").encode({"text": "Hi"}, tokenizer, PLENTY).tokens == tokenizer.encode("Hi")
+
+
+def test_doubled_braces_are_plain_braces(tokenizer: Tokenizer) -> None:
+    template = raw('{{"key": "{text}"}}')
+    assert template.fields == {"text"}
+    assert template.encode({"text": "v"}, tokenizer, PLENTY).tokens == tokenizer.encode('{"key": "v"}')
+
+
+def test_braces_inside_a_value_are_left_alone(tokenizer: Tokenizer) -> None:
+    prompt = raw("{text}").encode({"text": "{title} {0} {{"}, tokenizer, PLENTY)
+    assert prompt.tokens == tokenizer.encode("{title} {0} {{")
+
+
+def test_a_chat_carries_user_and_system_text(tokenizer: Tokenizer) -> None:
+    template = PromptTemplate("Say: {text}", system="You know {topic}.")
+    prompt = template.encode({"text": "hello", "topic": "tea"}, tokenizer, PLENTY)
+    assert prompt.tokens == tokenizer.encode_chat("Say: hello", "You know tea.")
+
+
+def test_without_a_system_text_the_model_uses_its_own(tokenizer: Tokenizer) -> None:
+    prompt = PromptTemplate("{text}").encode({"text": "hello"}, tokenizer, PLENTY)
+    assert prompt.tokens == tokenizer.encode_chat("hello")
+
+
+def test_a_raw_prompt_puts_the_system_text_first(tokenizer: Tokenizer) -> None:
+    prompt = raw("{text}", system="Rules. ").encode({"text": "Go"}, tokenizer, PLENTY)
+    assert prompt.tokens == tokenizer.encode("Rules. Go")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [(None, "null"), ("", "empty"), (" \n\t ", "empty"), ("\u2003\u00a0", "empty"), (7, "int, not a string")],
+)
+def test_a_row_without_text_is_refused_with_the_reason(tokenizer: Tokenizer, text: object, reason: str) -> None:
+    with pytest.raises(RowError, match=reason):
+        raw("{text}").encode({"text": text}, tokenizer, PLENTY)
+
+
+def test_a_prompt_without_a_text_field_is_refused() -> None:
+    with pytest.raises(JobError, match=r"no \{text\} field"):
+        PromptTemplate("Summarise {title}")
+
+
+@pytest.mark.parametrize(
+    "user",
+    [
+        "{text.__class__}",
+        "{text[0]}",
+        "{text!r}",
+        "{text:>10}",
+        "{}",
+        "{0}{text:{width}}",
+        "{text",
+        "text}",
+        "{text} {title.real}",
+    ],
+)
+def test_anything_but_plain_names_in_braces_is_refused(user: str) -> None:
+    with pytest.raises(JobError, match=r"template is malformed|no \{text\} field"):
+        PromptTemplate(user)
+
+
+def test_the_system_text_is_checked_too() -> None:
+    with pytest.raises(JobError, match="malformed"):
+        PromptTemplate("{text}", system="{text.__class__}")
+
+
+def test_a_field_that_names_no_column_is_refused_by_name() -> None:
+    template = PromptTemplate("{text} {titel}")
+    with pytest.raises(JobError, match=r"column 'titel', the input has body, title"):
+        template.check_columns({"title", "body"})
+    template.check_columns({"titel"})
+
+
+def test_a_prompt_of_just_the_limit_is_left_whole(tokenizer: Tokenizer) -> None:
+    text = "The quick brown fox jumps over the lazy dog."
+    length = len(tokenizer.encode(text))
+    assert not raw("{text}").encode({"text": text}, tokenizer, length).truncated
+    assert raw("{text}").encode({"text": text}, tokenizer, length - 1).truncated
+
+
+def test_an_overlong_prompt_loses_the_end_of_its_text_and_keeps_what_stands_around_it(tokenizer: Tokenizer) -> None:
+    template = raw("Summarise:\n{text}\nSummary of {title}:")
+    text = " ".join(f"word{number}" for number in range(500))
+    prompt = template.encode({"text": text, "title": "Words"}, tokenizer, 100)
+    rendered = tokenizer.decode(prompt.tokens)
+    body = rendered.removeprefix("Summarise:\n").removesuffix("\nSummary of Words:")
+    assert prompt.truncated
+    assert 90 <= len(prompt.tokens) <= 100
+    assert rendered == f"Summarise:\n{body}\nSummary of Words:"
+    assert text.startswith(body)
+
+
+def test_an_overlong_chat_still_ends_where_the_assistant_begins(tokenizer: Tokenizer) -> None:
+    prompt = PromptTemplate("{text} - in one sentence.").encode({"text": "many words " * 400}, tokenizer, 120)
+    whole = tokenizer.encode_chat(" - in one sentence.")
+    assert prompt.truncated
+    assert prompt.tokens[-8:] == whole[-8:]
+
+
+def test_rejecting_says_how_long_the_prompt_is_and_what_is_allowed(tokenizer: Tokenizer) -> None:
+    length = len(tokenizer.encode("one two three four five"))
+    with pytest.raises(RowError, match=f"prompt has {length} tokens, the limit is 3"):
+        raw("{text}", overlong="reject").encode({"text": "one two three four five"}, tokenizer, 3)
+
+
+def test_a_prompt_too_long_without_its_text_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RowError, match="more than 5 tokens even without its text"):
+        raw("A long instruction that alone does not fit: {text}").encode({"text": "Hi there"}, tokenizer, 5)
+
+
+@settings(max_examples=150)
+@given(
+    text=st.text(min_size=1, max_size=300).filter(lambda text: text.strip() and "<|" not in text),
+    longest=st.integers(1, 60),
+    chat=st.booleans(),
+)
+def test_a_cut_prompt_never_exceeds_the_limit(tokenizer: Tokenizer, text: str, longest: int, chat: bool) -> None:
+    template = PromptTemplate("{text}\nSummary:", format="chat" if chat else "raw")
+    try:
+        prompt = template.encode({"text": text}, tokenizer, longest)
+    except RowError as error:
+        assert f"more than {longest} tokens even without its text" in str(error)  # noqa: PT017
+    else:
+        assert len(prompt.tokens) <= longest
+
+
+@settings(max_examples=150)
+@given(text=st.text(min_size=1, max_size=300), longest=st.integers(8, 60))
+def test_a_cut_prompt_is_the_beginning_of_the_text_and_the_whole_suffix(
+    tokenizer: Tokenizer, text: str, longest: int
+) -> None:
+    # The packaged model's vocabulary lacks some bytes of rare characters.
+    assume(text.strip() and "<|" not in text and tokenizer.decode(tokenizer.encode(text)) == text)
+    prompt = raw("{text}\nSummary:").encode({"text": text}, tokenizer, longest)
+    rendered = tokenizer.decode(prompt.tokens)
+    body = rendered.removesuffix("\nSummary:")
+    assert rendered == f"{body}\nSummary:"
+    # A cut inside a character leaves replacement characters in its place.
+    assert text.startswith(body.rstrip("\N{REPLACEMENT CHARACTER}"))
+    assert prompt.truncated == (body != text)
