@@ -152,6 +152,8 @@ class Batch:
         cache.keep_layers(_attention_layers(units))
         cache.reserve(longest)
         self._cache_bytes = max(self._cache_bytes, cache.bytes)
+        # A finished row computes on for nobody: it stays where it is, lest it outgrow the cache or the context.
+        running = torch.tensor([not sample.finished for sample in self._rows], device=self._device)
         beyond = torch.arange(longest, device=self._device) > cache.lengths[:, None]  # the new token is at `lengths`
         mask = torch.zeros(beyond.shape, device=self._device).masked_fill_(beyond, -torch.inf)
         mask = mask.repeat_interleave(self._decoder.shape.kv_heads, 0).unsqueeze(1)  # [B * kv_heads, 1, T]
@@ -163,7 +165,7 @@ class Batch:
         rotations = self._decoder.rotations(cache.lengths, cache.lengths + 1)
         x = self._decoder.embed(torch.tensor([sample.tokens[-1] for sample in self._rows], device=self._device))
         x = self._run_units(units, x, rotations, attend)
-        cache.lengths += 1
+        cache.lengths += running
         cost = self._ledger.plateaus[self._ledger.schedule.plateau_at(step)]
         self._executed += len(self._rows) * (cost.weights + cost.per_context * longest)
         return self._decoder.logits(x)

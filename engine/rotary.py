@@ -6,13 +6,17 @@ key projections (`interleave`) to make pairs neighbours changes nothing but the 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.errors import ModelError
 from engine.shape import ModelShape
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
 
 
 def interleave(projection: Tensor, head_dim: int) -> Tensor:

@@ -6,15 +6,16 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, Field, ValidationError
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
-from pydantic_settings.exceptions import SettingsError
-from yaml import YAMLError
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from engine import ModelError, ScheduleError
-from pipeline.errors import JobError
+from pipeline.errors import JobError, one_line
 
 Config = TypeVar("Config", bound=BaseModel)
 
@@ -23,50 +24,18 @@ USAGE_EXIT, FAILED_EXIT = 2, 1
 
 def parse(config_class: type[Config], program: str, arguments: Sequence[str] | None = None) -> Config:
     """Read a configuration from --config and flags; flags win. Exits with code 2 and one line per mistake."""
-    argv = list(sys.argv[1:] if arguments is None else arguments)
-    # The file has to be known before the sources are put together.
-    before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    before.add_argument("--config")
-    file = before.parse_known_args(argv)[0].config
-
-    class Command(config_class, BaseSettings):  # type: ignore[valid-type,misc]
-        __doc__ = config_class.__doc__
-        model_config = SettingsConfigDict(
-            cli_parse_args=argv,
-            cli_prog_name=program,
-            cli_kebab_case=True,
-            cli_implicit_flags=True,
-            cli_hide_none_type=True,
-            extra="forbid",
-        )
-        config: str | None = Field(None, description="YAML file with any of these options as keys; flags win over it")
-
-        @classmethod
-        def settings_customise_sources(
-            cls, settings_cls: type[BaseSettings], *_: PydanticBaseSettingsSource, **__: PydanticBaseSettingsSource
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            # No environment source: a variable called MODEL must not choose a model.
-            return (YamlConfigSettingsSource(settings_cls, yaml_file=file),) if file else ()
-
+    given = vars(_parser(config_class, program).parse_args(arguments))
+    file = given.pop("config")
     try:
-        if file:
-            open(file).close()  # the YAML source passes over a missing file in silence
-        return config_class(**Command.model_validate({}).model_dump(exclude={"config"}))
+        return config_class(**{**(_read(file) if file else {}), **given})
     except ValidationError as error:
         mistakes = [_mistake(part) for part in error.errors()]
-    except (OSError, SettingsError, YAMLError, TypeError) as error:
-        mistakes = [f"--config {file!r} cannot be read: {error}" if file else str(error)]
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        mistakes = [f"--config {file!r} cannot be read: {one_line(error)}"]
     for mistake in mistakes:
         print(f"{program}: error: {mistake}", file=sys.stderr)
     print(f"try {program} --help", file=sys.stderr)
     raise SystemExit(USAGE_EXIT)
-
-
-def log_to_stderr() -> None:
-    """Our own progress, and other packages' warnings."""
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
-    for package in ("engine", "pipeline", "jobs"):
-        logging.getLogger(package).setLevel(logging.INFO)
 
 
 def run(program: str, job: Callable[[], None]) -> int:
@@ -79,8 +48,53 @@ def run(program: str, job: Callable[[], None]) -> int:
     return 0
 
 
+def log_to_stderr() -> None:
+    """Our own progress, and other packages' warnings."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
+    for package in ("engine", "pipeline", "jobs"):
+        logging.getLogger(package).setLevel(logging.INFO)
+
+
+def _parser(config_class: type[BaseModel], program: str) -> argparse.ArgumentParser:
+    """Flags are passed on as the strings they are: pydantic converts them."""
+    parser = argparse.ArgumentParser(program, description=config_class.__doc__, allow_abbrev=False)
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file with any of these options as keys; flags win over it"
+    )
+    for name, field in config_class.model_fields.items():
+        shown: dict[str, Any] = {"nargs": "*", "action": "extend"} if _is_list(field.annotation) else {}
+        if get_origin(field.annotation) is Literal:
+            shown["metavar"] = "{" + ",".join(map(str, get_args(field.annotation))) + "}"
+        parser.add_argument(_flag(name), dest=name, default=argparse.SUPPRESS, help=_help(field), **shown)
+    return parser
+
+
+def _is_list(annotation: Any) -> bool:
+    return any(get_origin(part) is list for part in (annotation, *getattr(annotation, "__args__", ())))
+
+
+def _help(field: FieldInfo) -> str:
+    text = field.description or ""
+    if field.is_required():
+        text += " (required)"
+    elif field.default is not None and field.default is not PydanticUndefined:
+        text += f" (default: {field.default})"
+    return text.replace("%", "%%")
+
+
+def _read(file: str) -> dict[str, Any]:
+    options = yaml.safe_load(Path(file).read_text())
+    if not isinstance(options, dict):
+        raise ValueError("it is no mapping of options to values")
+    return options
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def _mistake(part: Any) -> str:
-    name = "--" + ".".join(str(step) for step in part["loc"][:1]).replace("_", "-") if part["loc"] else ""
+    name = _flag(str(part["loc"][0])) if part["loc"] else ""
     if part["type"] == "missing":
         return f"{name} is required"
     if part["type"] == "extra_forbidden":

@@ -33,7 +33,14 @@ def connect(address: str | None) -> None:
     quiet = {"logging_level": logging.WARNING, "log_to_driver": True}
     try:
         if address == "local":
-            ray.init(address="local", include_dashboard=False, object_store_memory=EMBEDDED_STORE_BYTES, **quiet)
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                object_store_memory=EMBEDDED_STORE_BYTES,
+                # On a small machine Ray ends workers that idle for a second; the next read would import torch again.
+                _system_config={"idle_worker_killing_time_threshold_ms": 600_000},
+                **quiet,
+            )
         else:
             ray.init(address=address, **quiet)
     except (ConnectionError, ValueError) as error:

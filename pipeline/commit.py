@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipeline.plan import WorkUnit
 from pipeline.storage import Storage
+from pipeline.unit import WorkUnit
 
 DATA, COMMITS, SUCCESS_FILE = "data", "_commits", "_SUCCESS.json"
 LISTING_THREADS = 32

@@ -14,6 +14,7 @@ from pipeline.config import JobConfig
 from pipeline.errors import JobError, one_line
 from pipeline.storage import Storage
 from pipeline.template import PromptTemplate
+from pipeline.unit import WorkUnit
 
 FOOTER_THREADS = 16
 SPAN_ROWS = 8192  # rows one read task covers at least, where a file has them: a row group is decoded only once
@@ -31,16 +32,6 @@ class InputFile:
     @property
     def rows(self) -> int:
         return sum(self.row_groups)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkUnit:
-    """One contiguous row range of one input file: read, generated, written and committed as a whole."""
-
-    id: str
-    path: str
-    start: int
-    rows: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.errors import JobError, one_line
-from pipeline.plan import WorkUnit
+from pipeline.unit import WorkUnit
 
 BATCH_ROWS = 1024
 

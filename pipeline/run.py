@@ -15,17 +15,20 @@ from engine import ModelShape
 from pipeline.backend import Backend, SkipDecodeBackend
 from pipeline.cluster import TASK_CPUS, ReplicaResources, connect, replica_resources
 from pipeline.commit import SUCCESS_FILE, Commit, Totals, read_commits, sweep_orphans, write_success
+from pipeline.commit_stage import commit
 from pipeline.config import JobConfig
 from pipeline.errors import JobError
 from pipeline.fit import choose_schedule, longest_prompt
-from pipeline.plan import Plan, WorkUnit, make_plan
+from pipeline.plan import Plan, make_plan
 from pipeline.progress import Board, ProgressReporter
 from pipeline.report import REPORT_FILE, write_report
 from pipeline.rows import output_schema
 from pipeline.run_record import claim_output, describe_run, fingerprint
-from pipeline.stages import COMMIT, Replica, Task, commit, read, span_row
+from pipeline.stages import Replica, Task, read, span_row
 from pipeline.storage import Storage, absolute
 from pipeline.template import PromptTemplate
+from pipeline.unit import WorkUnit
+from pipeline.wire import COMMIT
 
 log = logging.getLogger(__name__)
 
@@ -129,6 +132,7 @@ def _stream(
     context.target_max_block_size = 1
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # says that its bars are off
+    output = task.config.output
     spans = [span_row(units) for units in plan.spans(pending)]
     dataset = (
         ray.data.from_items(spans, override_num_blocks=len(spans))
@@ -142,7 +146,7 @@ def _stream(
             num_cpus=resources.cpus,
             num_gpus=resources.gpus or None,
         )
-        .map_batches(commit, batch_size=1, batch_format="pyarrow", fn_kwargs={"task": task}, num_cpus=TASK_CPUS)
+        .map_batches(commit, batch_size=1, batch_format="pyarrow", fn_args=(output,), num_cpus=TASK_CPUS)
     )
     for row in dataset.iter_rows():
         yield row[COMMIT]

@@ -1,31 +1,24 @@
-"""The three stages a work unit passes through on Ray Data: read tasks -> replicas -> commit tasks.
-
-A work unit travels as one row, its table as Arrow bytes in one cell: Ray Data may split or merge blocks of rows as it
-likes, a unit stays whole.
-"""
+"""The first two of the three stages a work unit passes through on Ray Data: read tasks -> replicas -> commit tasks."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import pyarrow as pa
 
 from engine import BatchStats, Schedule
 from pipeline.backend import Backend
-from pipeline.commit import commit_unit
 from pipeline.config import JobConfig
-from pipeline.plan import WorkUnit
 from pipeline.progress import Board
 from pipeline.read import read_units
 from pipeline.rows import generate, prepare
 from pipeline.storage import Storage
 from pipeline.template import PromptTemplate
-
-SPAN, UNIT, TABLE, COST, COMMIT = "span", "unit", "table", "cost", "commit"  # column names between the stages
+from pipeline.unit import WorkUnit
+from pipeline.wire import COST, SPAN, TABLE, UNIT, from_bytes, to_bytes
 
 
 @dataclass(frozen=True)
@@ -43,7 +36,7 @@ class Task:
 
 def span_row(units: list[WorkUnit]) -> dict[str, str]:
     """What a read task is given: neighbouring units of one file."""
-    return {SPAN: json.dumps([asdict(unit) for unit in units])}
+    return {SPAN: json.dumps([unit.to_json() for unit in units])}
 
 
 def read(rows: pa.Table, task: Task) -> Iterator[pa.Table]:
@@ -51,11 +44,11 @@ def read(rows: pa.Table, task: Task) -> Iterator[pa.Table]:
     tokenizer = task.backend.tokenizer(task.config)
     fs = Storage(task.config.input).fs
     for span in rows[SPAN].to_pylist():
-        units = [WorkUnit(**unit) for unit in json.loads(span)]
+        units = [WorkUnit.from_json(unit) for unit in json.loads(span)]
         for unit, table in read_units(fs, units, task.read_columns):
             config = task.config
             prepared = prepare(table, task.kept, config.text_column, task.template, tokenizer, task.longest_prompt)
-            yield pa.table({UNIT: [json.dumps(asdict(unit))], TABLE: [_to_bytes(prepared)]})
+            yield pa.table({UNIT: [unit.to_json()], TABLE: [to_bytes(prepared)]})
 
 
 class Replica:
@@ -70,7 +63,7 @@ class Replica:
 
     def __call__(self, rows: pa.Table) -> Iterator[pa.Table]:
         for unit_json, content in zip(rows[UNIT].to_pylist(), rows[TABLE].to_pylist(), strict=True):
-            unit = WorkUnit(**json.loads(unit_json))
+            unit = WorkUnit.from_json(unit_json)
             start = time.perf_counter()
             padding = 0
 
@@ -79,11 +72,12 @@ class Replica:
                 padding += stats.flops_padding
                 self._board.batch_done(unit_id, stats.samples, stats.generated_tokens)
 
-            # A row's random stream is named by its place in the input, so it outlives retries and re-planning.
-            ids = [f"{unit.path}:{unit.start + row}" for row in range(unit.rows)]
             config = self._task.config
+            # A row's random stream is named by its place in the input, so it outlives retries and re-planning.
+            file = Storage(config.input).relative(unit.path)
+            ids = [f"{file}:{unit.start + row}" for row in range(unit.rows)]
             output = generate(
-                _from_bytes(content),
+                from_bytes(content),
                 ids,
                 self._engine,
                 self._sampling,
@@ -92,27 +86,4 @@ class Replica:
                 on_batch,
             )
             cost = {"flops_padding": padding, "seconds": time.perf_counter() - start}
-            yield pa.table({UNIT: [unit_json], TABLE: [_to_bytes(output)], COST: [json.dumps(cost)]})
-
-
-def commit(rows: pa.Table, task: Task) -> pa.Table:
-    """Commit stage: a unit's output table in, its commit record out."""
-    storage = Storage(task.config.output)
-    records = [
-        commit_unit(storage, WorkUnit(**json.loads(unit)), _from_bytes(content), **json.loads(cost)).to_json()
-        for unit, content, cost in zip(*(rows[name].to_pylist() for name in (UNIT, TABLE, COST)), strict=True)
-    ]
-    return pa.table({COMMIT: records})
-
-
-def _to_bytes(table: pa.Table) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    content: bytes = sink.getvalue().to_pybytes()
-    return content
-
-
-def _from_bytes(content: bytes) -> Any:
-    with pa.ipc.open_stream(content) as reader:
-        return reader.read_all()
+            yield pa.table({UNIT: [unit_json], TABLE: [to_bytes(output)], COST: [json.dumps(cost)]})

@@ -38,6 +38,11 @@ class Storage:
         """Full path of an object, for `self.fs`."""
         return f"{self.root}/{name}"
 
+    def relative(self, path: str) -> str:
+        """A path of this file system as seen from the root, which may be a file or a glob."""
+        below = path.removeprefix(self.root.split("*")[0]).lstrip("/")
+        return below or path.rsplit("/", 1)[-1]
+
     def names(self, folder: str, suffix: str = "") -> list[str]:
         """Names (with their folder) of the objects in a folder, sorted; [] if there is no such folder."""
         try:

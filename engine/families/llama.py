@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import LlamaConfig
 
 from engine.checkpoint import Weights
 from engine.decoder import Attend
@@ -13,6 +14,9 @@ from engine.errors import ModelError
 from engine.kernels import Kernels, Linear
 from engine.rotary import Rotary, interleave
 from engine.shape import ModelShape
+
+if TYPE_CHECKING:  # importing it brings in much of transformers, which a process that only tokenises never needs
+    from transformers import LlamaConfig
 
 
 def shape(config: LlamaConfig) -> ModelShape:

@@ -183,3 +183,11 @@ def test_a_long_row_that_ended_early_does_not_disturb_long_generations(make_chec
     assert lengths[0] < 60
     assert lengths[1:] == [200] * 7
     assert generate(engine, prompts, sampling, None, batch_size=8) == expected
+
+
+def test_prompts_too_many_for_one_pass_are_read_in_several(make_checkpoint: Callable[..., Path]) -> None:
+    engine = Engine.load(str(make_checkpoint(num_hidden_layers=2, max_position_embeddings=4096)), device="cpu")
+    lengths = [3000, 2049, 2048, 2047, 1, 700, 700, 700, 60]
+    prompts = {str(i): prompt for i, prompt in enumerate(random_prompts(lengths))}
+    sampling = Sampling(max_new_tokens=6, temperature=1.0, samples_per_prompt=2)
+    assert generate(engine, prompts, sampling, None, batch_size=18) == generate_alone(engine, prompts, sampling, None)

@@ -104,12 +104,19 @@ def test_a_layer_no_longer_kept_is_freed() -> None:
 
 
 class WatchedCache(KVCache):
-    """The real cache, which writes down what it holds at every step."""
+    """The real cache, which writes down what it holds from the prompts on, then at every step."""
 
     history: list[tuple[set[int], int]]  # (layers, bytes) at each step
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._note()
+
     def keep_layers(self, layers: set[int]) -> None:
         super().keep_layers(layers)
+        self._note()
+
+    def _note(self) -> None:
         self.history.append(({layer for layer in range(6) if layer in self}, self.bytes))
 
 
@@ -129,7 +136,7 @@ def watch(tiny: Engine, schedule: Schedule, **settings: Any) -> list[tuple[set[i
 def test_layers_never_used_in_decoding_keep_no_cache(tiny: Engine) -> None:
     order = (Unit("a", 2), Unit("m", 2), Unit("m", 3), Unit("a", 4))
     history = watch(tiny, Schedule(6, order, (Plateau(0, 4),)), max_new_tokens=5, min_new_tokens=5)
-    assert [layers for layers, _ in history] == [{0, 1, 3, 5}] * 4
+    assert [layers for layers, _ in history] == [{0, 1, 3, 5}] * 5
     full = watch(tiny, Schedule.full_depth(6), max_new_tokens=5, min_new_tokens=5)
     assert history[0][1] == full[0][1] * 4 // 6
 
@@ -139,7 +146,7 @@ def test_the_memory_of_a_layer_skipped_for_good_is_freed(tiny: Engine) -> None:
     schedule = Schedule(6, order, (Plateau(0, 0), Plateau(2, 1), Plateau(3, 2), Plateau(5, 5)))
     history = watch(tiny, schedule, max_new_tokens=8, min_new_tokens=8)
     every = {0, 1, 2, 3, 4, 5}
-    expected = [every, every, every - {1}, every - {1}, every - {1}, {0, 4, 5}, {0, 4, 5}]
+    expected = [every, every, every, every - {1}, every - {1}, every - {1}, {0, 4, 5}, {0, 4, 5}]
     assert [layers for layers, _ in history] == expected
     assert [size for _, size in history] == [history[0][1] * len(layers) // 6 for layers in expected]
 

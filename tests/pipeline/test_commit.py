@@ -13,10 +13,10 @@ from engine_double import ByteTokenizer, Echo
 
 from engine import Sampling
 from pipeline.commit import Commit, Totals, commit_unit, read_commits, sweep_orphans
-from pipeline.plan import WorkUnit
 from pipeline.rows import generate, prepare
 from pipeline.storage import Storage
 from pipeline.template import PromptTemplate
+from pipeline.unit import WorkUnit
 
 UNIT = WorkUnit("00000-000000000", "in/a.parquet", 0, 5)
 

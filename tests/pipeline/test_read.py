@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from pipeline import read
 from pipeline.errors import JobError
-from pipeline.plan import WorkUnit
 from pipeline.read import read_units
+from pipeline.unit import WorkUnit
 
 WriteParquet = Callable[..., Path]
 LOCAL = LocalFileSystem()

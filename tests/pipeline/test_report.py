@@ -13,14 +13,16 @@ from engine_double import ByteTokenizer, Echo, EchoBackend
 from engine import Sampling, Schedule
 from pipeline.commit import Totals, commit_unit
 from pipeline.config import JobConfig
-from pipeline.plan import WorkUnit
 from pipeline.report import write_report
 from pipeline.rows import generate, prepare
 from pipeline.storage import Storage
 from pipeline.template import PromptTemplate
+from pipeline.unit import WorkUnit
 
 SCRIPT = '<script src="https://evil.example/x.js">alert("&")</script>'
-FETCHES = re.compile(r"""(?:src|href|action)\s*=\s*["']?\s*(?!["']?#)|url\(\s*["']?(?!#)|@import""", re.IGNORECASE)
+FETCHES = re.compile(
+    r"""(?:src|href|action)\s*=\s*["']?(?!["'#]|data:)\S+|url\(\s*["']?(?!["'#])\S+|@import""", re.IGNORECASE
+)
 
 
 @pytest.fixture

@@ -120,9 +120,7 @@ def test_text_that_is_not_utf8_becomes_an_error_row_that_names_the_byte(strings_
 
 
 @pytest.mark.parametrize("type_", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
-def test_kept_strings_that_are_not_utf8_come_out_readable(
-    strings_of_bytes: StringsOfBytes, type_: pa.DataType
-) -> None:
+def test_kept_strings_that_are_not_utf8_come_out_readable(strings_of_bytes: StringsOfBytes, type_: pa.DataType) -> None:
     broken = strings_of_bytes(BROKEN)
     column = broken.dictionary_encode() if pa.types.is_dictionary(type_) else broken.cast(type_)
     rows = through(pa.table({"text": ["x"] * 6, "note": column}))

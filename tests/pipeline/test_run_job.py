@@ -188,7 +188,9 @@ def test_how_a_run_is_spread_may_change_between_sessions(copied: JobConfig) -> N
 
 
 @pytest.mark.parametrize("groups", [[], [0, 0]])
-def test_an_input_without_rows_succeeds(tmp_path: Path, job: Job, write_parquet: WriteParquet, groups: list[int]) -> None:
+def test_an_input_without_rows_succeeds(
+    tmp_path: Path, job: Job, write_parquet: WriteParquet, groups: list[int]
+) -> None:
     write_parquet(tmp_path / "in/a.parquet", {"text": pa.array([], pa.string())}, groups)
     result = run_job(job(), NoEngineBackend())
     assert result.totals.rows == 0
@@ -196,31 +198,40 @@ def test_an_input_without_rows_succeeds(tmp_path: Path, job: Job, write_parquet:
     assert "0 rows" in (tmp_path / "out/report.html").read_text()
 
 
-@pytest.mark.usefixtures("cluster")
-def test_limit_takes_the_first_rows_and_only_kept_columns_come_out(
-    tmp_path: Path, job: Job, write_parquet: WriteParquet, read_output: ReadOutput
-) -> None:
+@pytest.fixture(scope="module")
+def spread(
+    tmp_path_factory: pytest.TempPathFactory, cluster: None, write_parquet: WriteParquet, read_output: ReadOutput
+) -> pa.Table:
+    """Output of the first 250 of 400 rows in two files of one row group each, by two replicas that sign their work."""
+    folder = tmp_path_factory.mktemp("spread")
     for file in range(2):
-        columns = {"id": range(12), "text": [f"{file}.{row}" for row in range(12)], "note": ["n"] * 12}
-        write_parquet(tmp_path / f"in/{file}.parquet", columns)
-    config = job(limit=15, keep_columns=["note"])
-    run_job(config, EchoBackend())
-    rows = read_output(config.output)
-    assert rows["generation"].to_pylist() == [f"0.{row}" for row in range(12)] + ["1.0", "1.1", "1.2"]
-    assert rows.column_names[:2] == ["note", "generation"]
-
-
-@pytest.mark.usefixtures("cluster")
-def test_the_units_of_one_file_reach_both_replicas_and_the_rows_are_those_of_one(
-    tmp_path: Path, job: Job, write_parquet: WriteParquet, read_output: ReadOutput
-) -> None:
-    texts = [f"row {row}" for row in range(400)]
-    write_parquet(tmp_path / "in/a.parquet", {"text": texts})
-    config = job(replicas=2, rows_per_unit=5)
+        columns = {"id": range(200), "text": [f"{file}.{row}" for row in range(200)], "note": ["n"] * 200}
+        write_parquet(folder / f"in/{file}.parquet", columns)
+    config = JobConfig(
+        input=str(folder / "in"),
+        output=str(folder / "out"),
+        prompt_format="raw",
+        limit=250,
+        keep_columns=["note"],
+        rows_per_unit=5,
+        replicas=2,
+    )
     run_job(config, EchoBackend(Echo(signed=True, seconds_per_batch=0.1)))
-    signed = [generation.split(" ", 1) for generation in read_output(config.output)["generation"].to_pylist()]
-    assert [text for _, text in signed] == texts
-    assert len({process for process, _ in signed}) == 2
+    return read_output(config.output)
+
+
+def test_limit_takes_the_first_rows_and_two_replicas_give_the_rows_of_one(spread: pa.Table) -> None:
+    texts = [generation.split(" ")[1] for generation in spread["generation"].to_pylist()]
+    assert texts == [f"0.{row}" for row in range(200)] + [f"1.{row}" for row in range(50)]
+
+
+def test_the_units_of_one_file_reach_both_replicas(spread: pa.Table) -> None:
+    first_file = spread["generation"].to_pylist()[:200]
+    assert len({generation.split(" ")[0] for generation in first_file}) == 2
+
+
+def test_only_kept_columns_come_out(spread: pa.Table) -> None:
+    assert spread.column_names[:2] == ["note", "generation"]
 
 
 @pytest.mark.usefixtures("cluster")
@@ -237,7 +248,7 @@ def test_a_dirty_input_through_the_real_engine_accounts_for_every_row(
     write_parquet(tmp_path / "in/a.parquet", first, [3, 0, 4])
     write_parquet(tmp_path / "in/b.parquet", {"id": [1, 1], "text": [texts[1], texts[2]]})  # lacks the title
     config = job(
-        prompt="{title} {text}", prompt_format="chat", max_prompt_tokens=300, max_new_tokens=4, rows_per_unit=4
+        prompt="{title} {text}", prompt_format="chat", max_prompt_tokens=600, max_new_tokens=4, rows_per_unit=4
     )
     result = run_job(config)
     rows = read_output(config.output).to_pylist()
@@ -251,5 +262,5 @@ def test_a_dirty_input_through_the_real_engine_accounts_for_every_row(
         assert (row["generation"] is None) == (row["error"] is not None)
         assert (1 <= row["generated_tokens"] <= 4) == (row["error"] is None)
     assert [row["prompt_truncated"] for row in rows] == [row["id"] == 6 for row in rows]
-    assert 290 <= rows[6]["prompt_tokens"] <= 300
+    assert 590 <= rows[6]["prompt_tokens"] <= 600
     assert (result.totals.rows, result.totals.errors, result.totals.truncated) == (9, 4, 1)

@@ -1,0 +1,198 @@
+"""A configuration as a command line: flags, a YAML file, and a message for every mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from engine import ModelError, ScheduleError
+from jobs import command_line
+from jobs.benchmark_engine import BenchmarkEngine
+from jobs.benchmark_pipeline import BenchmarkPipeline
+from jobs.summarize_corpus import SummarizeCorpus
+from pipeline.errors import JobError
+
+# A value other than the default for every option.
+VALUES: dict[str, Any] = {
+    "input": "in/",
+    "output": "out/",
+    "text_column": "body",
+    "id_column": "key",
+    "keep_columns": ["key", "title"],
+    "limit": 7,
+    "system": "Be brief.",
+    "prompt": "Say {{in brief}}: {text}",
+    "prompt_format": "raw",
+    "max_prompt_tokens": 100,
+    "overlong": "reject",
+    "model": "some/model",
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "target_speedup": 1.25,
+    "schedule": "schedule.json",
+    "max_new_tokens": 9,
+    "min_new_tokens": 2,
+    "temperature": 0.5,
+    "top_k": 40,
+    "top_p": 0.9,
+    "min_p": 0.05,
+    "repetition_penalty": 1.1,
+    "stop": ["END", "\n\n"],
+    "seed": 3,
+    "batch_size": 5,
+    "rows_per_unit": 11,
+    "replicas": 2,
+    "gpus_per_replica": 0.5,
+    "threads_per_replica": 4,
+    "ray_address": "local",
+}
+REQUIRED = ["--input", "in/", "--output", "out/"]
+
+
+def parse(*arguments: str) -> SummarizeCorpus:
+    return command_line.parse(SummarizeCorpus, "summarize_corpus.py", arguments)
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What the command line says before it exits with code 2."""
+    with pytest.raises(SystemExit) as ended:
+        parse(*arguments)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_a_value_stands_here_for_every_option() -> None:
+    assert set(VALUES) == set(SummarizeCorpus.model_fields)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_every_option_has_a_kebab_case_flag(name: str) -> None:
+    value = VALUES[name]
+    config = parse(*REQUIRED, flag(name), *map(str, value if isinstance(value, list) else [value]))
+    assert config == SummarizeCorpus(input="in/", output="out/").model_copy(update={name: value})
+
+
+def test_a_list_may_be_given_in_parts_and_its_strings_are_left_as_they_are() -> None:
+    stops = ["\n\n", "[/INST]", "a, b", '"', "null", " x "]
+    assert parse(*REQUIRED, "--stop", *stops[:3], "--stop", *stops[3:]).stop == stops
+    assert parse(*REQUIRED, "--keep-columns").keep_columns == []
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_every_option_is_a_key_of_the_config_file(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "job.yaml"
+    # JSON is YAML.
+    content = SummarizeCorpus(input="in/", output="out/").model_copy(update={name: VALUES[name]})
+    file.write_text(content.model_dump_json())
+    assert parse("--config", str(file)) == content
+
+
+def test_flags_win_over_the_config_file_and_the_rest_of_it_holds(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("input: in/\noutput: out/\nmax_new_tokens: 5\nstop: [a, b]\nseed: 4\n")
+    config = parse("--max-new-tokens", "6", "--stop", "c", f"--config={file}")
+    assert (config.max_new_tokens, config.stop, config.seed) == (6, ["c"], 4)
+
+
+def test_environment_variables_choose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MODEL", "model", "SEED", "OUTPUT", "CONFIG", "STOP"):
+        monkeypatch.setenv(name, "77")
+    assert parse(*REQUIRED) == SummarizeCorpus(input="in/", output="out/")
+
+
+def test_a_missing_option_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    said = mistake(capsys, "--output", "out/")
+    assert "error: --input is required" in said
+    assert "try summarize_corpus.py --help" in said
+
+
+def test_every_mistake_is_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    said = mistake(capsys, "--output", "out/", "--limit", "0", "--overlong", "drop")
+    for culprit in ("--input", "--limit", "--overlong"):
+        assert f"error: {culprit}" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("limit", "0"),
+        ("max_new_tokens", "many"),
+        ("temperature", "-1"),
+        ("top_p", "1.5"),
+        ("dtype", "int4"),
+        ("target_speedup", "0.5"),
+        ("prompt_format", "html"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_flag(capsys: pytest.CaptureFixture[str], name: str, value: str) -> None:
+    said = mistake(capsys, *REQUIRED, flag(name), value)
+    assert f"error: {flag(name)} " in said
+    assert f"got '{value}'" in said
+
+
+def test_options_that_exclude_each_other_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    said = mistake(capsys, *REQUIRED, "--target-speedup", "1.1", "--schedule", "s.json")
+    assert "target_speedup and schedule exclude each other: name one" in said
+    said = mistake(capsys, *REQUIRED, "--min-new-tokens", "9", "--max-new-tokens", "8")
+    assert "min_new_tokens 9 exceeds max_new_tokens 8" in said
+
+
+@pytest.mark.parametrize("arguments", [["--modle", "x"], ["--mod", "x"], ["--max_new_tokens", "5"], ["stray"]])
+def test_an_unknown_flag_is_named(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    assert arguments[0] in mistake(capsys, *REQUIRED, *arguments)
+
+
+def test_an_unknown_key_of_the_config_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("input: in/\noutput: out/\nmodle: x\n")
+    assert "modle is not an option" in mistake(capsys, "--config", str(file))
+
+
+@pytest.mark.parametrize("content", ["input: [", "- a list\n", "just words", "\x00"])
+def test_a_malformed_config_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(content)
+    assert f"--config '{file}' cannot be read" in mistake(capsys, "--config", str(file))
+
+
+def test_a_config_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--config 'no/such.yaml' cannot be read" in mistake(capsys, "--config", "no/such.yaml")
+
+
+@pytest.mark.parametrize("config_class", [SummarizeCorpus, BenchmarkEngine, BenchmarkPipeline])
+def test_help_explains_every_option(capsys: pytest.CaptureFixture[str], config_class: type[BaseModel]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command_line.parse(config_class, "job.py", ["--help"])
+    assert ended.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for name, field in config_class.model_fields.items():
+        assert flag(name) in shown
+        assert field.description is not None
+        assert " ".join(field.description.split()) in shown
+    assert "--config" in shown
+
+
+@pytest.mark.parametrize("error", [JobError, ModelError, ScheduleError])
+def test_what_a_user_has_to_change_is_one_line_and_exit_code_1(
+    capsys: pytest.CaptureFixture[str], error: type[Exception]
+) -> None:
+    def job() -> None:
+        raise error("the model 'x' is gone")
+
+    assert command_line.run("job.py", job) == 1
+    assert capsys.readouterr().err == "job.py: error: the model 'x' is gone\n"
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    def job() -> None:
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError):
+        command_line.run("job.py", job)

@@ -1,0 +1,56 @@
+"""The main job as its users start it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+CORPUS = "infra/demo/package_descriptions.parquet"
+Start = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def start() -> Start:
+    """Runs the script from the repository's root."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "jobs/summarize_corpus.py", *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+
+    return run
+
+
+def test_a_corpus_is_summarised_and_the_report_named(start: Start, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    ended = start(
+        *("--input", CORPUS, "--output", str(output), "--id-column", "id", "--ray-address", "local"),
+        *("--limit", "4", "--max-new-tokens", "8", "--target-speedup", "1.1"),
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert f"report: {output}/report.html" in ended.stdout
+    assert "Traceback" not in ended.stderr
+    manifest = json.loads((output / "_SUCCESS.json").read_text())
+    (entry,) = manifest["commits"]
+    rows = pq.read_table(output / entry["file"]).to_pylist()
+    assert [row["id"] for row in rows] == pq.read_table(ROOT / CORPUS)["id"].to_pylist()[:4]
+    for row in rows:
+        assert row["generation"].strip()
+        assert row["error"] is None
+        assert row["mean_active_layers"] < 30
+    assert (output / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_missing_column_is_one_line_and_exit_code_1(start: Start, tmp_path: Path) -> None:
+    ended = start("--input", CORPUS, "--output", str(tmp_path / "out"), "--text-column", "body")
+    assert ended.returncode == 1
+    assert ended.stdout == ""
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("summarize_corpus.py: error: the input has no column 'body'")
+    assert not (tmp_path / "out").exists()
