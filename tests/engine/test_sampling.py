@@ -295,6 +295,16 @@ def test_the_first_of_several_stop_strings_cuts(tiny: Engine) -> None:
     assert stopped.text == free.text[: min(free.text.find(early), free.text.find(late))]
 
 
+def test_of_stop_strings_completed_by_one_token_the_one_that_starts_first_cuts(tiny: Engine) -> None:
+    prompts = random_prompts([8])
+    [free] = generate(tiny, prompts, max_new_tokens=30)
+    inner, outer = free.text[14:16], free.text[12:16]
+    assert free.text.find(inner) == free.text.find(outer) + 2
+    for stop in ((inner, outer), (outer, inner)):
+        [stopped] = generate(tiny, prompts, max_new_tokens=30, stop=stop)
+        assert stopped.text == free.text[:12]
+
+
 def test_a_stop_string_completed_by_the_last_token_still_stops(tiny: Engine) -> None:
     prompts = random_prompts([8])
     [free] = generate(tiny, prompts, max_new_tokens=12)
