@@ -9,12 +9,14 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
@@ -112,7 +114,7 @@ class Weights:
         else:
             self._file_of = {}
             for file in sorted(directory.glob("*.safetensors")):
-                with safe_open(file, framework="pt") as opened:
+                with _open_weights(file) as opened:
                     self._file_of |= dict.fromkeys(opened.keys(), file)
 
     def __contains__(self, name: str) -> bool:
@@ -126,13 +128,19 @@ class Weights:
         """
         if name not in self._file_of:
             raise ModelError(f"the checkpoint has no tensor {name!r}: it is incomplete or of another family")
-        with safe_open(self._file_of[name], framework="pt") as opened:
+        with _open_weights(self._file_of[name]) as opened:
             tensor: torch.Tensor = opened.get_tensor(name)
             return tensor.to(self.dtype, copy=True)
 
-    def stack(self, names: Iterable[str]) -> torch.Tensor:
-        """Several tensors joined along their first dimension."""
-        return torch.cat([self.take(name) for name in names])
+
+@contextmanager
+def _open_weights(file: Path) -> Iterator[Any]:
+    """An open safetensors file; raises ModelError naming one that is missing or damaged."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"weight file {str(file)!r} cannot be read ({error}): fetch the checkpoint again") from error
 
 
 def _packaged_file(model: str) -> Path:
