@@ -82,9 +82,13 @@ def generated_by_engine(
 
 
 def test_the_packaged_model_generates_what_transformers_generates(
-    packaged: Engine, packaged_reference: PreTrainedModel, chats: list[list[int]]
+    packaged: Engine, packaged_reference: PreTrainedModel, texts: list[str]
 ) -> None:
-    prompts = sorted(chats, key=len)[::3][:32]
+    """32 real prompts, of 16 to 512 characters of text each."""
+    prompts = [
+        packaged.tokenizer.encode_chat(f"Summarise this text in one sentence.\n\n{text[: 16 * (i + 1)]}")
+        for i, text in enumerate(sorted(texts, key=len)[-32:])
+    ]
     expected = generated_by_transformers(packaged_reference, prompts, batch_size=16, max_new_tokens=24)
     assert generated_by_engine(packaged, prompts, batch_size=16, max_new_tokens=24) == expected
 
