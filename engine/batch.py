@@ -70,7 +70,7 @@ class Batch:
         device: torch.device,
     ) -> None:
         self._decoder, self._kernels, self._ledger, self._stopping = decoder, kernels, ledger, stopping
-        self._device = device
+        self._dtype, self._device = dtype, device
         self.samples = samples
         self._rows = list(samples)  # row -> sample
         prompts, ids = [s.prompt for s in samples], [s.sample_id for s in samples]
@@ -155,7 +155,7 @@ class Batch:
         # A finished row computes on for nobody: it stays where it is, lest it outgrow the cache or the context.
         running = torch.tensor([not sample.finished for sample in self._rows], device=self._device)
         beyond = torch.arange(longest, device=self._device) > cache.lengths[:, None]  # the new token is at `lengths`
-        mask = torch.zeros(beyond.shape, device=self._device).masked_fill_(beyond, -torch.inf)
+        mask = torch.zeros(beyond.shape, dtype=self._dtype, device=self._device).masked_fill_(beyond, -torch.inf)
         mask = mask.repeat_interleave(self._decoder.shape.kv_heads, 0).unsqueeze(1)  # [B * kv_heads, 1, T]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

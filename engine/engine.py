@@ -151,7 +151,7 @@ class Engine:
             if room < 1:
                 raise PromptError(f"prompt {index} has {len(tokens)} tokens, the context is {self.shape.context}")
             for copy in range(sampling.samples_per_prompt):
-                sample_id = f"{ids[index]}/{copy}" if copy else ids[index]
+                sample_id = f"{ids[index]}\0{copy}" if copy else ids[index]
                 samples.append(Sample(index, copy, sample_id, tokens, min(sampling.max_new_tokens, room)))
         return sorted(samples, key=lambda sample: -len(sample.prompt))
 

@@ -28,12 +28,14 @@ def skipdecode(layers: int, warmup: int, max_active: int, min_active: int, horiz
 
 def unified_layer_skipping(layers: int, active: int) -> Schedule:
     """Unified Layer Skipping (arXiv 2404.06954): evenly spaced layers, the same number at every step."""
+    _check_active(active, layers, least=2)
     order, decay = orders.evenly_spaced(layers), decays.constant(layers - active)
     return Schedule.build(layers, order, decay, 0, name="Unified Layer Skipping")
 
 
 def early_termination(layers: int, active: int) -> Schedule:
     """Every step ends after the lowest `active` layers."""
+    _check_active(active, layers, least=1)
     return Schedule.build(layers, orders.top_first(layers), decays.constant(layers - active), 0, "early termination")
 
 
@@ -41,3 +43,8 @@ def power_law(layers: int, warmup: int, min_active: int, horizon: int, exponent:
     """D3's decay: from full depth to `min_active` layers along step^exponent, lowest layers first."""
     decay = decays.power_law(0, layers - min_active, horizon, exponent)
     return Schedule.build(layers, orders.lowest_first(layers, warmup), decay, horizon, name="power law")
+
+
+def _check_active(active: int, layers: int, least: int) -> None:
+    if not least <= active <= layers:
+        raise ScheduleError(f"active layers must lie between {least} and the model's {layers}, got {active}")

@@ -113,10 +113,11 @@ def _draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
     if sampling.min_p:
         probabilities = probabilities.where(probabilities >= sampling.min_p * probabilities.amax(-1, keepdim=True), 0)
     cumulative = probabilities.cumsum(-1)
-    # Scaled by the sum really reached, so that rounding never points past the last token; a token of probability zero
-    # does not raise the sum and is never the first to exceed the threshold.
-    threshold = (uniform * cumulative[:, -1])[:, None]
-    chosen = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=cumulative.shape[1] - 1)
+    # Scaled by the sum really reached and kept below it, whatever rounding does: some token always exceeds the
+    # threshold, and the first that does has raised the sum, so its probability is not zero.
+    total = cumulative[:, -1]
+    threshold = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))[:, None]
+    chosen = torch.searchsorted(cumulative, threshold, right=True)
     return (chosen if ids is None else ids.gather(1, chosen))[:, 0]
 
 

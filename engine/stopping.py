@@ -25,13 +25,19 @@ class Stopping:
             return True
         if not self._sampling.stop or len(tokens) < self._sampling.min_new_tokens:
             return False
-        tail = self._tokenizer.decode(tokens[-self._window :])
-        return any(stop in tail for stop in self._sampling.stop)
+        tail = tokens[-self._window :]
+        return self._cut(self._tokenizer.decode(tail), tail[:-1]) is not None
 
     def text(self, tokens: Sequence[int]) -> str:
         """Generated text, without the end-of-sequence token and from the first stop string on."""
         if tokens and tokens[-1] in self._eos:
             tokens = tokens[:-1]
         text = self._tokenizer.decode(tokens)
-        cuts = [text.find(stop) for stop in self._sampling.stop if stop in text]
-        return text[: min(cuts)] if cuts else text
+        # Stop strings complete before min_new_tokens were held back: they are text like any other.
+        return text[: self._cut(text, tokens[: max(0, self._sampling.min_new_tokens - 1)])]
+
+    def _cut(self, text: str, before: Sequence[int]) -> int | None:
+        """Where the first stop string starts that is not complete within the tokens `before`; None if there is none."""
+        complete = len(self._tokenizer.decode(before).rstrip("\ufffd"))  # which marks a character cut in two
+        starts = [text.find(stop, max(0, complete - len(stop) + 1)) for stop in self._sampling.stop]
+        return min((start for start in starts if start >= 0), default=None)
