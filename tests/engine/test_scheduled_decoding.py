@@ -87,7 +87,7 @@ def assert_matches_masked_forward(
 ) -> None:
     for generation in generations:
         prompt = prompts[generation.index]
-        sample_id = f"{generation.index}/{generation.sample}" if generation.sample else str(generation.index)
+        sample_id = f"{generation.index}\0{generation.sample}" if generation.sample else str(generation.index)
         ours = torch.stack(logits[sample_id][: generation.generated_tokens])
         expected = masked_forward(model, prompt, generation.tokens, schedule)
         assert ours.shape == expected.shape
