@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.cache import GROWTH, KVCache
-from engine.decoder import Attend, Decoder
+from engine.decoder import Attend, Decoder, Rotations
 from engine.flops import Ledger
 from engine.kernels import Kernels
 from engine.sampling import Sampler, Sampling
@@ -137,11 +137,13 @@ class Batch:
                 for (start, end), group in zip(spans, groups, strict=True):
                     for row in group:
                         self._cache.write_prompt(layer, row, k[start:end], v[start:end])
-            return torch.cat([self._kernels.prompt_attention(q[a:b], k[a:b], v[a:b]) for a, b in spans])
+            kind = self._decoder.shape.attention_kind(layer)
+            return torch.cat([self._kernels.prompt_attention(q[a:b], k[a:b], v[a:b], kind) for a, b in spans])
 
         positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts]).to(self._device)
         rotations = self._decoder.rotations(positions, lengths.repeat_interleave(lengths).to(self._device))
-        x = self._decoder.embed(torch.tensor([token for prompt in prompts for token in prompt], device=self._device))
+        tokens = torch.tensor([token for prompt in prompts for token in prompt], device=self._device)
+        x = self._decoder.embed(tokens, positions)
         x = self._run_units(all_units(self._decoder.shape.layers), x, rotations, attend)
         return self._decoder.logits(x[torch.tensor(ends, device=self._device) - 1])
 
@@ -149,28 +151,41 @@ class Batch:
         """One pass over every row's newest token under the schedule's active set: logits [B, vocab]."""
         units = self._ledger.schedule.active(step)
         cache, longest = self._cache, max(len(s.prompt) + len(s.tokens) for s in self._rows)
-        cache.keep_layers(_attention_layers(units))
+        layers = _attention_layers(units)
+        cache.keep_layers(layers)
         cache.reserve(longest)
         self._cache_bytes = max(self._cache_bytes, cache.bytes)
         # A finished row computes on for nobody: it stays where it is, lest it outgrow the cache or the context.
         running = torch.tensor([not sample.finished for sample in self._rows], device=self._device)
-        beyond = torch.arange(longest, device=self._device) > cache.lengths[:, None]  # the new token is at `lengths`
-        mask = torch.zeros(beyond.shape, dtype=self._dtype, device=self._device).masked_fill_(beyond, -torch.inf)
-        mask = mask.repeat_interleave(self._decoder.shape.kv_heads, 0).unsqueeze(1)  # [B * kv_heads, 1, T]
+        shape = self._decoder.shape
+        masks = {
+            window: self._mask(longest, window) for window in {shape.attention_kind(layer).window for layer in layers}
+        }
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             cache.append(layer, k, v)
-            return self._kernels.decode_attention(q, *cache.view(layer, longest), mask)
+            kind = shape.attention_kind(layer)
+            return self._kernels.decode_attention(q, *cache.view(layer, longest), masks[kind.window], kind)
 
         rotations = self._decoder.rotations(cache.lengths, cache.lengths + 1)
-        x = self._decoder.embed(torch.tensor([sample.tokens[-1] for sample in self._rows], device=self._device))
+        newest = torch.tensor([sample.tokens[-1] for sample in self._rows], device=self._device)
+        x = self._decoder.embed(newest, cache.lengths)
         x = self._run_units(units, x, rotations, attend)
         cache.lengths += running
         cost = self._ledger.plateaus[self._ledger.schedule.plateau_at(step)]
-        self._executed += len(self._rows) * (cost.weights + cost.per_context * longest)
+        self._executed += len(self._rows) * cost.tokens(longest, longest)
         return self._decoder.logits(x)
 
-    def _run_units(self, units: Sequence[Unit], x: Tensor, rotations: Tensor, attend: Attend) -> Tensor:
+    def _mask(self, longest: int, window: int | None) -> Tensor:
+        """[B * kv_heads, 1, longest]: 0 for the slots that a row's new token, at slot `lengths`, sees, else -inf."""
+        slots, newest = torch.arange(longest, device=self._device), self._cache.lengths[:, None]
+        unseen = slots > newest
+        if window is not None:
+            unseen |= slots <= newest - window
+        mask = torch.zeros(unseen.shape, dtype=self._dtype, device=self._device).masked_fill_(unseen, -torch.inf)
+        return mask.repeat_interleave(self._decoder.shape.kv_heads, 0).unsqueeze(1)
+
+    def _run_units(self, units: Sequence[Unit], x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
         """Hidden states [N, hidden] after the given units."""
         for kind, layer in units:
             x = self._decoder.attention(layer, x, rotations, attend) if kind == "a" else self._decoder.mlp(layer, x)

@@ -15,7 +15,7 @@ import engine.batch
 from engine import Engine, ModelShape, Plateau, Sampling, Schedule, Unit
 from engine.cache import KVCache
 
-SHAPE = ModelShape("llama", 6, 8, 4, 2, 3, 50, 100, attention_parameters=1, mlp_parameters=1)
+SHAPE = ModelShape("llama", 6, 8, 4, 2, 3, 50, 100, attention_parameters=1, mlp_parameters=1, head_parameters=1)
 CPU = torch.device("cpu")
 
 
