@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -19,6 +19,9 @@ from engine.schedule import Unit, all_units
 from engine.stopping import Stopping
 
 PREFILL_TOKENS = 2048  # prompt tokens packed into one pass: bounds its activations, and is enough to fill a GEMM
+# Rows that attend together: each reads the cache up to the longest of them. Rows are sorted by length, so a few read
+# little in vain, while very small groups cost more calls than they save.
+ATTENTION_ROWS = 8
 COMPACT_BELOW = 0.75  # share of unfinished rows under which copying them together is cheaper than running the rest
 
 
@@ -52,6 +55,15 @@ class BatchStats:
     cache_bytes: int  # most memory the key/value cache took
     prefill_seconds: float
     decode_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Neighbouring rows of a batch that attend together, for one step."""
+
+    rows: slice
+    longest: int  # tokens of the longest row, the new one included
+    masks: dict[int | None, Tensor]  # window -> [rows * kv_heads, 1, longest]: 0 for what a row sees, else -inf
 
 
 class Batch:
@@ -158,14 +170,23 @@ class Batch:
         # A finished row computes on for nobody: it stays where it is, lest it outgrow the cache or the context.
         running = torch.tensor([not sample.finished for sample in self._rows], device=self._device)
         shape = self._decoder.shape
-        masks = {
-            window: self._mask(longest, window) for window in {shape.attention_kind(layer).window for layer in layers}
-        }
+        windows = {shape.attention_kind(layer).window for layer in layers}
+        groups = [
+            self._row_group(range(len(self._rows))[first : first + ATTENTION_ROWS], windows)
+            for first in range(0, len(self._rows), ATTENTION_ROWS)
+        ]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             cache.append(layer, k, v)
             kind = shape.attention_kind(layer)
-            return self._kernels.decode_attention(q, *cache.view(layer, longest), masks[kind.window], kind)
+            return torch.cat(
+                [
+                    self._kernels.decode_attention(
+                        q[group.rows], *cache.view(layer, group.rows, group.longest), group.masks[kind.window], kind
+                    )
+                    for group in groups
+                ]
+            )
 
         rotations = self._decoder.rotations(cache.lengths, cache.lengths + 1)
         newest = torch.tensor([sample.tokens[-1] for sample in self._rows], device=self._device)
@@ -173,17 +194,20 @@ class Batch:
         x = self._run_units(units, x, rotations, attend)
         cache.lengths += running
         cost = self._ledger.plateaus[self._ledger.schedule.plateau_at(step)]
-        self._executed += len(self._rows) * cost.tokens(longest, longest)
+        for group in groups:
+            self._executed += (group.rows.stop - group.rows.start) * cost.tokens(group.longest, group.longest)
         return self._decoder.logits(x)
 
-    def _mask(self, longest: int, window: int | None) -> Tensor:
-        """[B * kv_heads, 1, longest]: 0 for the slots that a row's new token, at slot `lengths`, sees, else -inf."""
-        slots, newest = torch.arange(longest, device=self._device), self._cache.lengths[:, None]
-        unseen = slots > newest
-        if window is not None:
-            unseen |= slots <= newest - window
-        mask = torch.zeros(unseen.shape, dtype=self._dtype, device=self._device).masked_fill_(unseen, -torch.inf)
-        return mask.repeat_interleave(self._decoder.shape.kv_heads, 0).unsqueeze(1)
+    def _row_group(self, rows: range, windows: Collection[int | None]) -> RowGroup:
+        longest = max(len(self._rows[row].prompt) + len(self._rows[row].tokens) for row in rows)
+        slots = torch.arange(longest, device=self._device)
+        newest = self._cache.lengths[rows.start : rows.stop, None]  # the slot of the new token
+        masks = {}
+        for window in windows:
+            unseen = slots > newest if window is None else (slots > newest) | (slots <= newest - window)
+            mask = torch.zeros(unseen.shape, dtype=self._dtype, device=self._device).masked_fill_(unseen, -torch.inf)
+            masks[window] = mask.repeat_interleave(self._decoder.shape.kv_heads, 0).unsqueeze(1)
+        return RowGroup(slice(rows.start, rows.stop), longest, masks)
 
     def _run_units(self, units: Sequence[Unit], x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
         """Hidden states [N, hidden] after the given units."""
