@@ -9,6 +9,7 @@ from itertools import groupby
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from engine.cache import GROWTH, KVCache
 from engine.decoder import Attend, Decoder, Rotations
@@ -96,7 +97,8 @@ class Batch:
     def run(self) -> BatchStats:
         """Generate every sample to its end."""
         start = time.perf_counter()
-        logits = self._prefill()
+        with record_function("prompts"):
+            logits = self._prefill()
         self._extend(logits, step=0)
         prefilled = time.perf_counter()
         step = 0
@@ -191,12 +193,14 @@ class Batch:
         rotations = self._decoder.rotations(cache.lengths, cache.lengths + 1)
         newest = torch.tensor([sample.tokens[-1] for sample in self._rows], device=self._device)
         x = self._decoder.embed(newest, cache.lengths)
-        x = self._run_units(units, x, rotations, attend)
+        with record_function("layers"):
+            x = self._run_units(units, x, rotations, attend)
         cache.lengths += running
         cost = self._ledger.plateaus[self._ledger.schedule.plateau_at(step)]
         for group in groups:
             self._executed += (group.rows.stop - group.rows.start) * cost.tokens(group.longest, group.longest)
-        return self._decoder.logits(x)
+        with record_function("head"):
+            return self._decoder.logits(x)
 
     def _row_group(self, rows: range, windows: Collection[int | None]) -> RowGroup:
         longest = max(len(self._rows[row].prompt) + len(self._rows[row].tokens) for row in rows)
@@ -217,7 +221,9 @@ class Batch:
 
     def _extend(self, logits: Tensor, step: int) -> None:
         """Sample a token for every unfinished row."""
-        for sample, token in zip(self._rows, self._sampler.choose(logits, step).tolist(), strict=True):
+        with record_function("sampling"):
+            tokens = self._sampler.choose(logits, step).tolist()
+        for sample, token in zip(self._rows, tokens, strict=True):
             if not sample.finished:
                 sample.tokens.append(token)
                 sample.ended = self._stopping.ends(sample.tokens)
