@@ -18,8 +18,8 @@ def table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     baselines = list(rows[0]["decode_over"])
     found = Table(
         title=title,
-        caption="tok/s: output tokens per second, prompts included or decoding alone; x: decoding over transformers (hf), "
-        "CTranslate2 (ct2), full depth; share: speed-up / FLOP speed-up; floor: this machine's least time / decode time",
+        caption="tok/s: output tokens per second, with prompts and decoding alone; x: decoding over transformers (hf), "
+        "CTranslate2 (ct2), full depth; share: speed-up / FLOP speed-up; floor: the machine's least time / ours",
     )
     found.add_column("contender", no_wrap=True)
     over = [f"x\n{SHORT[name]}" for name in baselines]
