@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from engine import checkpoint
 from engine.batch import Batch, BatchStats, Sample
+from engine.bridge import Bridge, BridgeMap
 from engine.decoder import Decoder
 from engine.errors import ModelError, PromptError
 from engine.families import family_of
@@ -60,6 +61,7 @@ class Engine:
         self._kernels = kernels
         self._dtype = dtype
         self._device = device
+        self._bridges: dict[Bridge, BridgeMap] = {}  # of the last schedule
         self.tokenizer = tokenizer
 
     @classmethod
@@ -140,7 +142,16 @@ class Engine:
         if len(ids) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts need as many sample_ids, got {len(ids)}")
         samples = self._samples(prompts, ids, sampling)
-        return self._run(samples, Ledger(self.shape, schedule), sampling, batch_size, on_batch)
+        return self._run(samples, Ledger(self.shape, schedule), self._compile(schedule), sampling, batch_size, on_batch)
+
+    def _compile(self, schedule: Schedule) -> Mapping[Bridge, BridgeMap]:
+        """The schedule's bridges on this device; those of the schedule before are kept where they are the same."""
+        with torch.inference_mode():
+            self._bridges = {
+                bridge: self._bridges.get(bridge) or bridge.compiled(self._kernels, self._dtype, self._device)
+                for bridge in schedule.bridges.values()
+            }
+        return self._bridges
 
     def _samples(self, prompts: Sequence[str | Sequence[int]], ids: Sequence[str], sampling: Sampling) -> list[Sample]:
         """All samples, longest prompt first, those of one prompt side by side."""
@@ -161,6 +172,7 @@ class Engine:
         self,
         samples: Sequence[Sample],
         ledger: Ledger,
+        bridges: Mapping[Bridge, BridgeMap],
         sampling: Sampling,
         batch_size: int,
         on_batch: Callable[[BatchStats], None] | None,
@@ -171,7 +183,16 @@ class Engine:
             rows = samples[first : first + batch_size]
             with torch.inference_mode():
                 stats = Batch(
-                    self._decoder, self._kernels, ledger, rows, sampling, eos_ids, stopping, self._dtype, self._device
+                    self._decoder,
+                    self._kernels,
+                    ledger,
+                    bridges,
+                    rows,
+                    sampling,
+                    eos_ids,
+                    stopping,
+                    self._dtype,
+                    self._device,
                 ).run()
             if on_batch is not None:
                 on_batch(stats)
