@@ -111,7 +111,8 @@ class RowGenerator:
                 raise DeviceBroken(_named(error)) from error
             # The traceback holds the failed batch's tensors, the memory that the next try needs.
             failed = error.with_traceback(None)
-        gc.collect()
+        if is_out_of_memory(failed):
+            gc.collect()
         return failed
 
 

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 import ray
+from ray.exceptions import RayError, UserCodeException
 
 from engine import ModelError
 from pipeline.attempts import Attempts, Next
@@ -81,14 +82,16 @@ class Session:
         self._resources = replica_resources(self._task.config)  # nodes may have come or gone
         units = stream(list(self._plan.spans(again)), self._task, self._resources, self._board)
         seen = set()
-        while not units.ended:
-            try:
+        try:
+            while not units.ended:
                 parcel = units.next(POLL_S)
-            except Exception as error:
-                raise self._stop_reason or _ended(error) from error
-            if parcel is not None:
-                seen.add(self._receive(parcel))
-            self._check()
+                if parcel is not None:
+                    seen.add(self._receive(parcel))
+                self._check()
+        except (RayError, UserCodeException) as error:
+            raise self._stop_reason or _ended(error) from error
+        finally:
+            units.close()
         if self._stop_reason is not None:
             raise self._stop_reason
         self._account_for([unit.id for unit in again if unit.id not in seen])

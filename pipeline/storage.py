@@ -151,7 +151,7 @@ class Storage:
             return self.attempt("writing", operation)
         except (FileNotFoundError, FileExistsError) as error:
             raise StorageRefused(
-                f"storage {self.url!r} cannot be written to ({one_line(error)}): is it a directory, in a bucket that exists?"
+                f"storage {self.url!r} cannot be written to ({one_line(error)}): is its bucket there?"
             ) from error
 
     def _put(self, path: str, content: bytes, **options: Any) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import uuid
 from collections.abc import Sequence
 
 import ray
 from ray.data import ActorPoolStrategy, DataContext, Dataset
+from ray.exceptions import RayError
 
 from pipeline.board import Board
 from pipeline.cluster import TASK_CPUS, ReplicaResources
@@ -25,8 +27,9 @@ End = Exception | None
 class UnitStream:
     """Parcels of a pass, as units are committed or fail. Units lost with a process just don't come."""
 
-    def __init__(self, dataset: Dataset) -> None:
+    def __init__(self, dataset: Dataset, replicas: list[str]) -> None:
         self._dataset = dataset
+        self._replicas = replicas
         self._parcels: queue.SimpleQueue[Parcel | End] = queue.SimpleQueue()
         self.ended = False
         # A thread, because a wait inside Ray Data can't be interrupted; a daemon, because an abandoned pass may hang.
@@ -44,6 +47,14 @@ class UnitStream:
         if item is not None:
             raise item
         return None
+
+    def close(self) -> None:
+        """End the replicas of this pass. Ray forgets those that it was restarting, and their cores with them."""
+        for name in self._replicas:
+            try:
+                ray.kill(ray.get_actor(name))
+            except (ValueError, RayError):
+                continue
 
     def _consume(self) -> None:
         try:
@@ -63,6 +74,12 @@ def stream(spans: Sequence[list[WorkUnit]], task: Task, resources: ReplicaResour
         pool = ActorPoolStrategy(min_size=resources.minimum, max_size=resources.count, max_tasks_in_flight_per_actor=2)
     else:
         pool = ActorPoolStrategy(size=resources.count, max_tasks_in_flight_per_actor=2)
+    replicas: list[str] = []
+
+    def named() -> dict[str, str]:
+        replicas.append(f"replica-{uuid.uuid4().hex}")
+        return {"name": replicas[-1]}
+
     dataset = (
         ray.data.from_items(rows, override_num_blocks=len(rows))
         .map_batches(
@@ -85,6 +102,7 @@ def stream(spans: Sequence[list[WorkUnit]], task: Task, resources: ReplicaResour
             # there it could wait for ever for a node like the one that is gone, or kill again.
             max_restarts=-1,
             max_task_retries=0,
+            ray_remote_args_fn=named,
         )
         .map_batches(
             commit,
@@ -95,7 +113,7 @@ def stream(spans: Sequence[list[WorkUnit]], task: Task, resources: ReplicaResour
             max_retries=TASK_RETRIES,
         )
     )
-    return UnitStream(dataset)
+    return UnitStream(dataset, replicas)
 
 
 def _set_context() -> None:
