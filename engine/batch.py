@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.cache import GROWTH, KVCache
-from engine.decoder import Attend, Decoder
+from engine.decoder import Attend, Decoder, Rotations
 from engine.flops import Ledger
 from engine.kernels import Kernels
 from engine.sampling import Sampler, Sampling
@@ -19,6 +19,9 @@ from engine.schedule import Unit, all_units
 from engine.stopping import Stopping
 
 PREFILL_TOKENS = 2048  # prompt tokens packed into one pass: bounds its activations, and is enough to fill a GEMM
+# Rows that attend together: each reads the cache up to the longest of them. Rows are sorted by length, so a few read
+# little in vain, while very small groups cost more calls than they save.
+ATTENTION_ROWS = 8
 COMPACT_BELOW = 0.75  # share of unfinished rows under which copying them together is cheaper than running the rest
 
 
@@ -52,6 +55,15 @@ class BatchStats:
     cache_bytes: int  # most memory the key/value cache took
     prefill_seconds: float
     decode_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Neighbouring rows of a batch that attend together, for one step."""
+
+    rows: slice
+    longest: int  # tokens of the longest row, the new one included
+    masks: dict[int | None, Tensor]  # window -> [rows * kv_heads, 1, longest]: 0 for what a row sees, else -inf
 
 
 class Batch:
@@ -137,11 +149,13 @@ class Batch:
                 for (start, end), group in zip(spans, groups, strict=True):
                     for row in group:
                         self._cache.write_prompt(layer, row, k[start:end], v[start:end])
-            return torch.cat([self._kernels.prompt_attention(q[a:b], k[a:b], v[a:b]) for a, b in spans])
+            kind = self._decoder.shape.attention_kind(layer)
+            return torch.cat([self._kernels.prompt_attention(q[a:b], k[a:b], v[a:b], kind) for a, b in spans])
 
         positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts]).to(self._device)
         rotations = self._decoder.rotations(positions, lengths.repeat_interleave(lengths).to(self._device))
-        x = self._decoder.embed(torch.tensor([token for prompt in prompts for token in prompt], device=self._device))
+        tokens = torch.tensor([token for prompt in prompts for token in prompt], device=self._device)
+        x = self._decoder.embed(tokens, positions)
         x = self._run_units(all_units(self._decoder.shape.layers), x, rotations, attend)
         return self._decoder.logits(x[torch.tensor(ends, device=self._device) - 1])
 
@@ -149,28 +163,53 @@ class Batch:
         """One pass over every row's newest token under the schedule's active set: logits [B, vocab]."""
         units = self._ledger.schedule.active(step)
         cache, longest = self._cache, max(len(s.prompt) + len(s.tokens) for s in self._rows)
-        cache.keep_layers(_attention_layers(units))
+        layers = _attention_layers(units)
+        cache.keep_layers(layers)
         cache.reserve(longest)
         self._cache_bytes = max(self._cache_bytes, cache.bytes)
         # A finished row computes on for nobody: it stays where it is, lest it outgrow the cache or the context.
         running = torch.tensor([not sample.finished for sample in self._rows], device=self._device)
-        beyond = torch.arange(longest, device=self._device) > cache.lengths[:, None]  # the new token is at `lengths`
-        mask = torch.zeros(beyond.shape, dtype=self._dtype, device=self._device).masked_fill_(beyond, -torch.inf)
-        mask = mask.repeat_interleave(self._decoder.shape.kv_heads, 0).unsqueeze(1)  # [B * kv_heads, 1, T]
+        shape = self._decoder.shape
+        windows = {shape.attention_kind(layer).window for layer in layers}
+        groups = [
+            self._row_group(range(len(self._rows))[first : first + ATTENTION_ROWS], windows)
+            for first in range(0, len(self._rows), ATTENTION_ROWS)
+        ]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             cache.append(layer, k, v)
-            return self._kernels.decode_attention(q, *cache.view(layer, longest), mask)
+            kind = shape.attention_kind(layer)
+            return torch.cat(
+                [
+                    self._kernels.decode_attention(
+                        q[group.rows], *cache.view(layer, group.rows, group.longest), group.masks[kind.window], kind
+                    )
+                    for group in groups
+                ]
+            )
 
         rotations = self._decoder.rotations(cache.lengths, cache.lengths + 1)
-        x = self._decoder.embed(torch.tensor([sample.tokens[-1] for sample in self._rows], device=self._device))
+        newest = torch.tensor([sample.tokens[-1] for sample in self._rows], device=self._device)
+        x = self._decoder.embed(newest, cache.lengths)
         x = self._run_units(units, x, rotations, attend)
         cache.lengths += running
         cost = self._ledger.plateaus[self._ledger.schedule.plateau_at(step)]
-        self._executed += len(self._rows) * (cost.weights + cost.per_context * longest)
+        for group in groups:
+            self._executed += (group.rows.stop - group.rows.start) * cost.tokens(group.longest, group.longest)
         return self._decoder.logits(x)
 
-    def _run_units(self, units: Sequence[Unit], x: Tensor, rotations: Tensor, attend: Attend) -> Tensor:
+    def _row_group(self, rows: range, windows: Collection[int | None]) -> RowGroup:
+        longest = max(len(self._rows[row].prompt) + len(self._rows[row].tokens) for row in rows)
+        slots = torch.arange(longest, device=self._device)
+        newest = self._cache.lengths[rows.start : rows.stop, None]  # the slot of the new token
+        masks = {}
+        for window in windows:
+            unseen = slots > newest if window is None else (slots > newest) | (slots <= newest - window)
+            mask = torch.zeros(unseen.shape, dtype=self._dtype, device=self._device).masked_fill_(unseen, -torch.inf)
+            masks[window] = mask.repeat_interleave(self._decoder.shape.kv_heads, 0).unsqueeze(1)
+        return RowGroup(slice(rows.start, rows.stop), longest, masks)
+
+    def _run_units(self, units: Sequence[Unit], x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
         """Hidden states [N, hidden] after the given units."""
         for kind, layer in units:
             x = self._decoder.attention(layer, x, rotations, attend) if kind == "a" else self._decoder.mlp(layer, x)

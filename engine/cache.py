@@ -60,9 +60,9 @@ class KVCache:
         pair[0, self._rows, :, self.lengths] = k
         pair[1, self._rows, :, self.lengths] = v
 
-    def view(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
-        """The first `length` slots of every row as keys and values, each [B * kv_heads, length, head_dim]; no copy."""
-        k, v = self._layers[layer].flatten(1, 2)
+    def view(self, layer: int, rows: slice, length: int) -> tuple[Tensor, Tensor]:
+        """The first `length` slots of some rows: keys and values [rows * kv_heads, length, head_dim], no copies."""
+        k, v = self._layers[layer][:, rows].flatten(1, 2)
         return k[:, :length], v[:, :length]
 
     def reserve(self, length: int) -> None:

@@ -11,6 +11,8 @@ from engine.shape import ModelShape
 
 # layer, queries [N, heads, head_dim], keys and values [N, kv_heads, head_dim] of N new tokens -> [N, heads * head_dim]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# Rotary factors of N tokens, one tensor for each kind of rotary embedding that the model's layers use; often one.
+Rotations = tuple[Tensor, ...]
 
 
 class Decoder(Protocol):
@@ -18,17 +20,17 @@ class Decoder(Protocol):
 
     shape: ModelShape
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """[N] -> [N, hidden]."""
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states [N, hidden] of tokens [N] at positions [N]."""
 
-    def rotations(self, positions: Tensor, lengths: Tensor) -> Tensor:
+    def rotations(self, positions: Tensor, lengths: Tensor) -> Rotations:
         """What `attention` needs to know of tokens at `positions` [N] in sequences of `lengths` [N] tokens."""
 
-    def attention(self, layer: int, x: Tensor, rotations: Tensor, attend: Attend) -> Tensor:
-        """x + the attention block of a layer."""
+    def attention(self, layer: int, x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
+        """Hidden states after the attention block of a layer, its residual connection included."""
 
     def mlp(self, layer: int, x: Tensor) -> Tensor:
-        """x + the MLP block of a layer."""
+        """Hidden states after the MLP block of a layer, its residual connection included."""
 
     def logits(self, x: Tensor) -> Tensor:
         """[N, hidden] -> [N, vocab]."""

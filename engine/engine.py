@@ -95,8 +95,10 @@ class Engine:
         directory = checkpoint.prepare(model)
         config: Any = checkpoint.read_config(str(directory))
         chosen = kernels or kernels_for(where, precision)
+        family = family_of(config)
         with torch.inference_mode():
-            decoder = family_of(config).load(config, checkpoint.Weights(directory, precision), chosen, where)
+            weights = checkpoint.Weights(directory, precision)
+            decoder = family.decoder(config, family.shape(config), weights, chosen, where)
         return cls(decoder, Tokenizer(directory), chosen, precision, where)
 
     @property

@@ -5,11 +5,14 @@ One multiply-add counts 2; norms, softmax, rotary and embedding look-ups are not
     decode token    2 (sum active Pa + sum active Pm + H) + 4 c q (active attention units)
     prompt of n     2 n L P + 2 H + 2 L n (n + 1) q
 
-with Pa, Pm, P, H, q as in `ModelShape` and c the context a token attends to, itself included.
+with Pa, Pm, P, H, q as in `ModelShape` and c the context a token attends to, itself included: in a layer with a sliding
+window at most its width. Matrices between the embedding and the first layer add 2 x their parameters to every token.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,12 +22,19 @@ from engine.shape import ModelShape
 
 @dataclass(frozen=True)
 class PlateauCost:
-    """What one decode token costs on a plateau: `weights + per_context * context` FLOPs."""
+    """What decode tokens cost on a plateau."""
 
     first_step: int
-    weights: int
-    per_context: int
+    weights: int  # FLOPs of a token in all matrices
+    attention: tuple[tuple[int | None, int], ...]  # (window, FLOPs per token attended to) of the layers of each window
     active_units: int
+
+    def tokens(self, first_context: int, last_context: int) -> int:
+        """FLOPs of consecutive tokens, the first attending to `first_context` tokens, the last to `last_context`."""
+        weights = (last_context - first_context + 1) * self.weights
+        return weights + sum(
+            rate * _sum_contexts(first_context, last_context, window) for window, rate in self.attention
+        )
 
 
 @dataclass(frozen=True)
@@ -39,15 +49,14 @@ class Ledger:
         costs = []
         for index, plateau in enumerate(self.schedule.plateaus):
             units = self.schedule.active_units(index)
-            attention = sum(unit.kind == "a" for unit in units)
+            layers = [unit.layer for unit in units if unit.kind == "a"]
             parameters = (
-                attention * self.shape.attention_parameters
-                + (len(units) - attention) * self.shape.mlp_parameters
+                self.shape.input_parameters
+                + len(layers) * self.shape.attention_parameters
+                + (len(units) - len(layers)) * self.shape.mlp_parameters
                 + self.shape.head_parameters
             )
-            costs.append(
-                PlateauCost(plateau.first_step, 2 * parameters, 4 * self.shape.query_width * attention, len(units))
-            )
+            costs.append(PlateauCost(plateau.first_step, 2 * parameters, self._attention(layers), len(units)))
         return tuple(costs)
 
     @cached_property
@@ -58,20 +67,15 @@ class Ledger:
     def prompt(self, tokens: int) -> int:
         """FLOPs of a prompt of n tokens: all layers on all tokens, the head on the last one."""
         s = self.shape
-        return (
-            2 * tokens * s.layers * s.layer_parameters
-            + 2 * s.head_parameters
-            + 2 * s.layers * tokens * (tokens + 1) * s.query_width
-        )
+        attention = sum(rate * _sum_contexts(1, tokens, window) for window, rate in self._attention(range(s.layers)))
+        return 2 * tokens * (s.input_parameters + s.layers * s.layer_parameters) + 2 * s.head_parameters + attention
 
     def decode(self, prompt_tokens: int, generated_tokens: int) -> int:
         """FLOPs of the g - 1 decode passes; pass t attends to n + t + 1 tokens."""
-        total = 0
-        for cost, first, last in self._spans(generated_tokens - 1):
-            steps = last - first
-            contexts = steps * (prompt_tokens + 1) + (first + last - 1) * steps // 2
-            total += steps * cost.weights + cost.per_context * contexts
-        return total
+        return sum(
+            cost.tokens(prompt_tokens + first + 1, prompt_tokens + last)
+            for cost, first, last in self._spans(generated_tokens - 1)
+        )
 
     def mean_active_layers(self, generated_tokens: int) -> float:
         """Mean depth over the tokens really generated; the first comes from the prompt pass at full depth."""
@@ -82,6 +86,11 @@ class Ledger:
         )
         return units / 2 / generated_tokens
 
+    def _attention(self, layers: Iterable[int]) -> tuple[tuple[int | None, int], ...]:
+        """FLOPs per token attended to, summed over the given layers of each window."""
+        windows = Counter(self.shape.attention_kind(layer).window for layer in layers)
+        return tuple((window, 4 * self.shape.query_width * count) for window, count in windows.items())
+
     def _spans(self, passes: int) -> list[tuple[PlateauCost, int, int]]:
         """(plateau, first step, step after its last) for the plateaus that `passes` decode passes touch."""
         ends = [cost.first_step for cost in self.plateaus[1:]] + [passes]
@@ -90,3 +99,11 @@ class Ledger:
             for cost, end in zip(self.plateaus, ends, strict=True)
             if cost.first_step < passes
         ]
+
+
+def _sum_contexts(first: int, last: int, window: int | None) -> int:
+    """first + ... + last, none counted as more than the window."""
+    inside = last if window is None else min(last, window)
+    whole = (first + inside) * (inside - first + 1) // 2 if inside >= first else 0
+    beyond = 0 if window is None else window * (last - max(inside, first - 1))
+    return whole + beyond

@@ -6,7 +6,7 @@ key projections (`interleave`) to make pairs neighbours changes nothing but the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.errors import ModelError
 from engine.shape import ModelShape
-
-if TYPE_CHECKING:
-    from transformers import LlamaConfig
 
 
 def interleave(projection: Tensor, head_dim: int) -> Tensor:
@@ -28,8 +25,9 @@ def interleave(projection: Tensor, head_dim: int) -> Tensor:
 class Rotary:
     """Rotary factors for every position of the context, for the RoPE variants a config can name."""
 
-    def __init__(self, config: LlamaConfig, shape: ModelShape, device: torch.device) -> None:
-        parameters = config.rope_parameters
+    def __init__(self, config: Any, shape: ModelShape, device: torch.device, layer_type: str | None = None) -> None:
+        """`layer_type` picks the parameters where a config has several sets. Raises ModelError for an unknown type."""
+        parameters = config.rope_parameters[layer_type] if layer_type else config.rope_parameters
         kind = parameters["rope_type"]
         if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
             raise ModelError(f"RoPE type {kind!r} is not known; known are default, {', '.join(ROPE_INIT_FUNCTIONS)}")
@@ -41,7 +39,8 @@ class Rotary:
                 exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
                 frequencies, scale = 1.0 / (parameters["rope_theta"] ** exponents), 1.0
             else:
-                frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=length)
+                which = {"layer_type": layer_type} if layer_type else {}
+                frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=length, **which)
             angles = positions[:, None] * frequencies
             return torch.complex(angles.cos() * scale, angles.sin() * scale).to(device)
 

@@ -6,6 +6,15 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionKind:
+    """How the queries of one layer see its keys."""
+
+    scale: float  # of q . k
+    window: int | None = None  # a token sees so many tokens, itself the last; None: all before it
+    softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """Sizes of a decoder-only model. A model of L layers has 2L units: an attention and an MLP block per layer."""
 
@@ -19,6 +28,9 @@ class ModelShape:
     context: int  # longest prompt + generation, in tokens
     attention_parameters: int  # parameters of one attention block's matrices (Pa)
     mlp_parameters: int  # parameters of one MLP block's matrices (Pm)
+    head_parameters: int  # parameters of the matrices from the last hidden state to the logits (H)
+    input_parameters: int = 0  # parameters of the matrices between embedding and first layer, where there are any
+    attention_kinds: tuple[AttentionKind, ...] = ()  # of each layer; empty: plain in all of them
 
     @property
     def query_width(self) -> int:
@@ -30,10 +42,9 @@ class ModelShape:
         """Parameters of one layer's matrices (P = Pa + Pm)."""
         return self.attention_parameters + self.mlp_parameters
 
-    @property
-    def head_parameters(self) -> int:
-        """Parameters of the vocabulary head (H)."""
-        return self.vocab * self.hidden
+    def attention_kind(self, layer: int) -> AttentionKind:
+        """How a layer attends."""
+        return self.attention_kinds[layer] if self.attention_kinds else AttentionKind(self.head_dim**-0.5)
 
     def cache_elements(self, tokens: int) -> int:
         """Numbers one layer keeps for `tokens` cached tokens: a key and a value each."""

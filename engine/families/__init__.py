@@ -1,4 +1,4 @@
-"""Model families, one file each. Adding one: write its decoder, name its model types here."""
+"""Model families, one file each. Adding one: write its decoder, name its model type here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from engine.checkpoint import Weights
 from engine.decoder import Decoder
 from engine.errors import ModelError
-from engine.families import llama
+from engine.families import gemma2, gemma3, llama, mistral, opt, qwen2, qwen3, smollm3
 from engine.kernels import Kernels
 from engine.shape import ModelShape
 
@@ -20,10 +20,20 @@ class Family(NamedTuple):
     """How to read a family's config and weights."""
 
     shape: Callable[[Any], ModelShape]
-    load: Callable[[Any, Weights, Kernels, torch.device], Decoder]
+    decoder: Callable[[Any, ModelShape, Weights, Kernels, torch.device], Decoder]
 
 
-FAMILIES = {"llama": Family(llama.shape, llama.LlamaDecoder)}
+# By the config's model_type.
+FAMILIES = {
+    "llama": Family(llama.shape, llama.LlamaDecoder),
+    "mistral": Family(mistral.shape, mistral.MistralDecoder),
+    "qwen2": Family(qwen2.shape, qwen2.Qwen2Decoder),
+    "qwen3": Family(qwen3.shape, qwen3.Qwen3Decoder),
+    "smollm3": Family(smollm3.shape, smollm3.SmolLM3Decoder),
+    "gemma2": Family(gemma2.shape, gemma2.Gemma2Decoder),
+    "gemma3_text": Family(gemma3.shape, gemma3.Gemma3Decoder),
+    "opt": Family(opt.shape, opt.OPTDecoder),
+}
 
 
 def family_of(config: PreTrainedConfig) -> Family:

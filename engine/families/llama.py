@@ -1,28 +1,27 @@
-"""Llama: pre-norm RMSNorm, rotary grouped-query attention, gated SiLU MLP. SmolLM2 is of this shape."""
+"""Llama: pre-norm RMSNorm, rotary grouped-query attention, gated MLP. SmolLM2 is of this shape.
+
+Most later families change one thing or two of it; they subclass `LlamaDecoder` in files of their own.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.activations import activation
 from engine.checkpoint import Weights
-from engine.decoder import Attend
-from engine.errors import ModelError
+from engine.decoder import Attend, Rotations
 from engine.kernels import Kernels, Linear
 from engine.rotary import Rotary, interleave
-from engine.shape import ModelShape
-
-if TYPE_CHECKING:  # importing it brings in much of transformers, which a process that only tokenises never needs
-    from transformers import LlamaConfig
+from engine.shape import AttentionKind, ModelShape
 
 
-def shape(config: LlamaConfig) -> ModelShape:
-    """Sizes from the config; raises ModelError for an activation this decoder does not have."""
-    if config.hidden_act not in ("silu", "swish"):
-        raise ModelError(f"activation {config.hidden_act!r} is not supported for llama models, only 'silu'")
+def shape(config: Any) -> ModelShape:
+    """Sizes from a LlamaConfig or one of its relatives; raises ModelError for an unknown activation."""
+    activation(_activation_name(config))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     return ModelShape(
@@ -36,65 +35,100 @@ def shape(config: LlamaConfig) -> ModelShape:
         context=config.max_position_embeddings,
         attention_parameters=config.hidden_size * head_dim * (2 * heads + 2 * kv_heads),
         mlp_parameters=3 * config.hidden_size * config.intermediate_size,
+        head_parameters=config.vocab_size * config.hidden_size,
+    )
+
+
+def attention_kinds(config: Any, scale: float, softcap: float | None = None) -> tuple[AttentionKind, ...]:
+    """Of every layer, for configs that name sliding windows in `layer_types`."""
+    return tuple(
+        AttentionKind(scale, config.sliding_window if kind == "sliding_attention" else None, softcap)
+        for kind in config.layer_types
     )
 
 
 class LlamaDecoder:
     """Weights of a Llama on one device: fused queries/keys/values and gate/up projections."""
 
-    def __init__(self, config: LlamaConfig, weights: Weights, kernels: Kernels, device: torch.device) -> None:
-        self.shape = shape(config)
+    mlp_norm_name = "post_attention_layernorm"
+
+    def __init__(
+        self, config: Any, shape: ModelShape, weights: Weights, kernels: Kernels, device: torch.device
+    ) -> None:
+        self.shape = shape
+        self._weights, self._kernels, self._device = weights, kernels, device
         self._eps = config.rms_norm_eps
-        self._rotary = Rotary(config, self.shape, device)
-
-        def linear(*names: str, rotated: int = 0) -> Linear:
-            """Projections stacked; the first `rotated` of them rearranged for `Rotary`."""
-            parts = [weights.take(f"{name}.weight") for name in names]
-            biases = [weights.take(f"{name}.bias") for name in names if f"{name}.bias" in weights]
-            for part in (parts, biases):
-                part[:rotated] = [interleave(matrix, self.shape.head_dim) for matrix in part[:rotated]]
-            bias = torch.cat(biases).to(device) if biases else None
-            return kernels.linear(torch.cat(parts).to(device), bias)
-
-        def vector(name: str) -> Tensor:
-            return weights.take(f"{name}.weight").to(device)
-
-        layers = [f"model.layers.{i}" for i in range(self.shape.layers)]
+        self._activation = activation(_activation_name(config))
+        self._rotaries = self._make_rotaries(config)
+        self._layers = layers = [f"model.layers.{i}" for i in range(shape.layers)]
         qkv = ("q_proj", "k_proj", "v_proj")
-        self._attention_norm = [vector(f"{layer}.input_layernorm") for layer in layers]
-        self._qkv = [linear(*(f"{layer}.self_attn.{name}" for name in qkv), rotated=2) for layer in layers]
-        self._out = [linear(f"{layer}.self_attn.o_proj") for layer in layers]
-        self._mlp_norm = [vector(f"{layer}.post_attention_layernorm") for layer in layers]
-        self._gate_up = [linear(f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj") for layer in layers]
-        self._down = [linear(f"{layer}.mlp.down_proj") for layer in layers]
-        self._final_norm = vector("model.norm")
-        self._embedding = vector("model.embed_tokens")
-        self._head = kernels.linear(self._embedding) if config.tie_word_embeddings else linear("lm_head")
+        self._attention_norm = self._norms("input_layernorm")
+        self._qkv = [self._linear(*(f"{layer}.self_attn.{name}" for name in qkv), rotated=2) for layer in layers]
+        self._out = [self._linear(f"{layer}.self_attn.o_proj") for layer in layers]
+        self._mlp_norm = self._norms(self.mlp_norm_name)
+        self._gate_up = [self._linear(f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj") for layer in layers]
+        self._down = [self._linear(f"{layer}.mlp.down_proj") for layer in layers]
+        self._final_norm = self._norm_weight("model.norm")
+        self._embedding = weights.take("model.embed_tokens.weight").to(device)
+        self._head = kernels.linear(self._embedding) if config.tie_word_embeddings else self._linear("lm_head")
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """[N] -> [N, hidden]."""
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states [N, hidden] of tokens [N]."""
         return F.embedding(tokens, self._embedding)
 
-    def rotations(self, positions: Tensor, lengths: Tensor) -> Tensor:
+    def rotations(self, positions: Tensor, lengths: Tensor) -> Rotations:
         """Rotary factors of N tokens at `positions` [N] in sequences of `lengths` [N] tokens, shared by all layers."""
-        return self._rotary.factors(positions, lengths)
+        return tuple(rotary.factors(positions, lengths) for rotary in self._rotaries)
 
-    def attention(self, layer: int, x: Tensor, rotations: Tensor, attend: Attend) -> Tensor:
+    def attention(self, layer: int, x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
         """x + attention block of a layer, [N, hidden]."""
-        s = self.shape
-        qkv = self._qkv[layer](self._norm(x, self._attention_norm[layer])).view(len(x), -1, s.head_dim)
-        rotated = self._rotary.rotate(qkv[:, : s.heads + s.kv_heads], rotations)
-        out = attend(layer, rotated[:, : s.heads], rotated[:, s.heads :], qkv[:, s.heads + s.kv_heads :])
-        return x + self._out[layer](out)
+        return x + self._attention_block(layer, x, rotations, attend)
 
     def mlp(self, layer: int, x: Tensor) -> Tensor:
         """x + MLP block of a layer, [N, hidden]."""
-        gate, up = self._gate_up[layer](self._norm(x, self._mlp_norm[layer])).chunk(2, -1)
-        return x + self._down[layer](F.silu(gate) * up)
+        return x + self._mlp_block(layer, x)
 
     def logits(self, x: Tensor) -> Tensor:
         """[N, hidden] -> [N, vocab]."""
         return self._head(self._norm(x, self._final_norm))
 
+    def _attention_block(self, layer: int, x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
+        s = self.shape
+        qkv = self._qkv[layer](self._norm(x, self._attention_norm[layer])).view(len(x), -1, s.head_dim)
+        qk = self._position(layer, qkv[:, : s.heads + s.kv_heads], rotations)
+        return self._out[layer](attend(layer, qk[:, : s.heads], qk[:, s.heads :], qkv[:, s.heads + s.kv_heads :]))
+
+    def _position(self, layer: int, qk: Tensor, rotations: Rotations) -> Tensor:
+        """Queries and keys [N, heads + kv_heads, head_dim] as they attend: with their positions."""
+        return Rotary.rotate(qk, rotations[0])
+
+    def _mlp_block(self, layer: int, x: Tensor) -> Tensor:
+        gate, up = self._gate_up[layer](self._norm(x, self._mlp_norm[layer])).chunk(2, -1)
+        return self._down[layer](self._activation(gate) * up)
+
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (self.shape.hidden,), weight, self._eps)
+        return self._kernels.rms_norm(x, weight, self._eps)
+
+    def _make_rotaries(self, config: Any) -> tuple[Rotary, ...]:
+        return (Rotary(config, self.shape, self._device),)
+
+    def _linear(self, *names: str, rotated: int = 0) -> Linear:
+        """Projections stacked; the first `rotated` of them rearranged for `Rotary`."""
+        parts = [self._weights.take(f"{name}.weight") for name in names]
+        biases = [self._weights.take(f"{name}.bias") for name in names if f"{name}.bias" in self._weights]
+        for part in (parts, biases):
+            part[:rotated] = [interleave(matrix, self.shape.head_dim) for matrix in part[:rotated]]
+        bias = torch.cat(biases).to(self._device) if biases else None
+        return self._kernels.linear(torch.cat(parts).to(self._device), bias)
+
+    def _norm_weight(self, name: str) -> Tensor:
+        return self._weights.take(f"{name}.weight").to(self._device)
+
+    def _norms(self, name: str) -> list[Tensor]:
+        """The norm of that name of every layer."""
+        return [self._norm_weight(f"{layer}.{name}") for layer in self._layers]
+
+
+def _activation_name(config: Any) -> str:
+    name: str = getattr(config, "hidden_act", None) or config.hidden_activation
+    return name

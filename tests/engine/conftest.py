@@ -1,4 +1,4 @@
-"""Tiny random Llamas on disk, as transformers saves them, and random schedules."""
+"""Tiny random models on disk, as transformers saves them, and random schedules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from engine import Plateau, Schedule, Unit
 from engine.schedule import all_units
@@ -39,22 +39,32 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def make_checkpoint(
     tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: PreTrainedTokenizerFast
 ) -> Callable[..., Path]:
-    """Save a random Llama; keywords override its config.
+    """Save a random model, a Llama unless another family is asked for; keywords override its config.
 
     Every parameter is drawn, biases and norms too. Queries and keys are large enough for attention to look at single
     tokens, and logits large enough for greedy decoding not to hang on rounding.
     """
 
-    def make(seed: int = 0, eos: int | list[int] = 0, max_shard_size: str = "1GB", **overrides: Any) -> Path:
-        config = LlamaConfig(**{**TINY, "eos_token_id": eos, "bos_token_id": None, **overrides})
-        model = LlamaForCausalLM(config)
+    def make(
+        seed: int = 0,
+        eos: int | list[int] = 0,
+        max_shard_size: str = "1GB",
+        family: str = "llama",
+        **overrides: Any,
+    ) -> Path:
+        config = AutoConfig.for_model(
+            family, **{**TINY, "eos_token_id": eos, "bos_token_id": None, "pad_token_id": None, **overrides}
+        )
+        model = AutoModelForCausalLM.from_config(config)
         draw = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if "norm" in name:
+                if name.endswith("bias"):
+                    parameter.normal_(0, 0.2, generator=draw)
+                elif "q_norm" in name or "k_norm" in name:
+                    parameter.uniform_(1, 3, generator=draw)
+                elif "norm" in name:
                     parameter.uniform_(0.5, 1.5, generator=draw)
-                elif name.endswith("bias"):
-                    parameter.normal_(0, 0.5, generator=draw)
                 elif "embed" in name:  # small, so that a tied head does not just repeat the last token
                     parameter.normal_(0, 0.3, generator=draw)
                 elif "lm_head" in name:
@@ -62,7 +72,7 @@ def make_checkpoint(
                 else:
                     gain = 2.0 if "q_proj" in name or "k_proj" in name else 1.0
                     parameter.normal_(0, gain * parameter.shape[1] ** -0.5, generator=draw)
-        directory = tmp_path_factory.mktemp("llama")
+        directory = tmp_path_factory.mktemp(family)
         model.generation_config.eos_token_id = eos
         model.save_pretrained(directory, max_shard_size=max_shard_size)
         byte_tokenizer.save_pretrained(directory)

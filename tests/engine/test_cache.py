@@ -15,7 +15,7 @@ import engine.batch
 from engine import Engine, ModelShape, Plateau, Sampling, Schedule, Unit
 from engine.cache import KVCache
 
-SHAPE = ModelShape("llama", 6, 8, 4, 2, 3, 50, 100, attention_parameters=1, mlp_parameters=1)
+SHAPE = ModelShape("llama", 6, 8, 4, 2, 3, 50, 100, attention_parameters=1, mlp_parameters=1, head_parameters=1)
 CPU = torch.device("cpu")
 
 
@@ -37,7 +37,7 @@ def filled_cache(lengths: Sequence[int] = (4, 2, 6), capacity: int = 8) -> tuple
 
 def keys_of(cache: KVCache, layer: int, row: int, length: int) -> Tensor:
     """[length, kv_heads, head_dim]."""
-    keys, _ = cache.view(layer, length)
+    keys, _ = cache.view(layer, slice(None), length)
     return keys.unflatten(0, (cache.rows, -1))[row].transpose(0, 1)
 
 
@@ -55,7 +55,7 @@ def test_a_prompt_and_the_tokens_after_it_stand_in_order() -> None:
     for row, prompt in enumerate(prompts):
         length = len(prompt) + 1
         assert torch.equal(keys_of(cache, 1, row, length), torch.cat([prompt, token[row, None]]))
-        _, values = cache.view(1, length)
+        _, values = cache.view(1, slice(None), length)
         assert torch.equal(values.unflatten(0, (3, -1))[row].transpose(0, 1), -torch.cat([prompt, token[row, None]]))
 
 

@@ -129,7 +129,7 @@ def test_an_unsupported_model_type_is_refused_naming_those_supported(copied: Pat
     ("changes", "message"),
     [
         ({"model_type": "never-heard-of"}, "never-heard-of"),
-        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"hidden_act": "tanh"}, "activation 'tanh'"),
         ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "RoPE type 'spiral'"),
     ],
 )

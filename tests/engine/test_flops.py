@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from engine import BatchStats, Engine, Generation, Ledger, ModelShape, Sampling, Schedule, decays, orders, recipes
 from engine.kernels import Kernels
+from engine.shape import AttentionKind
 
 Schedules = Callable[[int], st.SearchStrategy[Schedule]]
 
@@ -22,7 +23,7 @@ Schedules = Callable[[int], st.SearchStrategy[Schedule]]
 class CountableKernels(Kernels):
     """Attention in products that the counter sees, each prompt token with exactly the tokens it may look at."""
 
-    def prompt_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def prompt_attention(self, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
         return torch.cat([self._attend(q[t], k[: t + 1], v[: t + 1]) for t in range(len(q))])
 
     @staticmethod
@@ -182,6 +183,7 @@ SHAPE = ModelShape(
     context=100,
     attention_parameters=8 * 3 * (2 + 1 + 1 + 2),
     mlp_parameters=3 * 8 * 20,
+    head_parameters=50 * 8,
 )
 
 

@@ -264,6 +264,7 @@ SMOLLM2 = ModelShape(
     context=8192,
     attention_parameters=576 * 64 * 24,
     mlp_parameters=3 * 576 * 1536,
+    head_parameters=49152 * 576,
 )
 SHAPES = st.builds(
     ModelShape,
@@ -277,6 +278,7 @@ SHAPES = st.builds(
     context=st.just(4096),
     attention_parameters=st.integers(1_000, 50_000),
     mlp_parameters=st.integers(1_000, 200_000),
+    head_parameters=st.integers(3_000, 300_000),
 )
 LENGTHS = st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 300)), min_size=1, max_size=20).filter(
     lambda lengths: any(generated > 1 for _, generated in lengths)

@@ -107,6 +107,7 @@ class EchoBackend:
             context=self.context,
             attention_parameters=200,
             mlp_parameters=400,
+            head_parameters=256 * 8,
         )
 
     def identity(self, config: GenerationConfig) -> str:

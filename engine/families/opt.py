@@ -1,0 +1,112 @@
+"""OPT: learned positions, LayerNorm before the blocks (after them in the 350M model), biases, plain MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.activations import activation
+from engine.checkpoint import Weights
+from engine.decoder import Attend, Rotations
+from engine.kernels import Kernels, Linear
+from engine.shape import ModelShape
+
+POSITION_OFFSET = 2  # rows of the position table before position 0
+
+
+def shape(config: Any) -> ModelShape:
+    """Sizes from an OPTConfig; raises ModelError for an unknown activation."""
+    activation(config.activation_function)
+    hidden, narrow = config.hidden_size, config.word_embed_proj_dim
+    projection = hidden * narrow if narrow != hidden else 0
+    return ModelShape(
+        family=config.model_type,
+        layers=config.num_hidden_layers,
+        hidden=hidden,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_attention_heads,
+        head_dim=hidden // config.num_attention_heads,
+        vocab=config.vocab_size,
+        context=config.max_position_embeddings,
+        attention_parameters=4 * hidden * hidden,
+        mlp_parameters=2 * hidden * config.ffn_dim,
+        head_parameters=config.vocab_size * narrow + projection,
+        input_parameters=projection,
+    )
+
+
+class OPTDecoder:
+    """Weights of an OPT on one device."""
+
+    def __init__(
+        self, config: Any, shape: ModelShape, weights: Weights, kernels: Kernels, device: torch.device
+    ) -> None:
+        self.shape = shape
+        self._weights, self._kernels, self._device = weights, kernels, device
+        self._activation = activation(config.activation_function)
+        self._norm_first: bool = config.do_layer_norm_before
+        layers = [f"model.decoder.layers.{i}" for i in range(shape.layers)]
+        self._attention_norm = [self._norm(f"{layer}.self_attn_layer_norm") for layer in layers]
+        qkv = ("q_proj", "k_proj", "v_proj")
+        self._qkv = [self._linear(*(f"{layer}.self_attn.{name}" for name in qkv)) for layer in layers]
+        self._out = [self._linear(f"{layer}.self_attn.out_proj") for layer in layers]
+        self._mlp_norm = [self._norm(f"{layer}.final_layer_norm") for layer in layers]
+        self._up = [self._linear(f"{layer}.fc1") for layer in layers]
+        self._down = [self._linear(f"{layer}.fc2") for layer in layers]
+        self._embedding = weights.take("model.decoder.embed_tokens.weight").to(device)
+        self._positions = weights.take("model.decoder.embed_positions.weight").to(device)
+        self._head = kernels.linear(self._embedding) if config.tie_word_embeddings else self._linear("lm_head")
+        last_norm = self._norm_first and not config._remove_final_layer_norm
+        self._final_norm = self._norm("model.decoder.final_layer_norm") if last_norm else None
+        narrow = config.word_embed_proj_dim != config.hidden_size
+        self._project_in = self._linear("model.decoder.project_in") if narrow else None
+        self._project_out = self._linear("model.decoder.project_out") if narrow else None
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states [N, hidden] of tokens [N] at positions [N]."""
+        x = F.embedding(tokens, self._embedding)
+        if self._project_in is not None:
+            x = self._project_in(x)
+        return x + F.embedding(positions + POSITION_OFFSET, self._positions)
+
+    def rotations(self, positions: Tensor, lengths: Tensor) -> Rotations:
+        """None: positions are in the hidden states."""
+        return ()
+
+    def attention(self, layer: int, x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
+        """x + attention block of a layer, [N, hidden]."""
+        s = self.shape
+        norm = self._attention_norm[layer]
+        qkv = self._qkv[layer](norm(x) if self._norm_first else x).view(len(x), 3 * s.heads, s.head_dim)
+        q, k, v = qkv.split(s.heads, 1)
+        x = x + self._out[layer](attend(layer, q, k, v))
+        return x if self._norm_first else norm(x)
+
+    def mlp(self, layer: int, x: Tensor) -> Tensor:
+        """x + MLP block of a layer, [N, hidden]."""
+        norm = self._mlp_norm[layer]
+        up = self._up[layer](norm(x) if self._norm_first else x)
+        x = x + self._down[layer](self._activation(up))
+        return x if self._norm_first else norm(x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[N, hidden] -> [N, vocab]."""
+        for last in (self._final_norm, self._project_out):
+            x = x if last is None else last(x)
+        return self._head(x)
+
+    def _linear(self, *names: str) -> Linear:
+        """Projections stacked."""
+        weight = torch.cat([self._weights.take(f"{name}.weight") for name in names])
+        biases = [self._weights.take(f"{name}.bias") for name in names if f"{name}.bias" in self._weights]
+        return self._kernels.linear(weight.to(self._device), torch.cat(biases).to(self._device) if biases else None)
+
+    def _norm(self, name: str) -> Linear:
+        weight, bias = (
+            self._weights.take(part).to(self._device) if part in self._weights else None
+            for part in (f"{name}.weight", f"{name}.bias")
+        )
+        return lambda x: F.layer_norm(x, (self.shape.hidden,), weight, bias)

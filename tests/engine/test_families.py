@@ -1,0 +1,157 @@
+"""Every family: what transformers generates at full depth, and a plain forward with masked layers under a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from engine import Engine, Ledger, Sampling, Schedule, decode_flop_speedup, describe
+from engine.families import FAMILIES
+from tests.engine.test_full_depth import generated_by_engine, generated_by_transformers, random_prompts
+
+LAYERS = 5
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 16}
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama"},
+    "mistral": {"family": "mistral", "sliding_window": None},
+    "mistral, sliding window": {"family": "mistral", "sliding_window": 16},
+    "qwen2": {"family": "qwen2"},
+    "qwen2, tied": {"family": "qwen2", "seed": 1, "tie_word_embeddings": True},
+    "qwen2, some windows": {
+        "family": "qwen2", "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2,
+    },
+    "qwen3": {"family": "qwen3", "head_dim": 16},
+    "qwen3, narrow heads": {"family": "qwen3", "head_dim": 4, "attention_bias": True},
+    "smollm3": {"family": "smollm3"},
+    "smollm3, windows": {"family": "smollm3", "use_sliding_window": True, "sliding_window": 16},
+    "gemma2": {"family": "gemma2", **GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    "gemma2, no caps": {"family": "gemma2", **GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "gemma3": {"family": "gemma3_text", **GEMMA, "layer_types": ALTERNATING},
+    "opt": {"family": "opt", "tie_word_embeddings": False, **OPT},
+    "opt, tied": {"family": "opt", **OPT},
+    "opt, norm after, narrow embeddings": {
+        "family": "opt", "tie_word_embeddings": False, "ffn_dim": 48, "word_embed_proj_dim": 16,
+        "do_layer_norm_before": False,
+    },
+    "opt, no biases": {"family": "opt", **OPT, "enable_bias": False, "layer_norm_elementwise_affine": False},
+    "opt, gelu": {"family": "opt", **OPT, "activation_function": "gelu", "tie_word_embeddings": False},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoint(make_checkpoint: Callable[..., Path]) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def get(variant: str) -> Path:
+        if variant not in made:
+            made[variant] = make_checkpoint(**VARIANTS[variant])
+        return made[variant]
+
+    return get
+
+
+def reference(directory: Path) -> PreTrainedModel:
+    """Eager attention: the only one that has soft caps."""
+    return AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
+
+
+def masked_logits(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int], schedule: Schedule) -> Tensor:
+    """[generated tokens, vocab] of a plain forward without a cache: x = where(the layer is active, layer(x), x)."""
+    layers = model.get_decoder().layers
+    hooks = []
+    for index, layer in enumerate(layers):
+        runs = [True] * len(prompt) + [
+            any(unit.layer == index for unit in schedule.active(step)) for step in range(len(tokens) - 1)
+        ]
+        mask = torch.tensor(runs)[None, :, None]
+
+        def keep(_: Any, inputs: Any, output: Any, mask: Tensor = mask) -> Any:
+            hidden = output[0] if isinstance(output, tuple) else output
+            kept = torch.where(mask, hidden, inputs[0])
+            return (kept, *output[1:]) if isinstance(output, tuple) else kept
+
+        hooks.append(layer.register_forward_hook(keep))
+    try:
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *tokens[:-1]]]), use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return logits[0, len(prompt) - 1 :].clone()
+
+
+def test_every_family_has_a_variant_here() -> None:
+    assert {settings["family"] for settings in VARIANTS.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_family_generates_what_transformers_generates(checkpoint: Callable[[str], Path], variant: str) -> None:
+    directory = checkpoint(variant)
+    prompts = random_prompts([1, 2, 7, 15, 16, 17, 33, 50, 64, 65, 120])  # around the windows' 16 too
+    settings = {"max_new_tokens": 24, "min_new_tokens": 24}
+    expected = generated_by_transformers(reference(directory), prompts, **settings)
+    assert len(set(expected)) > len(prompts) / 2, (
+        "the model says the same to everything: the comparison is worth little"
+    )
+    assert generated_by_engine(Engine.load(str(directory), device="cpu"), prompts, **settings) == expected
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_family_under_a_schedule_is_the_forward_with_masked_layers(
+    checkpoint: Callable[[str], Path], variant: str
+) -> None:
+    directory = checkpoint(variant)
+    schedule = Schedule.from_dict(
+        {
+            "format": 1,
+            "layers": LAYERS,
+            "skip_order": ["a2", "m2", "a1", "m1", "a3", "m3"],
+            "skipped": [[0, 0], [2, 2], [7, 4], [15, 6]],
+        }
+    )
+    prompts = random_prompts([1, 3, 12, 16, 17, 40])
+    model = reference(directory)
+    engine = Engine.load(str(directory), device="cpu")
+    sampling = Sampling(max_new_tokens=20, min_new_tokens=20)
+    for generation in engine.generate(prompts, sampling, schedule):
+        logits = masked_logits(model, prompts[generation.index], generation.tokens, schedule)
+        logits[:, model.generation_config.eos_token_id] = -torch.inf  # as min_new_tokens does
+        assert tuple(logits.argmax(-1).tolist()) == generation.tokens
+
+
+def test_a_window_bounds_the_attention_that_the_ledger_counts(checkpoint: Callable[[str], Path]) -> None:
+    shape = describe(str(checkpoint("mistral, sliding window")))
+    ledger = Ledger(shape, Schedule.full_depth(LAYERS))
+    weights = 2 * (LAYERS * shape.layer_parameters + shape.head_parameters)
+    per_token = 4 * shape.query_width * LAYERS
+    assert ledger.decode(14, 5) == 4 * weights + per_token * (15 + 16 + 16 + 16)
+    assert ledger.decode(40, 2) == weights + per_token * 16
+    prompt_matrices = 2 * 20 * LAYERS * shape.layer_parameters + 2 * shape.head_parameters
+    assert ledger.prompt(20) == prompt_matrices + per_token * (sum(range(1, 17)) + 4 * 16)
+
+
+def test_alternating_windows_are_counted_layer_by_layer(checkpoint: Callable[[str], Path]) -> None:
+    shape = describe(str(checkpoint("gemma3")))
+    skipping = Schedule.from_dict(
+        {"format": 1, "layers": LAYERS, "skip_order": ["a2", "m2"], "skipped": [[0, 2]]}  # layer 2 has a window
+    )
+    full, less = Ledger(shape, Schedule.full_depth(LAYERS)), Ledger(shape, skipping)
+    assert full.decode(99, 2) - less.decode(99, 2) == 2 * shape.layer_parameters + 4 * shape.query_width * 16
+    assert decode_flop_speedup(shape, skipping, [(99, 2)]) == full.decode(99, 2) / less.decode(99, 2)
+
+
+def test_narrow_embeddings_are_counted_where_they_are_projected(checkpoint: Callable[[str], Path]) -> None:
+    shape = describe(str(checkpoint("opt, norm after, narrow embeddings")))
+    assert shape.input_parameters == 32 * 16
+    assert shape.head_parameters == 96 * 16 + 32 * 16
+    ledger = Ledger(shape, Schedule.full_depth(LAYERS))
+    matrices = 2 * (16 * 32 + LAYERS * (4 * 32 * 32 + 2 * 32 * 48) + 32 * 16 + 16 * 96)
+    assert ledger.decode(9, 2) == matrices + 4 * 10 * 32 * LAYERS
