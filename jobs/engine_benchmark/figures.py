@@ -19,11 +19,11 @@ def table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     found = Table(
         title=title,
         caption="tok/s: output tokens per second, with prompts and decoding alone; x: decoding over transformers (hf), "
-        "CTranslate2 (ct2), full depth; share: speed-up / FLOP speed-up; floor: the machine's least time / ours",
+        "CTranslate2 (ct2), full depth; share: real x / FLOP x; floor: the machine's least time / ours",
     )
     found.add_column("contender", no_wrap=True)
     over = [f"x\n{SHORT[name]}" for name in baselines]
-    headings = ["all\ntok/s", "decode\ntok/s", *over, "FLOP\nx", "speed-up\nx", "\nshare", "\nfloor"]
+    headings = ["all\ntok/s", "decode\ntok/s", *over, "FLOP\nx", "real\nx", "\nshare", "\nfloor"]
     for heading in headings:
         found.add_column(heading, justify="right")
     for row in rows:
