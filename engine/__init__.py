@@ -10,9 +10,11 @@ from engine.sampling import Sampling
 from engine.schedule import Plateau, Schedule, Unit
 from engine.shape import ModelShape
 from engine.target import decode_flop_speedup, for_target_speedup
+from engine.teacher_forcing import AnswerScore
 from engine.tokenizer import Tokenizer
 
 __all__ = [
+    "AnswerScore",
     "BatchStats",
     "Engine",
     "Generation",

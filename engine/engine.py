@@ -19,6 +19,7 @@ from engine.sampling import Sampling
 from engine.schedule import Schedule
 from engine.shape import ModelShape
 from engine.stopping import Stopping
+from engine.teacher_forcing import Answer, AnswerScore, TeacherForcing
 from engine.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -132,18 +133,75 @@ class Engine:
                 model; ValueError: batch_size or sample_ids are off. All before the first batch runs.
         """
         sampling = sampling or Sampling()
+        ledger = self._ledger(schedule)
+        samples = self._samples(prompts, sample_ids, sampling, batch_size)
+        return self._run(samples, ledger, sampling, batch_size, on_batch)
+
+    def generate_each(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: Sampling | None,
+        schedules: Sequence[Schedule | None],
+        batch_size: int = 32,
+        sample_ids: Sequence[str] | None = None,
+        on_batch: Callable[[int, BatchStats], None] | None = None,
+    ) -> Iterator[tuple[int, Generation]]:
+        """Generate for every prompt under every schedule: (index of the schedule, generation).
+
+        The same generations as a `generate` call per schedule, but each batch's prompts are computed once: with long
+        prompts and short answers that is most of the work. `on_batch` is told the schedule's index too. Other arguments
+        and errors as for `generate`.
+        """
+        sampling = sampling or Sampling()
+        ledgers = [self._ledger(schedule) for schedule in schedules]
+        samples = self._samples(prompts, sample_ids, sampling, batch_size)
+        return self._run_each(samples, ledgers, sampling, batch_size, on_batch)
+
+    def score(
+        self,
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[int]],
+        schedules: Sequence[Schedule],
+    ) -> list[list[AnswerScore]]:
+        """How far each schedule's next-token distributions are from full depth's on given answers, teacher-forced.
+
+        Args:
+            prompts: token ids.
+            answers: tokens that full depth generated for each prompt, the end-of-sequence token included.
+            schedules: which to score; all share one pass over prompts and answers at full depth.
+
+        Returns:
+            Scores by schedule, then answer.
+
+        Raises:
+            ScheduleError: a schedule does not fit the model; PromptError: an empty prompt.
+        """
+        for schedule in schedules:
+            schedule.check_fits(self.shape)
+        if not all(prompts):
+            raise PromptError("a prompt is empty")
+        pairs = [Answer(prompt, tokens) for prompt, tokens in zip(prompts, answers, strict=True)]
+        with torch.inference_mode():
+            return TeacherForcing(self._decoder, self._kernels, self._device).score(pairs, schedules)
+
+    def _ledger(self, schedule: Schedule | None) -> Ledger:
         schedule = schedule or Schedule.full_depth(self.shape.layers)
         schedule.check_fits(self.shape)
+        return Ledger(self.shape, schedule)
+
+    def _samples(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sample_ids: Sequence[str] | None,
+        sampling: Sampling,
+        batch_size: int,
+    ) -> list[Sample]:
+        """All samples, longest prompt first, those of one prompt side by side."""
         if batch_size < 1:
             raise ValueError(f"batch_size must be >= 1, got {batch_size}")
         ids = sample_ids if sample_ids is not None else [str(index) for index in range(len(prompts))]
         if len(ids) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts need as many sample_ids, got {len(ids)}")
-        samples = self._samples(prompts, ids, sampling)
-        return self._run(samples, Ledger(self.shape, schedule), sampling, batch_size, on_batch)
-
-    def _samples(self, prompts: Sequence[str | Sequence[int]], ids: Sequence[str], sampling: Sampling) -> list[Sample]:
-        """All samples, longest prompt first, those of one prompt side by side."""
         samples = []
         for index, prompt in enumerate(prompts):
             tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -165,17 +223,39 @@ class Engine:
         batch_size: int,
         on_batch: Callable[[BatchStats], None] | None,
     ) -> Iterator[Generation]:
-        eos_ids = self.tokenizer.eos_ids
-        stopping = Stopping(sampling, self.tokenizer, eos_ids)
+        stopping = Stopping(sampling, self.tokenizer, self.tokenizer.eos_ids)
         for first in range(0, len(samples), batch_size):
             rows = samples[first : first + batch_size]
             with torch.inference_mode():
-                stats = Batch(
-                    self._decoder, self._kernels, ledger, rows, sampling, eos_ids, stopping, self._dtype, self._device
-                ).run()
+                stats = self._batch(rows, ledger, sampling, stopping).run()
             if on_batch is not None:
                 on_batch(stats)
             yield from (_generation(sample, stopping, ledger) for sample in rows)
+
+    def _run_each(
+        self,
+        samples: Sequence[Sample],
+        ledgers: Sequence[Ledger],
+        sampling: Sampling,
+        batch_size: int,
+        on_batch: Callable[[int, BatchStats], None] | None,
+    ) -> Iterator[tuple[int, Generation]]:
+        stopping = Stopping(sampling, self.tokenizer, self.tokenizer.eos_ids)
+        whole = self._ledger(None)
+        for first in range(0, len(samples), batch_size):
+            rows = samples[first : first + batch_size]
+            with torch.inference_mode():
+                runs = self._batch(rows, whole, sampling, stopping).run_each(ledgers)
+            for index, (ledger, (finished, stats)) in enumerate(zip(ledgers, runs, strict=True)):
+                if on_batch is not None:
+                    on_batch(index, stats)
+                yield from ((index, _generation(sample, stopping, ledger)) for sample in finished)
+
+    def _batch(self, samples: Sequence[Sample], ledger: Ledger, sampling: Sampling, stopping: Stopping) -> Batch:
+        eos_ids = self.tokenizer.eos_ids
+        return Batch(
+            self._decoder, self._kernels, ledger, samples, sampling, eos_ids, stopping, self._dtype, self._device
+        )
 
 
 def _generation(sample: Sample, stopping: Stopping, ledger: Ledger) -> Generation:
