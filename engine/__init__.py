@@ -3,6 +3,7 @@
 from engine.batch import BatchStats
 from engine.checkpoint import identity as model_identity
 from engine.checkpoint import prepare as checkpoint_directory
+from engine.early_exit import EarlyExit
 from engine.engine import Engine, Generation, describe
 from engine.errors import ModelError, PromptError, ScheduleError
 from engine.flops import Ledger
@@ -16,6 +17,7 @@ from engine.tokenizer import Tokenizer
 __all__ = [
     "AnswerScore",
     "BatchStats",
+    "EarlyExit",
     "Engine",
     "Generation",
     "Ledger",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,12 +11,13 @@ import torch
 from engine import checkpoint
 from engine.batch import Batch, BatchStats, Sample
 from engine.decoder import Decoder
+from engine.early_exit import EarlyExit, EarlyExitBatch
 from engine.errors import ModelError, PromptError
 from engine.families import family_of
 from engine.flops import Ledger
 from engine.kernels import Kernels, kernels_for
 from engine.sampling import Sampling
-from engine.schedule import Schedule
+from engine.schedule import Schedule, Unit
 from engine.shape import ModelShape
 from engine.stopping import Stopping
 from engine.teacher_forcing import Answer, AnswerScore, TeacherForcing
@@ -157,6 +158,39 @@ class Engine:
         samples = self._samples(prompts, sample_ids, sampling, batch_size)
         return self._run_each(samples, ledgers, sampling, batch_size, on_batch)
 
+    def generate_with_exits(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        rule: EarlyExit,
+        batch_size: int = 32,
+        on_confidences: Callable[[Sequence[float]], None] | None = None,
+    ) -> Iterator[Generation]:
+        """Generate with every token leaving at a layer of its own: for comparison, see `engine.early_exit`.
+
+        FLOPs and mean depth are those of the layers that each token really ran. `on_confidences` is given what the
+        first check found for every decode token. Errors as for `generate`.
+        """
+        stopping = Stopping(sampling, self.tokenizer, self.tokenizer.eos_ids)
+        samples, ledger = self._samples(prompts, None, sampling, batch_size), self._ledger(None)
+        for first in range(0, len(samples), batch_size):
+            rows = samples[first : first + batch_size]
+            with torch.inference_mode():
+                batch = EarlyExitBatch(rule, *self._batch_arguments(rows, ledger, sampling, stopping))
+                batch.run()
+            if on_confidences is not None:
+                on_confidences(batch.confidences)
+            for sample in rows:
+                flops, layers = batch.decode_flops(sample), batch.mean_active_layers(sample)
+                whole = _generation(sample, stopping, ledger)
+                yield replace(whole, flops_decode=flops, mean_active_layers=layers)
+
+    def unit_similarity(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> dict[Unit, float]:
+        """Mean cosine similarity of every unit's input and output at full depth, over the decode steps of answers."""
+        pairs = [Answer(prompt, tokens) for prompt, tokens in zip(prompts, answers, strict=True)]
+        with torch.inference_mode():
+            return TeacherForcing(self._decoder, self._kernels, self._device).similarity(pairs)
+
     def score(
         self,
         prompts: Sequence[Sequence[int]],
@@ -252,10 +286,15 @@ class Engine:
                 yield from ((index, _generation(sample, stopping, ledger)) for sample in finished)
 
     def _batch(self, samples: Sequence[Sample], ledger: Ledger, sampling: Sampling, stopping: Stopping) -> Batch:
+        return Batch(*self._batch_arguments(samples, ledger, sampling, stopping))
+
+    def _batch_arguments(
+        self, samples: Sequence[Sample], ledger: Ledger, sampling: Sampling, stopping: Stopping
+    ) -> tuple[Any, ...]:
         eos_ids = self.tokenizer.eos_ids
-        return Batch(
+        return (
             self._decoder, self._kernels, ledger, samples, sampling, eos_ids, stopping, self._dtype, self._device
-        )
+        )  # fmt: skip
 
 
 def _generation(sample: Sample, stopping: Stopping, ledger: Ledger) -> Generation:

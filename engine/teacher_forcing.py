@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.decoder import Decoder, Rotations
@@ -69,7 +70,22 @@ class TeacherForcing:
                     row[index] = score
         return scores
 
-    def _full_depth(self, answers: Sequence[Answer]) -> Reference:
+    def similarity(self, answers: Sequence[Answer]) -> dict[Unit, float]:
+        """Mean cosine similarity of each unit's input and output over all decode steps, at full depth."""
+        sums: dict[Unit, float] = {}
+
+        def observe(unit: Unit, before: Tensor, after: Tensor) -> None:
+            sums[unit] = sums.get(unit, 0.0) + float(F.cosine_similarity(before, after, dim=-1).sum())
+
+        for pack in _packs(answers):
+            self._full_depth([answers[index] for index in pack], observe)
+        steps = sum(max(0, answer.steps) for answer in answers)
+        return {unit: total / steps for unit, total in sums.items()}
+
+    def _full_depth(
+        self, answers: Sequence[Answer], observe: Callable[[Unit, Tensor, Tensor], None] | None = None
+    ) -> Reference:
+        """The reference; `observe` is shown each unit's input and output for the answers' tokens, [S, hidden]."""
         texts = [[*answer.prompt, *answer.tokens[:-1]] for answer in answers]
         spans = _spans([len(text) for text in texts])
         kept: list[list[tuple[Tensor, Tensor]]] = []
@@ -86,13 +102,12 @@ class TeacherForcing:
         lengths = [max(i + 1, len(a.prompt)) for a, text in zip(answers, texts, strict=True) for i in range(len(text))]
         rotations = self._decoder.rotations(positions, self._tensor(lengths))
         x = self._decoder.embed(self._tensor([token for text in texts for token in text]), positions)
+        answered = self._tensor([i for (_, b), a in zip(spans, answers, strict=True) for i in range(b - a.steps, b)])
         for unit in all_units(self._decoder.shape.layers):
-            if unit.kind == "a":
-                x = self._decoder.attention(unit.layer, x, rotations, attend)
-            else:
-                x = self._decoder.mlp(unit.layer, x)
-        answered = [slice(end - answer.steps, end) for (_, end), answer in zip(spans, answers, strict=True)]
-        logits = self._decoder.logits(torch.cat([x[part] for part in answered]))
+            before, x = x, self._run(unit, x, rotations, attend)
+            if observe is not None:
+                observe(unit, before[answered], x[answered])
+        logits = self._decoder.logits(x[answered])
         return Reference(logits.float().log_softmax(-1), kept)
 
     def _scheduled(self, answers: Sequence[Answer], reference: Reference, schedule: Schedule) -> Tensor:
