@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from engine.bridge import Bridge, BridgeMap
 from engine.cache import GROWTH, KVCache
 from engine.decoder import Attend, Decoder, Rotations
 from engine.flops import Ledger
 from engine.kernels import Kernels
+from engine.plan import Operation, RunUnit, decode_plan, prompt_plan, run_units
 from engine.sampling import Sampler, Sampling
-from engine.schedule import Unit, all_units
 from engine.stopping import Stopping
+from engine.unit import Unit
 
 PREFILL_TOKENS = 2048  # prompt tokens packed into one pass: bounds its activations, and is enough to fill a GEMM
 # Rows that attend together: each reads the cache up to the longest of them. Rows are sorted by length, so a few read
@@ -75,6 +77,7 @@ class Batch:
         decoder: Decoder,
         kernels: Kernels,
         ledger: Ledger,
+        bridges: Mapping[Bridge, BridgeMap],
         samples: Sequence[Sample],
         sampling: Sampling,
         eos_ids: Sequence[int],
@@ -83,7 +86,7 @@ class Batch:
         device: torch.device,
     ) -> None:
         self._decoder, self._kernels, self._ledger, self._stopping = decoder, kernels, ledger, stopping
-        self._dtype, self._device = dtype, device
+        self._bridges, self._dtype, self._device = bridges, dtype, device
         self._sampling, self._eos_ids = sampling, eos_ids
         self.samples = samples
         self._rows = list(samples)  # row -> sample
@@ -188,14 +191,15 @@ class Batch:
         rotations = self._decoder.rotations(positions, lengths.repeat_interleave(lengths).to(self._device))
         tokens = torch.tensor([token for prompt in prompts for token in prompt], device=self._device)
         x = self._decoder.embed(tokens, positions)
-        x = self._run_units(all_units(self._decoder.shape.layers), x, rotations, attend)
+        x = self._run_plan(prompt_plan(self._ledger.schedule), x, rotations, attend)
         return self._decoder.logits(x[torch.tensor(ends, device=self._device) - 1])
 
     def _decode(self, step: int) -> Tensor:
         """One pass over every row's newest token under the schedule's active set: logits [B, vocab]."""
-        units = self._ledger.schedule.active(step)
+        plateau = self._ledger.schedule.plateau_at(step)
+        plan = decode_plan(self._ledger.schedule, plateau)
         cache, longest = self._cache, max(len(s.prompt) + len(s.tokens) for s in self._rows)
-        layers = _attention_layers(units)
+        layers = _attention_layers(run_units(plan))
         cache.keep_layers(layers)
         cache.reserve(longest)
         self._cache_bytes = max(self._cache_bytes, cache.bytes)
@@ -223,9 +227,9 @@ class Batch:
         rotations = self._decoder.rotations(cache.lengths, cache.lengths + 1)
         newest = torch.tensor([sample.tokens[-1] for sample in self._rows], device=self._device)
         x = self._decoder.embed(newest, cache.lengths)
-        x = self._run_units(units, x, rotations, attend)
+        x = self._run_plan(plan, x, rotations, attend)
         cache.lengths += running
-        cost = self._ledger.plateaus[self._ledger.schedule.plateau_at(step)]
+        cost = self._ledger.plateaus[plateau]
         for group in groups:
             self._executed += (group.rows.stop - group.rows.start) * cost.tokens(group.longest, group.longest)
         return self._decoder.logits(x)
@@ -241,10 +245,15 @@ class Batch:
             masks[window] = mask.repeat_interleave(self._decoder.shape.kv_heads, 0).unsqueeze(1)
         return RowGroup(slice(rows.start, rows.stop), longest, masks)
 
-    def _run_units(self, units: Sequence[Unit], x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
-        """Hidden states [N, hidden] after the given units."""
-        for kind, layer in units:
-            x = self._decoder.attention(layer, x, rotations, attend) if kind == "a" else self._decoder.mlp(layer, x)
+    def _run_plan(self, plan: Sequence[Operation], x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
+        """Hidden states [N, hidden] after the plan's operations."""
+        for operation in plan:
+            if not isinstance(operation, RunUnit):
+                x = self._bridges[operation.bridge](x)
+            elif operation.unit.kind == "a":
+                x = self._decoder.attention(operation.unit.layer, x, rotations, attend)
+            else:
+                x = self._decoder.mlp(operation.unit.layer, x)
         return x
 
     def _extend(self, logits: Tensor, step: int) -> None:

@@ -18,7 +18,8 @@ from torch import Tensor
 from engine.batch import Batch, Sample
 from engine.decoder import Attend, Rotations
 from engine.flops import Ledger
-from engine.schedule import Schedule, Unit
+from engine.plan import Operation
+from engine.schedule import Schedule
 from engine.shape import ModelShape
 
 Kind = Literal["CALM-DEC", "multi-layer exit"]
@@ -83,10 +84,10 @@ class EarlyExitBatch(Batch):
         self._exits_allowed = True  # prompts run at full depth
         return super()._decode(step)
 
-    def _run_units(self, units: Sequence[Unit], x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
+    def _run_plan(self, plan: Sequence[Operation], x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
         """Hidden states [B, hidden] that each row left with."""
         if not self._exits_allowed:
-            return super()._run_units(units, x, rotations, attend)
+            return super()._run_plan(plan, x, rotations, attend)
         running = torch.tensor([not sample.finished for sample in self._rows], device=self._device)
         layers = self._decoder.shape.layers
         depth = torch.full((len(x),), layers, device=self._device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from engine import checkpoint
 from engine.batch import Batch, BatchStats, Sample
+from engine.bridge import Bridge, BridgeMap
 from engine.decoder import Decoder
 from engine.early_exit import EarlyExit, EarlyExitBatch
 from engine.errors import ModelError, PromptError
@@ -17,11 +18,12 @@ from engine.families import family_of
 from engine.flops import Ledger
 from engine.kernels import Kernels, kernels_for
 from engine.sampling import Sampling
-from engine.schedule import Schedule, Unit
+from engine.schedule import Schedule
 from engine.shape import ModelShape
 from engine.stopping import Stopping
 from engine.teacher_forcing import Answer, AnswerScore, TeacherForcing
 from engine.tokenizer import Tokenizer
+from engine.unit import Unit
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -62,6 +64,7 @@ class Engine:
         self._kernels = kernels
         self._dtype = dtype
         self._device = device
+        self._bridges: dict[Bridge, BridgeMap] = {}  # of the last schedule
         self.tokenizer = tokenizer
 
     @classmethod
@@ -136,7 +139,7 @@ class Engine:
         sampling = sampling or Sampling()
         ledger = self._ledger(schedule)
         samples = self._samples(prompts, sample_ids, sampling, batch_size)
-        return self._run(samples, ledger, sampling, batch_size, on_batch)
+        return self._run(samples, ledger, self._compile([ledger.schedule]), sampling, batch_size, on_batch)
 
     def generate_each(
         self,
@@ -156,7 +159,8 @@ class Engine:
         sampling = sampling or Sampling()
         ledgers = [self._ledger(schedule) for schedule in schedules]
         samples = self._samples(prompts, sample_ids, sampling, batch_size)
-        return self._run_each(samples, ledgers, sampling, batch_size, on_batch)
+        bridges = self._compile([ledger.schedule for ledger in ledgers])
+        return self._run_each(samples, ledgers, bridges, sampling, batch_size, on_batch)
 
     def generate_with_exits(
         self,
@@ -176,7 +180,7 @@ class Engine:
         for first in range(0, len(samples), batch_size):
             rows = samples[first : first + batch_size]
             with torch.inference_mode():
-                batch = EarlyExitBatch(rule, *self._batch_arguments(rows, ledger, sampling, stopping))
+                batch = EarlyExitBatch(rule, *self._batch_arguments(rows, ledger, {}, sampling, stopping))
                 batch.run()
             if on_confidences is not None:
                 on_confidences(batch.confidences)
@@ -216,12 +220,23 @@ class Engine:
             raise PromptError("a prompt is empty")
         pairs = [Answer(prompt, tokens) for prompt, tokens in zip(prompts, answers, strict=True)]
         with torch.inference_mode():
-            return TeacherForcing(self._decoder, self._kernels, self._device).score(pairs, schedules)
+            forcing = TeacherForcing(self._decoder, self._kernels, self._device, self._compile(schedules))
+            return forcing.score(pairs, schedules)
 
     def _ledger(self, schedule: Schedule | None) -> Ledger:
         schedule = schedule or Schedule.full_depth(self.shape.layers)
         schedule.check_fits(self.shape)
         return Ledger(self.shape, schedule)
+
+    def _compile(self, schedules: Sequence[Schedule]) -> Mapping[Bridge, BridgeMap]:
+        """The schedules' bridges on this device; those of the call before are kept where they are the same."""
+        with torch.inference_mode():
+            self._bridges = {
+                bridge: self._bridges.get(bridge) or bridge.compiled(self._kernels, self._dtype, self._device)
+                for schedule in schedules
+                for bridge in schedule.bridges.values()
+            }
+        return self._bridges
 
     def _samples(
         self,
@@ -253,6 +268,7 @@ class Engine:
         self,
         samples: Sequence[Sample],
         ledger: Ledger,
+        bridges: Mapping[Bridge, BridgeMap],
         sampling: Sampling,
         batch_size: int,
         on_batch: Callable[[BatchStats], None] | None,
@@ -261,7 +277,7 @@ class Engine:
         for first in range(0, len(samples), batch_size):
             rows = samples[first : first + batch_size]
             with torch.inference_mode():
-                stats = self._batch(rows, ledger, sampling, stopping).run()
+                stats = self._batch(rows, ledger, bridges, sampling, stopping).run()
             if on_batch is not None:
                 on_batch(stats)
             yield from (_generation(sample, stopping, ledger) for sample in rows)
@@ -270,6 +286,7 @@ class Engine:
         self,
         samples: Sequence[Sample],
         ledgers: Sequence[Ledger],
+        bridges: Mapping[Bridge, BridgeMap],
         sampling: Sampling,
         batch_size: int,
         on_batch: Callable[[int, BatchStats], None] | None,
@@ -279,22 +296,33 @@ class Engine:
         for first in range(0, len(samples), batch_size):
             rows = samples[first : first + batch_size]
             with torch.inference_mode():
-                runs = self._batch(rows, whole, sampling, stopping).run_each(ledgers)
+                runs = self._batch(rows, whole, bridges, sampling, stopping).run_each(ledgers)
             for index, (ledger, (finished, stats)) in enumerate(zip(ledgers, runs, strict=True)):
                 if on_batch is not None:
                     on_batch(index, stats)
                 yield from ((index, _generation(sample, stopping, ledger)) for sample in finished)
 
-    def _batch(self, samples: Sequence[Sample], ledger: Ledger, sampling: Sampling, stopping: Stopping) -> Batch:
-        return Batch(*self._batch_arguments(samples, ledger, sampling, stopping))
+    def _batch(
+        self,
+        samples: Sequence[Sample],
+        ledger: Ledger,
+        bridges: Mapping[Bridge, BridgeMap],
+        sampling: Sampling,
+        stopping: Stopping,
+    ) -> Batch:
+        return Batch(*self._batch_arguments(samples, ledger, bridges, sampling, stopping))
 
     def _batch_arguments(
-        self, samples: Sequence[Sample], ledger: Ledger, sampling: Sampling, stopping: Stopping
+        self,
+        samples: Sequence[Sample],
+        ledger: Ledger,
+        bridges: Mapping[Bridge, BridgeMap],
+        sampling: Sampling,
+        stopping: Stopping,
     ) -> tuple[Any, ...]:
-        eos_ids = self.tokenizer.eos_ids
-        return (
-            self._decoder, self._kernels, ledger, samples, sampling, eos_ids, stopping, self._dtype, self._device
-        )  # fmt: skip
+        ends = self.tokenizer.eos_ids
+        where = (self._dtype, self._device)
+        return (self._decoder, self._kernels, ledger, bridges, samples, sampling, ends, stopping, *where)
 
 
 def _generation(sample: Sample, stopping: Stopping, ledger: Ledger) -> Generation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from engine.errors import ScheduleError
-from engine.schedule import Unit
+from engine.unit import Unit
 
 Order = tuple[tuple[Unit, ...], ...]
 

@@ -7,7 +7,7 @@ mask, and leaves the others as they are. Prompts run at full depth, once for all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -15,13 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.bridge import Bridge, BridgeMap
 from engine.decoder import Decoder, Rotations
 from engine.kernels import Kernels
-from engine.schedule import Schedule, Unit, all_units
+from engine.plan import ApplyBridge, decode_plan
+from engine.schedule import Schedule
 from engine.shape import AttentionKind
+from engine.unit import Unit, all_units
 
 PACK_TOKENS = 1024  # answer tokens scored together: bounds the logits that are held, a vocabulary each
 KL_TOKENS = 128  # of them compared at a time
+FOREVER = 2**62  # a step that none reaches
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +59,15 @@ class Reference:
 class TeacherForcing:
     """Scores packs of answers with one model."""
 
-    def __init__(self, decoder: Decoder, kernels: Kernels, device: torch.device) -> None:
-        self._decoder, self._kernels, self._device = decoder, kernels, device
+    def __init__(
+        self,
+        decoder: Decoder,
+        kernels: Kernels,
+        device: torch.device,
+        bridges: Mapping[Bridge, BridgeMap] | None = None,
+    ) -> None:
+        """`bridges` holds those of every schedule to be scored, compiled."""
+        self._decoder, self._kernels, self._device, self._bridges = decoder, kernels, device, bridges or {}
 
     def score(self, answers: Sequence[Answer], schedules: Sequence[Schedule]) -> list[list[AnswerScore]]:
         """[schedule][answer]: answers with fewer than two tokens have empty scores."""
@@ -116,8 +127,12 @@ class TeacherForcing:
         positions = self._tensor([len(a.prompt) + step for a in answers for step in range(a.steps)])
         rotations = self._decoder.rotations(positions, positions + 1)
         x = self._decoder.embed(self._tensor([token for answer in answers for token in answer.tokens[:-1]]), positions)
-        retired = _first_skipped(schedule)
+        retired, bridged = _first_skipped(schedule), _bridges(schedule)
         for unit in all_units(schedule.layers):
+            for bridge, first, end in bridged.get(unit, ()):
+                crosses = (steps >= first) & (steps < end)
+                x = x.clone()
+                x[crosses] = self._bridges[bridge](x[crosses])
             until = retired.get(unit)
             if until is None:
                 x = self._run(unit, x, rotations, self._attend_answers(answers, reference, None))
@@ -189,6 +204,17 @@ def _first_skipped(schedule: Schedule) -> dict[Unit, int]:
         for unit in schedule.skip_order[: plateau.skipped]:
             steps.setdefault(unit, plateau.first_step)
     return steps
+
+
+def _bridges(schedule: Schedule) -> dict[Unit, list[tuple[Bridge, int, int]]]:
+    """By the first unit that they replace: bridges, and the steps [first, end) of the plateaus that apply them."""
+    found: dict[Unit, list[tuple[Bridge, int, int]]] = {}
+    starts = [plateau.first_step for plateau in schedule.plateaus]
+    for index, (first, end) in enumerate(zip(starts, [*starts[1:], FOREVER], strict=True)):
+        for operation in decode_plan(schedule, index):
+            if isinstance(operation, ApplyBridge):
+                found.setdefault(operation.bridge.block.first, []).append((operation.bridge, first, end))
+    return found
 
 
 def _packs(answers: Sequence[Answer]) -> Iterator[list[int]]:

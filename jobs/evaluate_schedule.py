@@ -1,6 +1,6 @@
 """Judge schedules and rivals against full depth on held-out prompts, and write a report. Rerun to resume or extend.
 
-python jobs/evaluate_schedule.py --input corpus.parquet --reference-column reference --schedules calibrated/ --output out/
+python jobs/evaluate_schedule.py --input corpus.parquet --schedules calibrated/ --rivals all --output out/quality
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class EvaluateSchedule(BaseModel):
     )
     prompt_format: Literal["chat", "raw"] = Field("chat", description="the model's chat template, or the text alone")
 
-    part: Literal["test", "train", "calibrate", "all"] = Field("test", description="part of the rows, by id, to judge on")
+    part: Literal["test", "train", "calibrate", "all"] = Field(
+        "test", description="part of the rows, by id, to judge on"
+    )
     rows: int = Field(500, ge=2, description="prompts to judge on; raising it later adds to those there")
     calibration_rows: int = Field(64, ge=2, description="prompts of the calibrate part that rivals are solved on")
     seed: int = Field(0, description="which rows are drawn, and of the bootstrap")

@@ -16,7 +16,7 @@ import engine.batch
 from engine import BatchStats, Engine, PromptError, Sampling, Schedule, ScheduleError, decays, orders, recipes
 from engine.sampling import Sampler
 
-Schedules = Callable[[int], st.SearchStrategy[Schedule]]
+Schedules = Callable[..., st.SearchStrategy[Schedule]]
 LAYERS = 5
 NO_SCHEDULE = recipes.skipdecode(LAYERS, warmup=1, max_active=5, min_active=5, horizon=1)
 
@@ -55,7 +55,7 @@ def test_one_prompt_pass_for_all_schedules_gives_what_a_call_for_each_gives(
     temperature: float,
     copies: int,
 ) -> None:
-    several = [None, *data.draw(st.lists(schedules(LAYERS), min_size=1, max_size=3))]
+    several = [None, *data.draw(st.lists(schedules(LAYERS, 32), min_size=1, max_size=3))]
     sampling = Sampling(
         max_new_tokens=14, temperature=temperature, repetition_penalty=1.2, samples_per_prompt=copies, seed=5
     )
@@ -99,7 +99,7 @@ def logits_of(engine_: Engine, prompts: list[list[int]], sampling: Sampling, sch
 def test_a_score_compares_the_logits_of_cached_decoding(
     tiny: Engine, schedules: Schedules, data: st.DataObject, lengths: list[int], seed: int
 ) -> None:
-    schedule = data.draw(schedules(LAYERS))
+    schedule = data.draw(schedules(LAYERS, 32))
     prompts = random_prompts(lengths, seed)
     sampling = Sampling(max_new_tokens=14)
     answers = [list(g.tokens) for prompt in prompts for g in tiny.generate([prompt], sampling)]
