@@ -10,6 +10,7 @@ from itertools import groupby
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from engine.bridge import Bridge, BridgeMap
 from engine.cache import GROWTH, KVCache
@@ -100,7 +101,8 @@ class Batch:
     def run(self) -> BatchStats:
         """Generate every sample to its end."""
         start = time.perf_counter()
-        logits = self._prefill()
+        with record_function("prompts"):
+            logits = self._prefill()
         return self._generate(logits, time.perf_counter() - start)
 
     def run_each(self, ledgers: Sequence[Ledger]) -> list[tuple[Sequence[Sample], BatchStats]]:
@@ -227,12 +229,14 @@ class Batch:
         rotations = self._decoder.rotations(cache.lengths, cache.lengths + 1)
         newest = torch.tensor([sample.tokens[-1] for sample in self._rows], device=self._device)
         x = self._decoder.embed(newest, cache.lengths)
-        x = self._run_plan(plan, x, rotations, attend)
+        with record_function("layers"):
+            x = self._run_plan(plan, x, rotations, attend)
         cache.lengths += running
         cost = self._ledger.plateaus[plateau]
         for group in groups:
             self._executed += (group.rows.stop - group.rows.start) * cost.tokens(group.longest, group.longest)
-        return self._decoder.logits(x)
+        with record_function("head"):
+            return self._decoder.logits(x)
 
     def _row_group(self, rows: range, windows: Collection[int | None]) -> RowGroup:
         longest = max(len(self._rows[row].prompt) + len(self._rows[row].tokens) for row in rows)
@@ -258,7 +262,9 @@ class Batch:
 
     def _extend(self, logits: Tensor, step: int) -> None:
         """Sample a token for every unfinished row."""
-        for sample, token in zip(self._rows, self._sampler.choose(logits, step).tolist(), strict=True):
+        with record_function("sampling"):
+            tokens = self._sampler.choose(logits, step).tolist()
+        for sample, token in zip(self._rows, tokens, strict=True):
             if not sample.finished:
                 sample.tokens.append(token)
                 sample.ended = self._stopping.ends(sample.tokens)

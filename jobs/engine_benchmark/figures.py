@@ -1,0 +1,64 @@
+"""The benchmark's table for the terminal and its chart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.table import Table
+
+SHORT = {"transformers": "hf", "ctranslate2": "ct2"}
+INK, OURS, THEIRS, PALE = "#24292f", "#2f6f4f", "#9aa5b1", "#c9d8cf"
+
+
+def table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
+    """Fits 80 columns."""
+    baselines = list(rows[0]["decode_over"])
+    found = Table(
+        title=title,
+        caption="tok/s: output tokens per second, with prompts and decoding alone; x: decoding over transformers (hf), "
+        "CTranslate2 (ct2), full depth; share: real x / FLOP x; floor: the machine's least time / ours",
+    )
+    found.add_column("contender", no_wrap=True)
+    over = [f"x\n{SHORT[name]}" for name in baselines]
+    headings = ["all\ntok/s", "decode\ntok/s", *over, "FLOP\nx", "real\nx", "\nshare", "\nfloor"]
+    for heading in headings:
+        found.add_column(heading, justify="right")
+    for row in rows:
+        found.add_row(
+            row["name"],
+            f"{row['output_tokens_per_s']:.0f}",
+            f"{row['decode_tokens_per_s']:.0f}",
+            *(f"{row['decode_over'][name]:.2f}" for name in baselines),
+            *(
+                f"{row[key]:.2f}" if key in row else ""
+                for key in ("decode_flop_speedup", "measured_speedup", "realised_share", "share_of_floor")
+            ),
+        )
+    return found
+
+
+def split_line(name: str, split: dict[str, float]) -> str:
+    return f"time at {name}: " + ", ".join(f"{part} {share:.0%}" for part, share in split.items())
+
+
+def write_chart(path: Path, results: Sequence[dict[str, Any]]) -> None:
+    """One panel for each batch size: decode tokens/s, our share of the floor as a paler bar behind."""
+    figure = Figure(figsize=(9, 0.6 + 2.4 * len(results)), layout="constrained")
+    panels = figure.subplots(len(results), 1, squeeze=False)[:, 0]
+    for axes, result in zip(panels, results, strict=True):
+        rows = result["contenders"][::-1]
+        names = [row["name"] for row in rows]
+        rates = [row["decode_tokens_per_s"] for row in rows]
+        limits = [row["decode_tokens_per_s"] / row.get("share_of_floor", float("inf")) for row in rows]
+        axes.barh(names, limits, color=PALE, label="this machine's limit")
+        bars = axes.barh(names, rates, color=[OURS if "measured_speedup" in row else THEIRS for row in rows])
+        axes.bar_label(bars, [f"{rate:.0f}" for rate in rates], padding=4, color=INK)
+        axes.set_title(f"batch {result['batch_size']}", loc="left", fontsize=11, color=INK)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(x=0.1)
+    panels[0].legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1))
+    panels[-1].set_xlabel("output tokens/s while decoding")
+    figure.savefig(path)
