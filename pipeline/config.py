@@ -145,6 +145,19 @@ class JobConfig(GenerationConfig, StorageConfig):
         25.0, ge=0, description="after SIGTERM: seconds for units in flight to finish before they are abandoned"
     )
 
+    audit_fraction: float = Field(
+        0.0, ge=0, le=1, description="share of rows also generated at full depth, to watch quality, such as 0.01"
+    )
+    min_audit_rouge: float | None = Field(
+        None, gt=0, le=1, description="stop, resumably, once audited outputs' ROUGE-L to full depth is surely below"
+    )
+
+    @model_validator(mode="after")
+    def _audits(self) -> Self:
+        if self.min_audit_rouge is not None and not self.audit_fraction:
+            raise ValueError("min_audit_rouge needs an audit_fraction above 0")
+        return self
+
     @model_validator(mode="after")
     def _scales(self) -> Self:
         if self.min_replicas is not None and self.min_replicas > (self.replicas or self.min_replicas):

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from engine import BatchStats, Generation, Sampling, Schedule
+from engine import AnswerScore, BatchStats, Generation, Sampling, Schedule
 from pipeline.errors import one_line
 
 log = logging.getLogger(__name__)
@@ -31,6 +31,13 @@ class Generator(Protocol):
         sample_ids: Sequence[str] | None = None,
         on_batch: Callable[[BatchStats], None] | None = None,
     ) -> Iterator[Generation]: ...
+
+    def score(
+        self,
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[int]],
+        schedules: Sequence[Schedule],
+    ) -> list[list[AnswerScore]]: ...
 
 
 class DeviceBroken(RuntimeError):
