@@ -20,6 +20,7 @@ from engine.sampling import Sampling
 from engine.schedule import Schedule
 from engine.shape import ModelShape
 from engine.stopping import Stopping
+from engine.teacher_forcing import Answer, AnswerPass
 from engine.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -107,6 +108,10 @@ class Engine:
     def shape(self) -> ModelShape:
         return self._decoder.shape
 
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
     def generate(
         self,
         prompts: Sequence[str | Sequence[int]],
@@ -142,9 +147,11 @@ class Engine:
         if len(ids) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts need as many sample_ids, got {len(ids)}")
         samples = self._samples(prompts, ids, sampling)
-        return self._run(samples, Ledger(self.shape, schedule), self._compile(schedule), sampling, batch_size, on_batch)
+        return self._run(
+            samples, Ledger(self.shape, schedule), self.compiled_bridges(schedule), sampling, batch_size, on_batch
+        )
 
-    def _compile(self, schedule: Schedule) -> Mapping[Bridge, BridgeMap]:
+    def compiled_bridges(self, schedule: Schedule) -> Mapping[Bridge, BridgeMap]:
         """The schedule's bridges on this device; those of the schedule before are kept where they are the same."""
         with torch.inference_mode():
             self._bridges = {
@@ -152,6 +159,10 @@ class Engine:
                 for bridge in schedule.bridges.values()
             }
         return self._bridges
+
+    def teacher_forced(self, answers: Sequence[Answer]) -> AnswerPass:
+        """Known answers to prompts, ready to be passed through the layers under any schedule."""
+        return AnswerPass(self._decoder, self._kernels, self._device, answers)
 
     def _samples(self, prompts: Sequence[str | Sequence[int]], ids: Sequence[str], sampling: Sampling) -> list[Sample]:
         """All samples, longest prompt first, those of one prompt side by side."""
