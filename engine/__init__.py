@@ -10,9 +10,9 @@ from engine.errors import ModelError, PromptError, ScheduleError
 from engine.flops import Ledger
 from engine.sampling import Sampling
 from engine.schedule import Plateau, Schedule
+from engine.scoring import AnswerScore
 from engine.shape import ModelShape
 from engine.target import decode_flop_speedup, for_target_speedup
-from engine.teacher_forcing import AnswerScore
 from engine.tokenizer import Tokenizer
 from engine.unit import Block, Unit
 

@@ -19,9 +19,10 @@ from engine.flops import Ledger
 from engine.kernels import Kernels, kernels_for
 from engine.sampling import Sampling
 from engine.schedule import Schedule
+from engine.scoring import AnswerScore, score, similarity
 from engine.shape import ModelShape
 from engine.stopping import Stopping
-from engine.teacher_forcing import Answer, AnswerScore, TeacherForcing
+from engine.teacher_forcing import Answer, AnswerPass
 from engine.tokenizer import Tokenizer
 from engine.unit import Unit
 
@@ -110,6 +111,10 @@ class Engine:
     def shape(self) -> ModelShape:
         return self._decoder.shape
 
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
     def generate(
         self,
         prompts: Sequence[str | Sequence[int]],
@@ -139,7 +144,7 @@ class Engine:
         sampling = sampling or Sampling()
         ledger = self._ledger(schedule)
         samples = self._samples(prompts, sample_ids, sampling, batch_size)
-        return self._run(samples, ledger, self._compile([ledger.schedule]), sampling, batch_size, on_batch)
+        return self._run(samples, ledger, self.compiled_bridges(ledger.schedule), sampling, batch_size, on_batch)
 
     def generate_each(
         self,
@@ -159,7 +164,7 @@ class Engine:
         sampling = sampling or Sampling()
         ledgers = [self._ledger(schedule) for schedule in schedules]
         samples = self._samples(prompts, sample_ids, sampling, batch_size)
-        bridges = self._compile([ledger.schedule for ledger in ledgers])
+        bridges = self.compiled_bridges(*(ledger.schedule for ledger in ledgers))
         return self._run_each(samples, ledgers, bridges, sampling, batch_size, on_batch)
 
     def generate_with_exits(
@@ -193,7 +198,7 @@ class Engine:
         """Mean cosine similarity of every unit's input and output at full depth, over the decode steps of answers."""
         pairs = [Answer(prompt, tokens) for prompt, tokens in zip(prompts, answers, strict=True)]
         with torch.inference_mode():
-            return TeacherForcing(self._decoder, self._kernels, self._device).similarity(pairs)
+            return similarity(self.teacher_forced, pairs, self.shape.layers)
 
     def score(
         self,
@@ -220,15 +225,15 @@ class Engine:
             raise PromptError("a prompt is empty")
         pairs = [Answer(prompt, tokens) for prompt, tokens in zip(prompts, answers, strict=True)]
         with torch.inference_mode():
-            forcing = TeacherForcing(self._decoder, self._kernels, self._device, self._compile(schedules))
-            return forcing.score(pairs, schedules)
+            bridges = self.compiled_bridges(*schedules)
+            return score(self.teacher_forced, pairs, schedules, bridges, self.shape.layers)
 
     def _ledger(self, schedule: Schedule | None) -> Ledger:
         schedule = schedule or Schedule.full_depth(self.shape.layers)
         schedule.check_fits(self.shape)
         return Ledger(self.shape, schedule)
 
-    def _compile(self, schedules: Sequence[Schedule]) -> Mapping[Bridge, BridgeMap]:
+    def compiled_bridges(self, *schedules: Schedule) -> Mapping[Bridge, BridgeMap]:
         """The schedules' bridges on this device; those of the call before are kept where they are the same."""
         with torch.inference_mode():
             self._bridges = {
@@ -237,6 +242,10 @@ class Engine:
                 for bridge in schedule.bridges.values()
             }
         return self._bridges
+
+    def teacher_forced(self, answers: Sequence[Answer]) -> AnswerPass:
+        """Known answers to prompts, ready to be passed through the layers under any schedule."""
+        return AnswerPass(self._decoder, self._kernels, self._device, answers)
 
     def _samples(
         self,

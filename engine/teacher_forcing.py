@@ -1,239 +1,196 @@
-"""Score schedules on answers that full depth has written: how far each next-token distribution moves.
+"""Teacher forcing: known answers go through the layers in one pass, each token as decoding would have run it.
 
-Active sets are nested, so a token attends, in any layer it runs, only to tokens that ran it too. One teacher-forced
-pass over whole answers is therefore exact: each unit runs on the tokens that it is active for, under a plain causal
-mask, and leaves the others as they are. Prompts run at full depth, once for all schedules.
+Active sets only shrink along an answer, so the tokens of an answer that run a unit are its first ones, and each attends
+to all that came before it. One pass is therefore exactly what decoding under the schedule computes, without its steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.bridge import Bridge, BridgeMap
-from engine.decoder import Decoder, Rotations
+from engine.decoder import Decoder
 from engine.kernels import Kernels
-from engine.plan import ApplyBridge, decode_plan
+from engine.plan import ApplyBridge, Operation, decode_plan, prompt_plan
 from engine.schedule import Schedule
 from engine.shape import AttentionKind
 from engine.unit import Unit, all_units
 
-PACK_TOKENS = 1024  # answer tokens scored together: bounds the logits that are held, a vocabulary each
-KL_TOKENS = 128  # of them compared at a time
-FOREVER = 2**62  # a step that none reaches
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerScore:
-    """One answer under one schedule. An answer of g tokens has g - 1 decode steps; step t predicts token t + 1."""
-
-    kl: tuple[float, ...]  # KL divergence of the schedule's distribution from full depth's, KL(full || schedule), nats
-    agrees: tuple[bool, ...]  # whether both find the same token likeliest
+PROMPT_TOKENS = 2048  # of prompts that run in one pass: bounds its activations
+LOGIT_TOKENS = 512  # tokens whose logits are computed at a time: bounds memory
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A prompt and the tokens that full depth generated for it, at least two."""
+    """A prompt and all tokens that were generated for it."""
 
     prompt: Sequence[int]
     tokens: Sequence[int]
 
     @property
-    def steps(self) -> int:
+    def passes(self) -> int:
+        """Decode passes: every token but the last is fed back."""
         return len(self.tokens) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """What a pack of answers looks like at full depth."""
+class AnswerPass:
+    """Passes over the answers of some samples, after their prompts ran once at full depth.
 
-    log_probabilities: Tensor  # [S, vocab] of the S decode steps of all answers, answer by answer
-    prompt_keys: list[list[tuple[Tensor, Tensor]]]  # [layer][answer]: keys and values [n, kv_heads, head_dim]
+    The N tokens of a pass are those fed back, answer after answer. Keys and values of the prompts are kept: 2 x prompt
+    tokens x kv_heads x head_dim numbers per layer.
+    """
 
+    def __init__(self, decoder: Decoder, kernels: Kernels, device: torch.device, answers: Sequence[Answer]) -> None:
+        """Runs the prompts. Answers need two tokens or more: the first comes from the prompt pass."""
+        self._decoder, self._kernels, self._device = decoder, kernels, device
+        self.answers = answers
+        passes = torch.tensor([answer.passes for answer in answers])
+        self.sample = torch.arange(len(answers)).repeat_interleave(passes)  # [N]: whose token
+        self.step = torch.cat([torch.arange(count) for count in passes.tolist()])  # [N]: decode step
+        self.next_token = torch.tensor([token for answer in answers for token in answer.tokens[1:]])  # [N]: the label
+        prompt = torch.tensor([len(answer.prompt) for answer in answers])
+        positions = (prompt[self.sample] + self.step).to(device)
+        fed = torch.tensor([token for answer in answers for token in answer.tokens[:-1]], device=device)
+        self._prompts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(decoder.shape.layers)]
+        for group in _by_length(answers):
+            self._run_prompts([answer.prompt for answer in group])
+        self._embedded = decoder.embed(fed, positions)
+        self._positions = positions
 
-class TeacherForcing:
-    """Scores packs of answers with one model."""
+    @property
+    def tokens(self) -> int:
+        """N."""
+        return len(self.step)
 
-    def __init__(
+    def hidden(
         self,
-        decoder: Decoder,
-        kernels: Kernels,
-        device: torch.device,
-        bridges: Mapping[Bridge, BridgeMap] | None = None,
-    ) -> None:
-        """`bridges` holds those of every schedule to be scored, compiled."""
-        self._decoder, self._kernels, self._device, self._bridges = decoder, kernels, device, bridges or {}
+        schedule: Schedule,
+        bridges: Mapping[Bridge, BridgeMap],
+        start: tuple[int, Tensor] | None = None,
+        observe: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:
+        """Hidden states [N, hidden] after the last layer.
 
-    def score(self, answers: Sequence[Answer], schedules: Sequence[Schedule]) -> list[list[AnswerScore]]:
-        """[schedule][answer]: answers with fewer than two tokens have empty scores."""
-        scores = [[AnswerScore((), ())] * len(answers) for _ in schedules]
-        for pack in _packs(answers):
-            chosen = [answers[index] for index in pack]
-            reference = self._full_depth(chosen)
-            for row, schedule in zip(scores, schedules, strict=True):
-                logits = self._scheduled(chosen, reference, schedule)
-                for index, score in zip(pack, _compare(chosen, reference.log_probabilities, logits), strict=True):
-                    row[index] = score
-        return scores
+        Args:
+            schedule: whose plateaus decide what each token runs.
+            bridges: its bridges on this device.
+            start: (place of a unit, hidden states [N, hidden] before it) to go on from; default the embeddings.
+            observe: called with the place of each unit and the hidden states [N, hidden] before it, and with 2L at the
+                end. It must not change them.
+        """
+        plateaus = [schedule.plateau_at(int(step)) for step in range(int(self.step.max()) + 1)]
+        plateau = torch.tensor(plateaus)[self.step]  # [N]
+        plans = [_by_place(decode_plan(schedule, index)) for index in range(max(plateaus) + 1)]
+        place, x = start or (0, self._embedded)
+        for unit in all_units(schedule.layers)[place:]:
+            if observe is not None:
+                observe(unit.place, x)
+            for operation in {plan.get(unit.place) for plan in plans} - {None}:
+                assert operation is not None
+                running = torch.tensor([plan.get(unit.place) == operation for plan in plans])
+                rows = running[plateau].nonzero()[:, 0].to(self._device)
+                x = self._run(operation, x, rows, bridges)
+        if observe is not None:
+            observe(2 * schedule.layers, x)
+        return x
 
-    def similarity(self, answers: Sequence[Answer]) -> dict[Unit, float]:
-        """Mean cosine similarity of each unit's input and output over all decode steps, at full depth."""
-        sums: dict[Unit, float] = {}
+    def logits(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Logits [n, vocab] of hidden states [N, hidden], a slice of the tokens at a time."""
+        for first in range(0, len(x), LOGIT_TOKENS):
+            part = slice(first, min(first + LOGIT_TOKENS, len(x)))
+            yield part, self._decoder.logits(x[part])
 
-        def observe(unit: Unit, before: Tensor, after: Tensor) -> None:
-            sums[unit] = sums.get(unit, 0.0) + float(F.cosine_similarity(before, after, dim=-1).sum())
+    def _run(self, operation: Operation, x: Tensor, rows: Tensor, bridges: Mapping[Bridge, BridgeMap]) -> Tensor:
+        """Hidden states [N, hidden] after an operation on some rows."""
+        if len(rows) == 0:
+            return x
+        whole = len(rows) == len(x)
+        part = x if whole else x[rows]
+        if isinstance(operation, ApplyBridge):
+            part = bridges[operation.bridge](part)
+        elif operation.unit.kind == "m":
+            part = self._decoder.mlp(operation.unit.layer, part)
+        else:
+            owners = self.sample[rows.cpu()]
+            counts = torch.bincount(owners, minlength=len(self.answers)).tolist()
 
-        for pack in _packs(answers):
-            self._full_depth([answers[index] for index in pack], observe)
-        steps = sum(max(0, answer.steps) for answer in answers)
-        return {unit: total / steps for unit, total in sums.items()}
+            def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                kind, outputs, first = self._decoder.shape.attention_kind(layer), [], 0
+                for (prompt_k, prompt_v), count in zip(self._prompts[layer], counts, strict=True):
+                    ours = slice(first, first + count)
+                    keys, values = torch.cat([prompt_k, k[ours]]), torch.cat([prompt_v, v[ours]])
+                    outputs.append(continued_attention(q[ours], keys, values, kind))
+                    first += count
+                return torch.cat(outputs)
 
-    def _full_depth(
-        self, answers: Sequence[Answer], observe: Callable[[Unit, Tensor, Tensor], None] | None = None
-    ) -> Reference:
-        """The reference; `observe` is shown each unit's input and output for the answers' tokens, [S, hidden]."""
-        texts = [[*answer.prompt, *answer.tokens[:-1]] for answer in answers]
-        spans = _spans([len(text) for text in texts])
-        kept: list[list[tuple[Tensor, Tensor]]] = []
+            positions = self._positions[rows]
+            rotations = self._decoder.rotations(positions, positions + 1)
+            part = self._decoder.attention(operation.unit.layer, part, rotations, attend)
+        return part if whole else x.index_copy(0, rows, part)
+
+    def _run_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Keep the keys and values [n, kv_heads, head_dim] of some prompts, for each layer."""
+        shape, lengths = self._decoder.shape, torch.tensor([len(prompt) for prompt in prompts])
+        ends = lengths.cumsum(0).tolist()
+        spans = list(zip([0, *ends], ends, strict=False))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            ends = [start + len(answer.prompt) for (start, _), answer in zip(spans, answers, strict=True)]
-            prompts = [slice(start, end) for (start, _), end in zip(spans, ends, strict=True)]
-            kept.append([(k[prompt].clone(), v[prompt].clone()) for prompt in prompts])
-            kind = self._decoder.shape.attention_kind(layer)
+            # Copies: a view of the fused projection would keep the queries too.
+            self._prompts[layer] += [(k[a:b].clone(), v[a:b].clone()) for a, b in spans]
+            kind = shape.attention_kind(layer)
             return torch.cat([self._kernels.prompt_attention(q[a:b], k[a:b], v[a:b], kind) for a, b in spans])
 
-        positions = self._tensor([position for text in texts for position in range(len(text))])
-        # A prompt token is computed when the sequence is as long as the prompt, an answer token when it is the last.
-        lengths = [max(i + 1, len(a.prompt)) for a, text in zip(answers, texts, strict=True) for i in range(len(text))]
-        rotations = self._decoder.rotations(positions, self._tensor(lengths))
-        x = self._decoder.embed(self._tensor([token for text in texts for token in text]), positions)
-        answered = self._tensor([i for (_, b), a in zip(spans, answers, strict=True) for i in range(b - a.steps, b)])
-        for unit in all_units(self._decoder.shape.layers):
-            before, x = x, self._run(unit, x, rotations, attend)
-            if observe is not None:
-                observe(unit, before[answered], x[answered])
-        logits = self._decoder.logits(x[answered])
-        return Reference(logits.float().log_softmax(-1), kept)
-
-    def _scheduled(self, answers: Sequence[Answer], reference: Reference, schedule: Schedule) -> Tensor:
-        """Logits [S, vocab] of every decode step."""
-        steps = self._tensor([step for answer in answers for step in range(answer.steps)])
-        positions = self._tensor([len(a.prompt) + step for a in answers for step in range(a.steps)])
-        rotations = self._decoder.rotations(positions, positions + 1)
-        x = self._decoder.embed(self._tensor([token for answer in answers for token in answer.tokens[:-1]]), positions)
-        retired, bridged = _first_skipped(schedule), _bridges(schedule)
-        for unit in all_units(schedule.layers):
-            for bridge, first, end in bridged.get(unit, ()):
-                crosses = (steps >= first) & (steps < end)
-                x = x.clone()
-                x[crosses] = self._bridges[bridge](x[crosses])
-            until = retired.get(unit)
-            if until is None:
-                x = self._run(unit, x, rotations, self._attend_answers(answers, reference, None))
-            elif until > 0 and bool((runs := steps < until).any()):
-                some = tuple(rotation[runs] for rotation in rotations)
-                x = x.clone()
-                x[runs] = self._run(unit, x[runs], some, self._attend_answers(answers, reference, until))
-        return self._decoder.logits(x)
-
-    def _run(self, unit: Unit, x: Tensor, rotations: Rotations, attend: Callable[..., Tensor]) -> Tensor:
-        if unit.kind == "a":
-            return self._decoder.attention(unit.layer, x, rotations, attend)
-        return self._decoder.mlp(unit.layer, x)
-
-    def _attend_answers(
-        self, answers: Sequence[Answer], reference: Reference, until: int | None
-    ) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
-        """Attention of the first `until` steps of every answer to their prompt and to each other."""
-        counts = [answer.steps if until is None else min(answer.steps, until) for answer in answers]
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            kind = self._decoder.shape.attention_kind(layer)
-            prompts = reference.prompt_keys[layer]
-            return torch.cat(
-                [
-                    _continued_attention(q[a:b], torch.cat([keys, k[a:b]]), torch.cat([values, v[a:b]]), kind)
-                    for (a, b), (keys, values) in zip(_spans(counts), prompts, strict=True)
-                ]
-            )
-
-        return attend
-
-    def _tensor(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=self._device)
+        positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts]).to(self._device)
+        rotations = self._decoder.rotations(positions, lengths.repeat_interleave(lengths).to(self._device))
+        tokens = torch.tensor([token for prompt in prompts for token in prompt], device=self._device)
+        x = self._decoder.embed(tokens, positions)
+        for operation in prompt_plan(Schedule.full_depth(shape.layers)):
+            assert not isinstance(operation, ApplyBridge)
+            if operation.unit.kind == "a":
+                x = self._decoder.attention(operation.unit.layer, x, rotations, attend)
+            else:
+                x = self._decoder.mlp(operation.unit.layer, x)
 
 
-def _continued_attention(q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
-    """The last m tokens of a sequence attend causally to all n: q [m, heads, head_dim], k, v [n, kv_heads, head_dim].
+def continued_attention(q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
+    """Causal attention of the last m of n tokens.
+
+    Args:
+        q: [m, heads, head_dim].
+        k, v: [n, kv_heads, head_dim].
+        kind: the layer's scale, window and soft cap.
 
     Returns:
         [m, heads * head_dim].
     """
-    m, n, heads = len(q), len(k), q.shape[1]
-    age = torch.arange(n - m, n, device=q.device)[:, None] - torch.arange(n, device=q.device)  # of a key, for a query
-    unseen = (age < 0) | (age >= (kind.window or n))
-    grouped = q.transpose(0, 1).reshape(k.shape[1], -1, q.shape[2])  # [kv_heads, group * m, head_dim]
-    scores = torch.bmm(grouped, k.permute(1, 2, 0)) * kind.scale
+    m, n, kv_heads = len(q), len(k), k.shape[1]
+    grouped = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [kv_heads, group, m, head_dim]
+    scores = grouped @ k.permute(1, 2, 0).unsqueeze(1) * kind.scale  # [kv_heads, group, m, n]
     if kind.softcap is not None:
         scores = torch.tanh(scores / kind.softcap) * kind.softcap
-    scores = scores.view(-1, m, n).masked_fill(unseen, -torch.inf).float().softmax(-1).to(v.dtype)
-    out = torch.bmm(scores.view(k.shape[1], -1, n), v.transpose(0, 1))
-    return out.view(heads, m, -1).transpose(0, 1).reshape(m, -1)
+    age = torch.arange(n - m, n, device=q.device)[:, None] - torch.arange(n, device=q.device)
+    seen = (age >= 0) & (age < (kind.window or n))
+    weights = scores.masked_fill(~seen, -torch.inf).float().softmax(-1).to(v.dtype)
+    out: Tensor = weights @ v.transpose(0, 1).unsqueeze(1)  # [kv_heads, group, m, head_dim]
+    return out.permute(2, 0, 1, 3).flatten(1)
 
 
-def _compare(answers: Sequence[Answer], reference: Tensor, logits: Tensor) -> Iterator[AnswerScore]:
-    kl, agrees = [], []
-    for ours, full in zip(logits.split(KL_TOKENS), reference.split(KL_TOKENS), strict=True):
-        log_probabilities = ours.float().log_softmax(-1)
-        kl += (full.exp() * (full - log_probabilities)).sum(-1).clamp_min(0).tolist()
-        agrees += (ours.argmax(-1) == full.argmax(-1)).tolist()
-    for start, end in _spans([answer.steps for answer in answers]):
-        yield AnswerScore(tuple(kl[start:end]), tuple(agrees[start:end]))
+def _by_length(answers: Sequence[Answer]) -> Iterator[list[Answer]]:
+    """Neighbouring answers whose prompts make up `PROMPT_TOKENS` together, or a longer one alone."""
+    group: list[Answer] = []
+    for answer in answers:
+        if group and sum(len(other.prompt) for other in (*group, answer)) > PROMPT_TOKENS:
+            yield group
+            group = []
+        group.append(answer)
+    yield group
 
 
-def _first_skipped(schedule: Schedule) -> dict[Unit, int]:
-    """The step from which on each skipped unit no longer runs."""
-    steps: dict[Unit, int] = {}
-    for plateau in schedule.plateaus:
-        for unit in schedule.skip_order[: plateau.skipped]:
-            steps.setdefault(unit, plateau.first_step)
-    return steps
-
-
-def _bridges(schedule: Schedule) -> dict[Unit, list[tuple[Bridge, int, int]]]:
-    """By the first unit that they replace: bridges, and the steps [first, end) of the plateaus that apply them."""
-    found: dict[Unit, list[tuple[Bridge, int, int]]] = {}
-    starts = [plateau.first_step for plateau in schedule.plateaus]
-    for index, (first, end) in enumerate(zip(starts, [*starts[1:], FOREVER], strict=True)):
-        for operation in decode_plan(schedule, index):
-            if isinstance(operation, ApplyBridge):
-                found.setdefault(operation.bridge.block.first, []).append((operation.bridge, first, end))
-    return found
-
-
-def _packs(answers: Sequence[Answer]) -> Iterator[list[int]]:
-    """Indices of answers that are scored together; those without a decode step are left out."""
-    pack: list[int] = []
-    tokens = 0
-    for index, answer in enumerate(answers):
-        if answer.steps < 1:
-            continue
-        if pack and tokens + answer.steps > PACK_TOKENS:
-            yield pack
-            pack, tokens = [], 0
-        pack.append(index)
-        tokens += answer.steps
-    if pack:
-        yield pack
-
-
-def _spans(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Where sequences of these lengths start and end when laid end to end."""
-    ends = list(accumulate(lengths))
-    return list(zip([0, *ends], ends, strict=False))
+def _by_place(plan: Sequence[Operation]) -> dict[int, Operation]:
+    """Operations by the place where they come in running order."""
+    first: Callable[[Operation], Unit] = lambda op: op.bridge.block.first if isinstance(op, ApplyBridge) else op.unit  # noqa: E731
+    return {first(operation).place: operation for operation in plan}
