@@ -20,6 +20,7 @@ from rich.table import Table
 from engine import Engine, ModelShape, Sampling, Schedule, ScheduleError, describe, model_identity
 from engine.tokenizer import Tokenizer
 from evaluation.bootstrap import Bootstrap, Estimate
+from evaluation.bridged_rivals import bridged_rivals
 from evaluation.contender import Contender
 from evaluation.figures import Figures, combined, figures, read_outputs, worst
 from evaluation.report import REPORT_FILE, Section, render
@@ -65,6 +66,8 @@ class EvaluateSchedule(BaseModel):
     )
     rows: int = Field(500, ge=2, description="prompts to judge on; raising it later adds to those there")
     calibration_rows: int = Field(64, ge=2, description="prompts of the calibrate part that rivals are solved on")
+    bridged_rivals: bool = Field(False, description="also judge rivals whose skipped blocks are given bridges")
+    bridge_rows: int = Field(256, ge=20, description="prompts of the calibrate part that these bridges are fitted on")
     seed: int = Field(0, description="which rows are drawn, and of the bootstrap")
 
     model: str = Field("smollm2-135m-instruct", description="as for the other jobs")
@@ -81,7 +84,7 @@ class EvaluateSchedule(BaseModel):
             raise ValueError(f"rival {unknown[0]!r} is not known: known are {', '.join(RIVALS)}, all")
         if any(target <= 1 for target in self.target_speedups):
             raise ValueError(f"target_speedups must be above 1, got {self.target_speedups}")
-        if not self.schedules and not self.rivals:
+        if not self.schedules and not self.rivals and not self.bridged_rivals:
             raise ValueError("name something to judge: schedules, rivals, or both")
         return self
 
@@ -98,11 +101,17 @@ def evaluate(config: EvaluateSchedule) -> None:
     named = read_schedules(config.schedules, shape)
     tokenizer = Tokenizer.load(config.model)
     prompts = read_prompts(config, config.part, config.rows, tokenizer, shape)
-    held_back = read_prompts(config, "calibrate", config.calibration_rows, tokenizer, shape) if config.rivals else []
+    needed = max(config.bridge_rows * config.bridged_rivals, config.calibration_rows * bool(config.rivals))
+    held_back = read_prompts(config, "calibrate", needed, tokenizer, shape) if needed else []
     sampling = Sampling(max_new_tokens=config.max_new_tokens)
     engine = Engine.load(config.model, config.device, config.dtype, config.threads)
     contenders = [Contender.full_depth(shape.layers), *named]
+    if config.bridged_rivals:
+        log.info("fitting the rivals' bridges on %d calibration prompts", len(held_back))
+        calibration = Calibration.measure(engine, sampling, [prompt.tokens for prompt in held_back])
+        contenders += bridged_rivals(config.target_speedups, calibration)
     if config.rivals:
+        held_back = held_back[: config.calibration_rows]
         log.info("solving rivals on %d calibration prompts", len(held_back))
         calibration = Calibration.measure(engine, sampling, [prompt.tokens for prompt in held_back])
         wanted = list(RIVALS) if "all" in config.rivals else config.rivals
