@@ -34,7 +34,7 @@ def bridged_rivals(targets: Sequence[float], calibration: Calibration) -> Iterat
         "Unified Layer Skipping": (orders.evenly_spaced(layers), decays.constant, 0),
         "SkipDecode": (
             orders.lowest_first(layers, SKIPDECODE_WARMUP),
-            lambda floor: decays.linear(0, floor, horizon),
+            lambda floor: decays.linear(floor // 2, floor, horizon),
             horizon,
         ),
     }

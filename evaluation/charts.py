@@ -65,7 +65,7 @@ def frontier(found: Sequence[Figures], styles: Styles, whole_sample: bool) -> st
             _line(axes, name, sorted(points), styles)
         axes.axhline(1, color=PALE, linewidth=1, zorder=1)
         axes.set_xlabel(f"{'whole-sample' if whole_sample else 'decode'} FLOP speed-up")
-        axes.set_ylim(-0.03, 1.1)
+        axes.set_ylim(-0.03, 1.12)
         axes.set_xlim(left=0.98)
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)

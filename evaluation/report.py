@@ -71,7 +71,7 @@ def _quality(each: Figures) -> float:
 
 
 def _estimate(value: Estimate | None) -> str:
-    return "-" if value is None else f"{value.value:.3f}\n{value.low:.3f} to {value.high:.3f}"
+    return "-" if value is None else f"{value.value:.3f}\n{value.low:.3f} {value.high:.3f}"
 
 
 def _bare(value: Estimate | float | None) -> str:

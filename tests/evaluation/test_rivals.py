@@ -28,11 +28,11 @@ def test_a_rival_meets_its_target_and_no_milder_one_would(calibration: Calibrati
         assert isinstance(schedule, Schedule)
         assert (rival.target, rival.is_rival) == (target, True)
         assert decode_flop_speedup(calibration.shape, schedule, calibration.lengths) >= target
-        group = 1 if name == "adaskip" else 2  # units
-        floor = schedule.plateaus[-1].skipped
-        plateaus = tuple(Plateau(p.first_step, min(p.skipped, floor - group)) for p in schedule.plateaus)
+        # One unit or layer less at each step does not.
+        group = 1 if name == "adaskip" else 2
+        plateaus = tuple(Plateau(p.first_step, max(0, p.skipped - group)) for p in schedule.plateaus)
         milder = Schedule(schedule.layers, schedule.skip_order, plateaus)
-        assert decode_flop_speedup(calibration.shape, milder, calibration.lengths) < target * 1.03
+        assert decode_flop_speedup(calibration.shape, milder, calibration.lengths) < target
 
 
 def test_skipdecode_takes_the_warm_up_with_the_lowest_kl(calibration: Calibration) -> None:
