@@ -44,6 +44,7 @@ def look(config: InspectRun) -> Inspection:
     storage = config.storage(config.output)
     found = inspect(storage)
     console = Console()
+    console.print(f"{found.output}: {found.state}", soft_wrap=True, markup=False, highlight=False)
     console.print(_table(found))
     for unit in found.failed[:MOST_SHOWN]:
         rows = f"rows {unit.start} to {unit.start + unit.rows - 1} of {unit.path}"
@@ -67,7 +68,7 @@ def look(config: InspectRun) -> Inspection:
 
 
 def _table(found: Inspection) -> Table:
-    table = Table(show_header=False, title=f"{found.output}: {found.state}", title_justify="left")
+    table = Table(show_header=False)
     totals = found.totals
     table.add_row("run", str(found.run["fingerprint"]))
     table.add_row("committed", f"{totals.rows:,} of {found.rows:,} rows in {len(found.commits):,} units")

@@ -12,7 +12,7 @@ import engine
 from engine import Schedule
 from pipeline.commit import COMMITS, DATA, SUCCESS_FILE
 from pipeline.config import JobConfig
-from pipeline.errors import JobError
+from pipeline.errors import JobError, one_line
 from pipeline.failed import FAILED
 from pipeline.plan import Plan
 from pipeline.report import REPORT_FILE
@@ -67,9 +67,11 @@ def read_run(storage: Storage) -> dict[str, Any] | None:
         return None
     try:
         record = json.loads(content)
-    except ValueError as error:
-        raise JobError(f"{RUN_FILE} of {storage.url!r} is damaged ({error}): discard the run with --fresh") from error
-    return dict(record)
+        return {"fingerprint": record["fingerprint"], **record}
+    except (ValueError, TypeError, KeyError) as error:
+        raise JobError(
+            f"{RUN_FILE} of {storage.url!r} is damaged ({one_line(error)}): discard the run with --fresh"
+        ) from error
 
 
 def claim_name(record: dict[str, Any]) -> str:
