@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipeline.errors import JobError
+from pipeline.errors import JobError, one_line
 from pipeline.storage import Storage
 from pipeline.unit import WorkUnit
 
@@ -80,7 +80,7 @@ class Commit:
     size: int  # in bytes
     path: str  # of the input file
     start: int
-    run: str = ""  # fingerprint
+    run: str = ""  # its claim on the output
     totals: Totals = field(default_factory=Totals)
 
     def to_json(self) -> bytes:
@@ -132,10 +132,7 @@ def commit_unit(
         raise JobError(f"{name} of {storage.url!r} was refused as existing, yet is not there: who deletes it?")
     held = Commit.from_json(standing)
     if held.run != run:
-        raise JobError(
-            f"{name} of {storage.url!r} is by run {held.run}, this is {run}: a process of that run still writes "
-            "here; end it, then start this job with --fresh"
-        )
+        raise _foreign(storage, held, run)
     return held
 
 
@@ -143,11 +140,34 @@ def checksum(content: bytes) -> str:
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
-def read_commits(storage: Storage) -> list[Commit]:
-    """All commits of an output, by unit."""
+def read_commits(storage: Storage, run: str | None = None) -> list[Commit]:
+    """All commits of an output, by unit. Raises JobError if one is by another run than `run`, or is no commit."""
+    names = storage.names(COMMITS, ".json")
     with ThreadPoolExecutor(LISTING_THREADS) as pool:
-        contents = list(pool.map(storage.read, storage.names(COMMITS, ".json")))
-    return [Commit.from_json(content) for content in contents if content is not None]
+        commits = list(pool.map(lambda name: _read_commit(storage, name), names))
+    for commit in commits:
+        if run is not None and commit.run != run:
+            raise _foreign(storage, commit, run)
+    return commits
+
+
+def _read_commit(storage: Storage, name: str) -> Commit:
+    content = storage.read(name)
+    if content is None:
+        raise JobError(f"{name} of {storage.url!r} was listed, yet is not there: who deletes it?")
+    try:
+        return Commit.from_json(content)
+    except (ValueError, TypeError, KeyError) as error:
+        raise JobError(
+            f"{name} of {storage.url!r} is no commit record ({one_line(error)}): delete it, and its unit is done again"
+        ) from error
+
+
+def _foreign(storage: Storage, commit: Commit, run: str) -> JobError:
+    return JobError(
+        f"the commit of unit {commit.unit} in {storage.url!r} is by run {commit.run}, this is {run}: a process of "
+        "that run still wrote here; end it, then start this job with --fresh"
+    )
 
 
 def sweep_orphans(storage: Storage, commits: Iterable[Commit]) -> int:
