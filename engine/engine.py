@@ -103,7 +103,7 @@ class Engine:
         config: Any = checkpoint.read_config(str(directory))
         chosen = kernels or kernels_for(where, precision)
         family = family_of(config)
-        with torch.inference_mode():
+        with torch.no_grad():  # no inference tensors: bridges are trained through these weights
             weights = checkpoint.Weights(directory, precision)
             decoder = family.decoder(config, family.shape(config), weights, chosen, where)
         return cls(decoder, Tokenizer(directory), chosen, precision, where)

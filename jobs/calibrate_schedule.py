@@ -28,9 +28,9 @@ from pipeline.errors import JobError
 from pipeline.fit import longest_prompt
 from pipeline.rows import TOKENS
 from pipeline.sample_prompts import sample_prompts
+from pipeline.stage_progress import StageProgress
 
 PROGRAM = "calibrate_schedule.py"
-SAY_EVERY_S = 10
 
 log = logging.getLogger("jobs.calibrate_schedule")
 
@@ -53,23 +53,6 @@ class CalibrateSchedule(AnswerConfig):
     threads: int | None = Field(None, ge=1, description="CPU threads; default torch's own choice")
 
 
-class Progress:
-    """Says every few seconds how far a stage is, how fast it goes and how long it still takes."""
-
-    def __init__(self) -> None:
-        self._stage, self._start, self._said = "", 0.0, 0.0
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if stage != self._stage:
-            self._stage, self._start, self._said = stage, now, now
-            log.info("%s: %d", stage, total)
-        elif now - self._said >= SAY_EVERY_S or done == total:
-            rate = done / max(now - self._start, 1e-9)
-            log.info("%s: %d of %d, %.1f/s, %.0f s left", stage, done, total, rate, (total - done) / rate)
-            self._said = now
-
-
 def main() -> int:
     command_line.log_to_stderr()
     config = command_line.parse(CalibrateSchedule, PROGRAM)
@@ -77,7 +60,7 @@ def main() -> int:
 
 
 def calibrate(config: CalibrateSchedule) -> None:
-    start, progress = time.monotonic(), Progress()
+    start, progress = time.monotonic(), StageProgress(log)
     output = Path(config.output)
     _check_output(output)
     model = Engine.load(config.model, device=config.device, dtype=config.dtype, threads=config.threads)
