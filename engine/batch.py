@@ -56,9 +56,14 @@ class BatchStats:
     generated_tokens: int
     steps: int
     flops_padding: int
-    cache_bytes: int  # most memory the key/value cache took
+    cache_course: tuple[int, ...]  # bytes of the key/value cache after the prompts, then in each decode pass
     prefill_seconds: float
     decode_seconds: float
+
+    @property
+    def cache_bytes(self) -> int:
+        """Most memory the key/value cache took."""
+        return max(self.cache_course)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +100,7 @@ class Batch:
         longest = max(len(sample.prompt) + min(sample.limit, GROWTH) for sample in samples)
         cached = _attention_layers(ledger.schedule.active(0))
         self._cache = KVCache(decoder.shape, cached, len(samples), longest, dtype, device)
-        self._cache_bytes = self._cache.bytes
+        self._cache_course = [self._cache.bytes]
         self._executed = 0  # decode FLOPs really spent, padding included
 
     def run(self) -> BatchStats:
@@ -125,7 +130,7 @@ class Batch:
         fork._rows = list(fork.samples)
         fork._sampler = fork._make_sampler()
         fork._cache = self._cache.copy(_attention_layers(ledger.schedule.active(0)))
-        fork._cache_bytes = fork._cache.bytes
+        fork._cache_course = [fork._cache.bytes]
         return fork
 
     def _make_sampler(self) -> Sampler:
@@ -148,7 +153,7 @@ class Batch:
             generated_tokens=sum(len(s.tokens) for s in self.samples),
             steps=step,
             flops_padding=self._executed - useful,
-            cache_bytes=self._cache_bytes,
+            cache_course=tuple(self._cache_course),
             prefill_seconds=prefill_seconds,
             decode_seconds=time.perf_counter() - start,
         )
@@ -204,7 +209,7 @@ class Batch:
         layers = _attention_layers(run_units(plan))
         cache.keep_layers(layers)
         cache.reserve(longest)
-        self._cache_bytes = max(self._cache_bytes, cache.bytes)
+        self._cache_course.append(cache.bytes)
         # A finished row computes on for nobody: it stays where it is, lest it outgrow the cache or the context.
         running = torch.tensor([not sample.finished for sample in self._rows], device=self._device)
         shape = self._decoder.shape

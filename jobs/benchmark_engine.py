@@ -25,10 +25,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine import Engine, Schedule, checkpoint_directory, decode_flop_speedup, for_target_speedup
+from engine import Engine, Schedule, checkpoint_directory, decode_flop_speedup, for_target_speedup, recipes
 from jobs import command_line
-from jobs.engine_benchmark.contenders import CTranslate2, time_engine, time_transformers
-from jobs.engine_benchmark.figures import split_line, table, write_chart
+from jobs.engine_benchmark.contenders import CTranslate2, run_engine, time_engine, time_transformers
+from jobs.engine_benchmark.figures import cache_line, split_line, table, write_chart
 from jobs.engine_benchmark.floor import MachineRates, decode_floor, measure_rates
 from jobs.engine_benchmark.split import time_split
 from jobs.engine_benchmark.timing import Contender, compare, take_turns
@@ -36,6 +36,7 @@ from pipeline.errors import JobError
 
 PROGRAM = "benchmark_engine.py"
 FULL_DEPTH = "full depth"
+RAMP = "linear ramp"  # the paper's decay: layers, and their cache, go one after the other
 INSTRUCTION = "Summarize this software package in one short sentence.\n\n"
 
 
@@ -87,6 +88,8 @@ def benchmark(config: BenchmarkEngine) -> None:
             console.print(table(f"{title}, median of {config.rounds} rounds", results[-1]["contenders"]))
             for name, split in results[-1]["time_split"].items():
                 console.print(split_line(name, split))
+            for name, course in results[-1]["cache_bytes"].items():
+                console.print(cache_line(name, course))
     machine = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__, **asdict(rates)}
     config.output.mkdir(parents=True, exist_ok=True)
     report = {"config": config.model_dump(mode="json"), "machine": machine, "results": results}
@@ -127,6 +130,8 @@ def _measure(
     lengths = [(len(prompt), config.new_tokens) for prompt in prompts]
     schedules = {FULL_DEPTH: Schedule.full_depth(engine.shape.layers)}
     schedules |= {f"{x:g}x": for_target_speedup(x, lengths, engine.shape) for x in config.speedups}
+    layers = engine.shape.layers
+    schedules[RAMP] = recipes.skipdecode(layers, 4, max_active=layers, min_active=5, horizon=config.new_tokens - 1)
 
     ours = [
         Contender(
@@ -139,15 +144,17 @@ def _measure(
     ]
     contenders = baselines.contenders(prompts) + ours
     take_turns(contenders, config.rounds)
-    return {
+    results: dict[str, Any] = {
         "batch_size": len(prompts),
         "mean_prompt_tokens": sum(map(len, prompts)) / len(prompts),
         "contenders": compare(contenders, FULL_DEPTH),
-        "time_split": {
-            name: time_split(partial(time_engine, engine, prompts, config.new_tokens, schedule))
-            for name, schedule in schedules.items()
-        },
+        "time_split": {},
+        "cache_bytes": {},  # by schedule, over the decode passes
     }
+    for name, schedule in schedules.items():
+        split, stats = time_split(partial(run_engine, engine, prompts, config.new_tokens, schedule))
+        results["time_split"][name], results["cache_bytes"][name] = split, stats.cache_course
+    return results
 
 
 if __name__ == "__main__":

@@ -85,7 +85,10 @@ def calibrate(config: CalibrateSchedule) -> None:
     longest = longest_prompt(config, model.shape)
     rows = sample_prompts(config, config.input, model.tokenizer, longest, config.prompts, belongs=belongs)
     prompts: list[list[int]] = rows[TOKENS].to_pylist()
-    answers = answer_prompts(model, prompts, config.sampling(), config.batch_size, progress)
+    size = config.batch_size
+    if size == "auto":
+        size = model.fitting_batch_size(max(map(len, prompts)), config.sampling())
+    answers = answer_prompts(model, prompts, config.sampling(), size, progress)
     calibration = Calibration(model, answers, sorted(set(config.target_speedups)), progress)
     made = {
         "model": [config.model, engine.model_identity(config.model), config.dtype],

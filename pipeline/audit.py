@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from math import sqrt
+from typing import Literal
 
 import pyarrow as pa
 
@@ -37,7 +38,7 @@ class Auditor:
         shape: ModelShape,
         sampling: Sampling,
         schedule: Schedule,
-        batch_size: int,
+        batch_size: int | Literal["auto"],
         fraction: float,
     ) -> None:
         self._engine, self._schedule, self._ledger = engine, schedule, Ledger(shape, schedule)

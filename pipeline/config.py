@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -49,7 +49,9 @@ class AnswerConfig(BaseModel):
     stop: list[str] = Field([], description="strings that end a generation")
     seed: int = Field(0, description="of the random streams; a row's stream depends on the seed and its place alone")
 
-    batch_size: int = Field(32, ge=1, description="rows that decode together on a replica")
+    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        32, description="rows that decode together on a replica; auto: as many as gain and fit the free memory"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

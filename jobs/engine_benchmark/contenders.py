@@ -16,11 +16,16 @@ from jobs.engine_benchmark.timing import Timing
 Prompts = Sequence[Sequence[int]]
 
 
-def time_engine(engine: Engine, prompts: Prompts, new_tokens: int, schedule: Schedule | None) -> Timing:
+def run_engine(engine: Engine, prompts: Prompts, new_tokens: int, schedule: Schedule) -> BatchStats:
     sampling = Sampling(max_new_tokens=new_tokens, min_new_tokens=new_tokens)
     batches: list[BatchStats] = []
     list(engine.generate(prompts, sampling, schedule, len(prompts), on_batch=batches.append))
     (batch,) = batches
+    return batch
+
+
+def time_engine(engine: Engine, prompts: Prompts, new_tokens: int, schedule: Schedule) -> Timing:
+    batch = run_engine(engine, prompts, new_tokens, schedule)
     return Timing(batch.prefill_seconds, batch.decode_seconds, len(prompts), new_tokens)
 
 

@@ -44,11 +44,20 @@ def split_line(name: str, split: dict[str, float]) -> str:
     return f"time at {name}: " + ", ".join(f"{part} {share:.0%}" for part, share in split.items())
 
 
+def cache_line(name: str, course: Sequence[int]) -> str:
+    return f"cache at {name}: {max(course) / 1e6:.0f} MB at most, {course[-1] / 1e6:.0f} MB at the end"
+
+
 def write_chart(path: Path, results: Sequence[dict[str, Any]]) -> None:
-    """One panel for each batch size: decode tokens/s, our share of the floor as a paler bar behind."""
-    figure = Figure(figsize=(9, 0.6 + 2.4 * len(results)), layout="constrained")
-    panels = figure.subplots(len(results), 1, squeeze=False)[:, 0]
-    for axes, result in zip(panels, results, strict=True):
+    """A row for each batch size: decode tokens/s with the machine's limit behind, and the cache over the steps."""
+    figure = Figure(figsize=(11, 0.6 + 2.6 * len(results)), layout="constrained")
+    panels = figure.subplots(len(results), 2, squeeze=False, width_ratios=[3, 2])
+    for (axes, cache), result in zip(panels, results, strict=True):
+        for name, course in result["cache_bytes"].items():
+            cache.plot([size / 1e6 for size in course], label=name, drawstyle="steps-post")
+        cache.set_title("key/value cache, MB", loc="left", fontsize=11, color=INK)
+        cache.spines[["top", "right"]].set_visible(False)
+        cache.set_ylim(bottom=0)
         rows = result["contenders"][::-1]
         names = [row["name"] for row in rows]
         rates = [row["decode_tokens_per_s"] for row in rows]
@@ -59,6 +68,8 @@ def write_chart(path: Path, results: Sequence[dict[str, Any]]) -> None:
         axes.set_title(f"batch {result['batch_size']}", loc="left", fontsize=11, color=INK)
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(x=0.1)
-    panels[0].legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1))
-    panels[-1].set_xlabel("output tokens/s while decoding")
+    panels[0, 0].legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1))
+    panels[0, 1].legend(frameon=False, fontsize=8)
+    panels[-1, 0].set_xlabel("output tokens/s while decoding")
+    panels[-1, 1].set_xlabel("decode step")
     figure.savefig(path)
