@@ -64,7 +64,7 @@ class EvaluateSchedule(AnswerConfig):
         "test", description="part of the rows, by id, to judge on"
     )
     rows: int = Field(500, ge=2, description="prompts to judge on; raising it later adds to those there")
-    calibration_rows: int = Field(64, ge=2, description="prompts of the calibrate part that rivals are solved on")
+    calibration_rows: int = Field(32, ge=2, description="prompts of the calibrate part that rivals are solved on")
     bridged_rivals: bool = Field(False, description="also judge rivals whose skipped blocks are given bridges")
     bridge_rows: int = Field(256, ge=20, description="prompts of the calibrate part that these bridges are fitted on")
     seed: int = Field(0, description="which rows are drawn, of the random streams and of the bootstrap")
