@@ -29,7 +29,8 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-benchmark: install  ## engine against transformers on this machine, and the pipeline's own overhead
+benchmark: install  ## engine against its peers on this machine, and the pipeline's own overhead
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint infra/constraints.txt --editable '.[benchmark]'
 	$(BIN)/python jobs/benchmark_engine.py
 	$(BIN)/python jobs/benchmark_pipeline.py
 

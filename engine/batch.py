@@ -9,6 +9,7 @@ from itertools import groupby
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from engine.bridge import Bridge, BridgeMap
 from engine.cache import GROWTH, KVCache
@@ -54,9 +55,14 @@ class BatchStats:
     generated_tokens: int
     steps: int
     flops_padding: int
-    cache_bytes: int  # most memory the key/value cache took
+    cache_course: tuple[int, ...]  # bytes of the key/value cache after the prompts, then in each decode pass
     prefill_seconds: float
     decode_seconds: float
+
+    @property
+    def cache_bytes(self) -> int:
+        """Most memory the key/value cache took."""
+        return max(self.cache_course)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +99,14 @@ class Batch:
         longest = max(len(sample.prompt) + min(sample.limit, GROWTH) for sample in samples)
         cached = _attention_layers(ledger.schedule.active(0))
         self._cache = KVCache(decoder.shape, cached, len(samples), longest, dtype, device)
-        self._cache_bytes = self._cache.bytes
+        self._cache_course = [self._cache.bytes]
         self._executed = 0  # decode FLOPs really spent, padding included
 
     def run(self) -> BatchStats:
         """Generate every sample to its end."""
         start = time.perf_counter()
-        logits = self._prefill()
+        with record_function("prompts"):
+            logits = self._prefill()
         self._extend(logits, step=0)
         prefilled = time.perf_counter()
         step = 0
@@ -114,7 +121,7 @@ class Batch:
             generated_tokens=sum(len(s.tokens) for s in self.samples),
             steps=step,
             flops_padding=self._executed - useful,
-            cache_bytes=self._cache_bytes,
+            cache_course=tuple(self._cache_course),
             prefill_seconds=prefilled - start,
             decode_seconds=time.perf_counter() - prefilled,
         )
@@ -170,7 +177,7 @@ class Batch:
         layers = _attention_layers(run_units(plan))
         cache.keep_layers(layers)
         cache.reserve(longest)
-        self._cache_bytes = max(self._cache_bytes, cache.bytes)
+        self._cache_course.append(cache.bytes)
         # A finished row computes on for nobody: it stays where it is, lest it outgrow the cache or the context.
         running = torch.tensor([not sample.finished for sample in self._rows], device=self._device)
         shape = self._decoder.shape
@@ -195,12 +202,14 @@ class Batch:
         rotations = self._decoder.rotations(cache.lengths, cache.lengths + 1)
         newest = torch.tensor([sample.tokens[-1] for sample in self._rows], device=self._device)
         x = self._decoder.embed(newest, cache.lengths)
-        x = self._run_plan(plan, x, rotations, attend)
+        with record_function("layers"):
+            x = self._run_plan(plan, x, rotations, attend)
         cache.lengths += running
         cost = self._ledger.plateaus[plateau]
         for group in groups:
             self._executed += (group.rows.stop - group.rows.start) * cost.tokens(group.longest, group.longest)
-        return self._decoder.logits(x)
+        with record_function("head"):
+            return self._decoder.logits(x)
 
     def _row_group(self, rows: range, windows: Collection[int | None]) -> RowGroup:
         longest = max(len(self._rows[row].prompt) + len(self._rows[row].tokens) for row in rows)
@@ -226,7 +235,9 @@ class Batch:
 
     def _extend(self, logits: Tensor, step: int) -> None:
         """Sample a token for every unfinished row."""
-        for sample, token in zip(self._rows, self._sampler.choose(logits, step).tolist(), strict=True):
+        with record_function("sampling"):
+            tokens = self._sampler.choose(logits, step).tolist()
+        for sample, token in zip(self._rows, tokens, strict=True):
             if not sample.finished:
                 sample.tokens.append(token)
                 sample.ended = self._stopping.ends(sample.tokens)

@@ -16,6 +16,7 @@ from engine.errors import ModelError, PromptError
 from engine.families import family_of
 from engine.flops import Ledger
 from engine.kernels import Kernels, kernels_for
+from engine.memory import free_bytes, rows_that_fit
 from engine.sampling import Sampling
 from engine.schedule import Schedule
 from engine.shape import ModelShape
@@ -150,6 +151,22 @@ class Engine:
         return self._run(
             samples, Ledger(self.shape, schedule), self.compiled_bridges(schedule), sampling, batch_size, on_batch
         )
+
+    def fitting_batch_size(
+        self, prompt_tokens: int, sampling: Sampling | None = None, schedule: Schedule | None = None
+    ) -> int:
+        """Most rows, at least 1, that decode together in the memory free now and still gain from it.
+
+        Args:
+            prompt_tokens: of the longest prompt.
+            sampling: for its longest generation.
+            schedule: default full depth; layers that it never decodes with need no cache.
+        """
+        new_tokens = (sampling or Sampling()).max_new_tokens
+        free = free_bytes(self._device)
+        schedule = schedule or Schedule.full_depth(self.shape.layers)
+        element_bytes = self._dtype.itemsize
+        return rows_that_fit(free, self._device.type, self.shape, schedule, prompt_tokens, new_tokens, element_bytes)
 
     def compiled_bridges(self, schedule: Schedule) -> Mapping[Bridge, BridgeMap]:
         """The schedule's bridges on this device; those of the schedule before are kept where they are the same."""

@@ -15,16 +15,21 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from engine import ModelError, ScheduleError
-from pipeline.errors import JobError, one_line
+from pipeline.errors import JobError, JobStopped, UnitsFailed, one_line
 
 Config = TypeVar("Config", bound=BaseModel)
 
-USAGE_EXIT, FAILED_EXIT = 2, 1
+FAILED_EXIT, USAGE_EXIT, UNITS_FAILED_EXIT, STOPPED_EXIT = 1, 2, 3, 4
 
 
-def parse(config_class: type[Config], program: str, arguments: Sequence[str] | None = None) -> Config:
-    """Read a configuration from --config and flags; flags win. Exits with code 2 and one line per mistake."""
-    given = vars(_parser(config_class, program).parse_args(arguments))
+def parse(
+    config_class: type[Config], program: str, arguments: Sequence[str] | None = None, positional: str | None = None
+) -> Config:
+    """Read a configuration from --config and flags; flags win. Exits with code 2 and one line per mistake.
+
+    One field may be positional: given by its place instead of by a flag.
+    """
+    given = vars(_parser(config_class, program, positional).parse_args(arguments))
     file = given.pop("config")
     try:
         return config_class(**{**(_read(file) if file else {}), **given})
@@ -39,12 +44,21 @@ def parse(config_class: type[Config], program: str, arguments: Sequence[str] | N
 
 
 def run(program: str, job: Callable[[], None]) -> int:
-    """Exit code of a job: what a user has to change is one line, anything else keeps its traceback."""
+    """Exit code of a job; what it ended with is one line, unless it is a defect, which keeps its traceback.
+
+    0 done; 1 something to change first; 3 some units failed, all others are done; 4 stopped, a rerun resumes.
+    """
     try:
         job()
     except (JobError, ModelError, ScheduleError) as error:
         print(f"{program}: error: {error}", file=sys.stderr)
         return FAILED_EXIT
+    except UnitsFailed as error:
+        print(f"{program}: incomplete: {error}", file=sys.stderr)
+        return UNITS_FAILED_EXIT
+    except JobStopped as error:
+        print(f"{program}: stopped: {error}", file=sys.stderr)
+        return STOPPED_EXIT
     return 0
 
 
@@ -55,7 +69,7 @@ def log_to_stderr() -> None:
         logging.getLogger(package).setLevel(logging.INFO)
 
 
-def _parser(config_class: type[BaseModel], program: str) -> argparse.ArgumentParser:
+def _parser(config_class: type[BaseModel], program: str, positional: str | None) -> argparse.ArgumentParser:
     """Flags are passed on as the strings they are: pydantic converts them."""
     parser = argparse.ArgumentParser(program, description=config_class.__doc__, allow_abbrev=False)
     parser.add_argument(
@@ -65,7 +79,12 @@ def _parser(config_class: type[BaseModel], program: str) -> argparse.ArgumentPar
         shown: dict[str, Any] = {"nargs": "*", "action": "extend"} if _is_list(field.annotation) else {}
         if get_origin(field.annotation) is Literal:
             shown["metavar"] = "{" + ",".join(map(str, get_args(field.annotation))) + "}"
-        parser.add_argument(_flag(name), dest=name, default=argparse.SUPPRESS, help=_help(field), **shown)
+        elif field.annotation is bool:
+            shown["action"] = argparse.BooleanOptionalAction
+        if name == positional:
+            parser.add_argument(name, help=_help(field))
+        else:
+            parser.add_argument(_flag(name), dest=name, default=argparse.SUPPRESS, help=_help(field), **shown)
     return parser
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import engine
 from engine import Engine, ModelShape, Tokenizer
 from pipeline.config import GenerationConfig
-from pipeline.rows import Generator
+from pipeline.row_generator import Generator
 from pipeline.template import PromptTokenizer
 
 

@@ -20,7 +20,8 @@ TASK_CPUS = 0.475
 class ReplicaResources:
     """What the job's actors claim."""
 
-    count: int
+    count: int  # most of them
+    minimum: int  # to begin with; more are added while units queue and the cluster has room
     gpus: float  # each
     cpus: float  # each, as Ray's scheduler counts
     threads: int  # each, as torch runs
@@ -53,12 +54,14 @@ def replica_resources(config: JobConfig) -> ReplicaResources:
     all_gpus, all_cpus = cluster.get("GPU", 0.0), max(1.0, cluster.get("CPU", 1.0))
     gpus = config.gpus_per_replica if config.gpus_per_replica is not None else (1.0 if all_gpus else 0.0)
     count = config.replicas or (max(1, int(all_gpus / gpus)) if gpus else 1)
-    if gpus * count > all_gpus:
+    count = max(count, config.min_replicas or 1)
+    minimum = config.min_replicas or count
+    if gpus * minimum > all_gpus:
         raise JobError(
-            f"{count} replicas of {gpus:g} GPUs need {gpus * count:g}, the cluster has {all_gpus:g}: "
-            "lower replicas or gpus_per_replica"
+            f"{minimum} replicas of {gpus:g} GPUs need {gpus * minimum:g}, the cluster has {all_gpus:g}: "
+            "lower replicas or gpus_per_replica, or set min_replicas to start with fewer"
         )
     threads = config.threads_per_replica or max(1, int(all_cpus / count))
     # Half its threads: replicas that hold every core would keep the reads that feed them from ever starting.
     cpus = round(min(threads, all_cpus / count) / 2, 2)
-    return ReplicaResources(count, gpus, cpus, threads)
+    return ReplicaResources(count, minimum, gpus, cpus, threads)

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from pipeline.errors import JobError
 from pipeline.storage import Storage
 from pipeline.unit import WorkUnit
 
@@ -73,6 +74,7 @@ class Commit:
     size: int  # in bytes
     path: str  # of the input file
     start: int
+    run: str = ""  # fingerprint
     totals: Totals = field(default_factory=Totals)
 
     def to_json(self) -> bytes:
@@ -84,8 +86,13 @@ class Commit:
         return cls(**{**data, "totals": Totals(**data["totals"])})
 
 
-def commit_unit(storage: Storage, unit: WorkUnit, output: pa.Table, flops_padding: int, seconds: float) -> Commit:
-    """Write a unit's rows and commit them. Returns the commit that holds: another attempt's, if that came first."""
+def commit_unit(
+    storage: Storage, unit: WorkUnit, output: pa.Table, flops_padding: int, seconds: float, run: str = ""
+) -> Commit:
+    """Write a unit's rows and commit them. Returns the commit that holds: another attempt's, if that came first.
+
+    Raises JobError if the commit that holds is another run's; StorageGone, StorageRefused.
+    """
     sink = io.BytesIO()
     pq.write_table(output, sink, compression="zstd")
     content = sink.getvalue()
@@ -94,19 +101,32 @@ def commit_unit(storage: Storage, unit: WorkUnit, output: pa.Table, flops_paddin
         unit=unit.id,
         attempt=attempt,
         file=f"{DATA}/{unit.id}-{attempt}.parquet",
-        checksum=f"sha256:{hashlib.sha256(content).hexdigest()}",
+        checksum=checksum(content),
         size=len(content),
         path=unit.path,
         start=unit.start,
+        run=run,
         totals=_totals(output, flops_padding, seconds),
     )
     name = f"{COMMITS}/{unit.id}.json"
     storage.write(commit.file, content)
     if storage.write_if_absent(name, commit.to_json()):
         return commit
+    # The record may be this attempt's own, its answer lost: then it names this attempt.
     standing = storage.read(name)
-    assert standing is not None, f"{name} was refused as existing, yet is not there"
-    return Commit.from_json(standing)
+    if standing is None:
+        raise JobError(f"{name} of {storage.url!r} was refused as existing, yet is not there: who deletes it?")
+    held = Commit.from_json(standing)
+    if held.run != run:
+        raise JobError(
+            f"{name} of {storage.url!r} is by run {held.run}, this is {run}: a process of that run still writes "
+            "here; end it, then start this job with --fresh"
+        )
+    return held
+
+
+def checksum(content: bytes) -> str:
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
 def read_commits(storage: Storage) -> list[Commit]:

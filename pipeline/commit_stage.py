@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import pyarrow as pa
 
 from pipeline.commit import commit_unit
 from pipeline.storage import Storage
 from pipeline.unit import WorkUnit
-from pipeline.wire import COMMIT, COST, TABLE, UNIT, from_bytes
+from pipeline.wire import Failure, Parcel, from_bytes
 
 
-def commit(rows: pa.Table, output: str) -> pa.Table:
-    """Write and commit every unit of a batch to the output directory."""
-    storage = Storage(output)
-    records = [
-        commit_unit(storage, WorkUnit.from_json(unit), from_bytes(content), **json.loads(cost)).to_json()
-        for unit, content, cost in zip(*(rows[name].to_pylist() for name in (UNIT, TABLE, COST)), strict=True)
-    ]
-    return pa.table({COMMIT: records})
+def commit(rows: pa.Table, storage: Storage, run: str) -> Iterator[pa.Table]:
+    """Write and commit every unit of a batch to the output, as part of a run; failures pass through."""
+    for row in rows.to_pylist():
+        parcel = Parcel.from_row(row)
+        yield (parcel if parcel.failure else _commit(parcel, storage, run)).to_row()
+
+
+def _commit(parcel: Parcel, storage: Storage, run: str) -> Parcel:
+    assert parcel.table is not None
+    assert parcel.cost is not None
+    try:
+        unit, output = WorkUnit.from_json(parcel.unit), from_bytes(parcel.table)
+        record = commit_unit(storage, unit, output, **json.loads(parcel.cost), run=run)
+    except Exception as error:
+        return Parcel(parcel.unit, failure=Failure.of("commit", error))
+    return Parcel(parcel.unit, commit=record.to_json())

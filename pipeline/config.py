@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from engine import Sampling
+from pipeline.storage import Storage
+from pipeline.storage_settings import StorageSettings
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -47,7 +49,9 @@ class AnswerConfig(BaseModel):
     stop: list[str] = Field([], description="strings that end a generation")
     seed: int = Field(0, description="of the random streams; a row's stream depends on the seed and its place alone")
 
-    batch_size: int = Field(32, ge=1, description="rows that decode together on a replica")
+    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        32, description="rows that decode together on a replica; auto: as many as gain and fit the free memory"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -86,11 +90,43 @@ class GenerationConfig(AnswerConfig):
     )
 
 
-class JobConfig(GenerationConfig):
+class StorageConfig(BaseModel):
+    """How storage is reached. Credentials have no option: they come from the environment, a profile or a role."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    s3_endpoint: str | None = Field(None, description="URL of an S3 server; default AWS, or AWS_ENDPOINT_URL")
+    s3_region: str | None = Field(None, description="default the environment's or the profile's")
+    s3_profile: str | None = Field(None, description="profile of the AWS configuration files; default AWS_PROFILE")
+    s3_path_style: bool = Field(False, description="write the bucket into the path, for servers without host names")
+    s3_connect_timeout_s: float = Field(10.0, gt=0, description="seconds to wait for a connection")
+    s3_read_timeout_s: float = Field(60.0, gt=0, description="seconds to wait for the next bytes of an answer")
+    storage_patience_s: float = Field(
+        600.0, ge=0, description="seconds that throttling, lost connections, outages and full disks are waited for"
+    )
+
+    def storage(self, url: str, anonymous: bool = False) -> Storage:
+        """Raises JobError for a URL or an endpoint that cannot be used."""
+        settings = StorageSettings(
+            endpoint=self.s3_endpoint,
+            region=self.s3_region,
+            profile=self.s3_profile,
+            anonymous=anonymous,
+            path_style=self.s3_path_style,
+            connect_timeout_s=self.s3_connect_timeout_s,
+            read_timeout_s=self.s3_read_timeout_s,
+            patience_s=self.storage_patience_s,
+        )
+        return Storage(url, settings)
+
+
+class JobConfig(GenerationConfig, StorageConfig):
     """Generate a text for every row of a Parquet data set, at a fraction of the decoding compute."""
 
     input: str = Field(description="Parquet file, directory or glob: a local path or any fsspec URL such as s3://")
     output: str = Field(description="directory to write to; an unfinished run found there is resumed")
+    fresh: bool = Field(False, description="delete the run found in the output and start anew, instead of resuming it")
+    s3_anonymous_input: bool = Field(False, description="read a public input without credentials")
     keep_columns: list[str] | None = Field(
         None, description="input columns copied to the output; default the id column, or all columns if none is named"
     )
@@ -98,6 +134,11 @@ class JobConfig(GenerationConfig):
 
     rows_per_unit: int = Field(256, ge=1, description="rows read, generated, written and committed as a whole")
     replicas: int | None = Field(None, ge=1, description="engines; default one per GPU, or one without GPUs")
+    min_replicas: int | None = Field(
+        None,
+        ge=1,
+        description="start with this many and add up to --replicas as the cluster grows; default all at once",
+    )
     gpus_per_replica: float | None = Field(None, ge=0, description="default 1 where the cluster has GPUs, else 0")
     threads_per_replica: int | None = Field(
         None, ge=1, description="CPU threads of a replica; default the cluster's cores shared evenly"
@@ -105,3 +146,24 @@ class JobConfig(GenerationConfig):
     ray_address: str | None = Field(
         None, description="cluster to use; 'local' starts an embedded one; default Ray's own choice (RAY_ADDRESS)"
     )
+    unit_attempts: int = Field(3, ge=1, description="times a work unit is tried before it is recorded as failed")
+    stall_minutes: float = Field(
+        30.0, gt=0, description="stop, resumably, when no batch, commit or replica start has been seen for so long"
+    )
+    stop_grace_s: float = Field(
+        25.0, ge=0, description="after SIGTERM: seconds for units in flight to finish before they are abandoned"
+    )
+
+    @model_validator(mode="after")
+    def _scales(self) -> Self:
+        if self.min_replicas is not None and self.min_replicas > (self.replicas or self.min_replicas):
+            raise ValueError(f"min_replicas {self.min_replicas} exceeds replicas {self.replicas}")
+        return self
+
+    def input_storage(self) -> Storage:
+        """Raises JobError."""
+        return self.storage(self.input, self.s3_anonymous_input)
+
+    def output_storage(self) -> Storage:
+        """Raises JobError."""
+        return self.storage(self.output)

@@ -5,6 +5,14 @@ class JobError(Exception):
     """The job cannot start or go on: the input, the output or the configuration has to change first."""
 
 
+class JobStopped(Exception):
+    """The job ended before its end through nothing that its configuration could change; a rerun resumes it."""
+
+
+class UnitsFailed(Exception):
+    """All units were tried and some are recorded under `_failed/`; a rerun tries those again."""
+
+
 def one_line(error: BaseException) -> str:
     """What a library says in several lines, for use inside such a message."""
-    return " ".join(str(error).split())
+    return " ".join(str(error).split()) or type(error).__name__

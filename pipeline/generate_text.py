@@ -18,6 +18,7 @@ from pipeline.backend import Backend, SkipDecodeBackend
 from pipeline.config import GenerationConfig
 from pipeline.errors import JobError
 from pipeline.fit import choose_schedule, longest_prompt
+from pipeline.row_generator import RowGenerator
 from pipeline.rows import TOKENS, generate, output_schema, prepare
 from pipeline.template import PromptTemplate
 
@@ -35,13 +36,14 @@ class GenerateText:
         self._config = config
         self._template = PromptTemplate(config.prompt, config.system, config.prompt_format, config.overlong)
         shape = backend.shape(config)
-        self._schedule = choose_schedule(config, shape)
+        schedule = choose_schedule(config, shape)
         self._longest = longest_prompt(config, shape)
         self._tokenizer = backend.tokenizer(config)
-        self._engine = backend.engine(config, threads)
+        engine = backend.engine(config, threads)
+        self._generator = RowGenerator(engine, config.sampling(), schedule, config.batch_size)
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        """Raises JobError if the batch lacks the text column, the id column or a template field."""
+        """Raises JobError if the batch lacks the text column, the id column or a template field; TooManyRowsFailed."""
         config = self._config
         for name in filter(None, (config.text_column, config.id_column)):
             if name not in batch.column_names:
@@ -51,7 +53,7 @@ class GenerateText:
         output_schema(kept)
         prepared = prepare(batch, kept, config.text_column, self._template, self._tokenizer, self._longest)
         ids = self._sample_ids(prepared)
-        return generate(prepared, ids, self._engine, config.sampling(), self._schedule, config.batch_size)
+        return generate(prepared, ids, self._generator)
 
     def _sample_ids(self, prepared: pa.Table) -> list[str]:
         if self._config.id_column is not None:

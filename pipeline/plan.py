@@ -74,7 +74,7 @@ def make_plan(config: JobConfig, template: PromptTemplate) -> Plan:
     Raises:
         JobError: no input, an unreadable file, a missing or non-string text column, columns whose types differ.
     """
-    files = _read_footers(Storage(config.input))
+    files = _read_footers(config.input_storage().at_first())
     types = _column_types(files)
     if config.text_column not in types:
         raise JobError(
@@ -108,11 +108,12 @@ def _input_paths(storage: Storage) -> list[str]:
     fs, root = storage.fs, storage.root
     try:
         if any(mark in root for mark in "*?["):
-            paths = fs.glob(root)
-        elif fs.isfile(root):
+            paths = storage.attempt("listing", lambda: fs.glob(root))
+        elif storage.attempt("listing", lambda: fs.isfile(root)):
             return [root]
         else:
-            paths = [path for path in fs.find(root) if path.endswith(".parquet")]
+            found = storage.attempt("listing", lambda: fs.find(root))
+            paths = [path for path in found if path.endswith(".parquet")]
     except (OSError, ValueError) as error:
         raise JobError(f"input {storage.url!r} cannot be listed: {error}") from error
     base = root.split("*")[0]
@@ -124,8 +125,8 @@ def _input_paths(storage: Storage) -> list[str]:
 
 def _read_footer(storage: Storage, path: str) -> InputFile:
     try:
-        info = storage.fs.info(path)
-        with storage.fs.open(path, "rb") as stream:
+        info = storage.attempt("reading", lambda: storage.fs.info(path))
+        with storage.open_path(path) as stream:
             footer = pq.ParquetFile(stream)
             groups = tuple(footer.metadata.row_group(i).num_rows for i in range(footer.num_row_groups))
             schema = footer.schema_arrow

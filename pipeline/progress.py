@@ -5,70 +5,17 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-import time
 from types import TracebackType
-from typing import Any, NamedTuple
 
-import ray
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
+from pipeline.board import Board
 from pipeline.commit import Commit, Totals
 
 log = logging.getLogger(__name__)
 
 LOG_INTERVAL_S = 10.0
 TERMINAL_INTERVAL_S = 0.5
-
-
-class Counts(NamedTuple):
-    """What replicas have done in units that are not committed yet."""
-
-    replicas: int  # ready so far
-    seconds: float  # since the first of them was
-    rows: int
-    tokens: int
-
-
-class _BoardActor:
-    """Counts the batches of units that are not committed yet."""
-
-    def __init__(self) -> None:
-        self._replicas = 0
-        self._first_ready = 0.0
-        self._units: dict[str, tuple[int, int]] = {}
-
-    def ready(self) -> None:
-        self._first_ready = self._first_ready or time.monotonic()
-        self._replicas += 1
-
-    def batch_done(self, unit: str, rows: int, tokens: int) -> None:
-        done = self._units.get(unit, (0, 0))
-        self._units[unit] = (done[0] + rows, done[1] + tokens)
-
-    def read(self, committed: list[str]) -> Counts:
-        """Counts in flight, after forgetting units committed since."""
-        for unit in committed:
-            self._units.pop(unit, None)
-        rows, tokens = (sum(counts) for counts in zip(*self._units.values(), strict=True)) if self._units else (0, 0)
-        return Counts(self._replicas, time.monotonic() - self._first_ready if self._replicas else 0.0, rows, tokens)
-
-
-class Board:
-    """Handle to the counter that replicas report their batches to. Never waits, so it costs generation nothing."""
-
-    def __init__(self) -> None:
-        self._actor: Any = ray.remote(num_cpus=0)(_BoardActor).remote()
-
-    def ready(self) -> None:
-        self._actor.ready.remote()
-
-    def batch_done(self, unit: str, rows: int, tokens: int) -> None:
-        self._actor.batch_done.remote(unit, rows, tokens)
-
-    def read(self, committed: list[str]) -> Counts:
-        """Counts of what is in flight; `committed` names units to forget."""
-        counts: Counts = ray.get(self._actor.read.remote(committed))
-        return counts
 
 
 class ProgressReporter:
@@ -120,10 +67,7 @@ class ProgressReporter:
             fresh, self._fresh = self._fresh, []
             committed = Totals()
             committed.add(self._totals)
-        try:
-            flight = self._board.read(fresh)
-        except ray.exceptions.RayError:
-            return committed.rows, "progress is not available"  # the job goes on without it
+        flight = self._board.read(fresh)
         if not flight.replicas:
             return committed.rows, "starting replicas"
         elapsed = max(flight.seconds, 1e-9)

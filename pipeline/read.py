@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.errors import JobError, one_line
+from pipeline.storage import Storage
 from pipeline.unit import WorkUnit
 
 BATCH_ROWS = 1024
 
 
-def read_units(fs: Any, units: Sequence[WorkUnit], columns: Sequence[str]) -> Iterator[tuple[WorkUnit, pa.Table]]:
+def read_units(
+    storage: Storage, units: Sequence[WorkUnit], columns: Sequence[str]
+) -> Iterator[tuple[WorkUnit, pa.Table]]:
     """Tables of the given units, in order.
 
     Args:
-        fs: the input's file system.
+        storage: the input.
         units: of one file, by increasing start; gaps between them are skipped.
         columns: those to read; columns that the file lacks are left out.
 
     Raises:
-        JobError: the file has become unreadable, or shorter than planned.
+        JobError: the file has become unreadable, or shorter than planned. StorageGone.
     """
     path = units[0].path
     try:
-        with fs.open(path, "rb") as stream:
-            file = pq.ParquetFile(stream)
+        with storage.open_path(path) as stream:
+            file = pq.ParquetFile(stream, pre_buffer=True)  # one request for columns that lie side by side
             wanted = [name for name in columns if name in file.schema_arrow.names]
             yield from _cut(units, _rows_from(file, units[0].start, units[-1].start + units[-1].rows, wanted))
     except (OSError, pa.ArrowException) as error:
@@ -39,17 +41,16 @@ def _rows_from(
     file: pq.ParquetFile, start: int, end: int, columns: Sequence[str]
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
     """Batches that cover rows [start, end), each with the number of its first row."""
-    groups: list[int] = []
-    first = offset = 0
+    offset = 0
     for group in range(file.num_row_groups):
         rows = file.metadata.row_group(group).num_rows
         if rows and offset < end and offset + rows > start:
-            first = first if groups else offset
-            groups.append(group)
+            first = offset
+            # One row group at a time: a pre-buffering reader holds all that it was asked for.
+            for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=list(columns)):
+                yield first, batch
+                first += batch.num_rows
         offset += rows
-    for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=list(columns)):
-        yield first, batch
-        first += batch.num_rows
 
 
 def _cut(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pyarrow as pa
 
-from engine import BatchStats, Generation, Sampling, Schedule
-from pipeline.errors import JobError
+from engine import BatchStats
+from pipeline.errors import JobError, one_line
+from pipeline.row_generator import RowGenerator
 from pipeline.template import PromptTemplate, PromptTokenizer, RowError
 
 TOKENS, TRUNCATED, ERROR = "_prompt", "_truncated", "_error"  # columns of a prepared table, beside the kept ones
@@ -28,20 +29,6 @@ GENERATED = pa.schema(
         ("error", pa.string()),
     ]
 )
-
-
-class Generator(Protocol):
-    """What the pipeline needs of an engine; `engine.Engine` is one."""
-
-    def generate(
-        self,
-        prompts: Sequence[str | Sequence[int]],
-        sampling: Sampling | None = None,
-        schedule: Schedule | None = None,
-        batch_size: int = 32,
-        sample_ids: Sequence[str] | None = None,
-        on_batch: Callable[[BatchStats], None] | None = None,
-    ) -> Iterator[Generation]: ...
 
 
 def output_schema(kept: pa.Schema) -> pa.Schema:
@@ -80,10 +67,10 @@ def prepare(
                     byte = value.object[value.start]
                     raise RowError(f"{name} is not valid UTF-8 (byte 0x{byte:02x} at {value.start})")
             prompt = template.encode(row, tokenizer, longest)
-        except RowError as error:
+        except Exception as error:  # whatever a tokenizer makes of odd text is that row's affair
             tokens.append(None)
             truncated.append(False)
-            errors.append(str(error))
+            errors.append(str(error) if isinstance(error, RowError) else f"{type(error).__name__}: {one_line(error)}")
         else:
             tokens.append(prompt.tokens)
             truncated.append(prompt.truncated)
@@ -99,29 +86,27 @@ def prepare(
 def generate(
     prepared: pa.Table,
     sample_ids: Sequence[str],
-    engine: Generator,
-    sampling: Sampling,
-    schedule: Schedule | None,
-    batch_size: int,
+    generator: RowGenerator,
     on_batch: Callable[[BatchStats], None] | None = None,
 ) -> pa.Table:
-    """Output table of a prepared one: kept columns and generations, rows in the same order."""
+    """Output table of a prepared one: kept columns and generations, rows in the same order.
+
+    Raises DeviceBroken, TooManyRowsFailed; fewer failing rows have their error in the table.
+    """
     prompts: list[list[int] | None] = prepared[TOKENS].to_pylist()
     good = [index for index, tokens in enumerate(prompts) if tokens is not None]
     records: list[dict[str, Any]] = [
         {"finish_reason": "error", "prompt_truncated": truncated, "error": error, **_ZEROS}
         for truncated, error in zip(prepared[TRUNCATED].to_pylist(), prepared[ERROR].to_pylist(), strict=True)
     ]
-    generations = engine.generate(
-        [prompts[index] or [] for index in good],
-        sampling,
-        schedule,
-        batch_size,
-        [sample_ids[index] for index in good],
-        on_batch,
+    generations = generator.generate(
+        [prompts[index] or [] for index in good], [sample_ids[index] for index in good], on_batch
     )
-    for generation in generations:
-        records[good[generation.index]].update(
+    for index, generation in zip(good, generations, strict=True):
+        if isinstance(generation, str):
+            records[index]["error"] = generation
+            continue
+        records[index].update(
             generation=generation.text,
             finish_reason=generation.finish_reason,
             prompt_tokens=generation.prompt_tokens,
@@ -131,7 +116,16 @@ def generate(
             flops_full_depth=generation.flops_full_depth,
             mean_active_layers=generation.mean_active_layers,
         )
-    kept = prepared.drop_columns([TOKENS, TRUNCATED, ERROR])
+    return _output(prepared.drop_columns([TOKENS, TRUNCATED, ERROR]), records)
+
+
+def quarantine(table: pa.Table, kept: pa.Schema, errors: Sequence[str]) -> pa.Table:
+    """Output table of rows that nothing but their errors can be said of."""
+    records = [{"finish_reason": "error", "prompt_truncated": False, "error": error, **_ZEROS} for error in errors]
+    return _output(pa.table({field.name: _kept(table, field) for field in kept}), records)
+
+
+def _output(kept: pa.Table, records: list[dict[str, Any]]) -> pa.Table:
     generated = pa.Table.from_pylist(records, schema=GENERATED)
     return pa.table([*kept.columns, *generated.columns], schema=output_schema(kept.schema))
 

@@ -8,12 +8,16 @@ from typing import Any
 
 import engine
 from engine import Schedule
+from pipeline.commit import COMMITS, DATA, SUCCESS_FILE
 from pipeline.config import JobConfig
 from pipeline.errors import JobError
+from pipeline.failed import FAILED
 from pipeline.plan import Plan
+from pipeline.report import REPORT_FILE
 from pipeline.storage import Storage
 
 RUN_FILE = "_run.json"
+MOST_SHOWN = 60  # characters of a value in a message
 
 
 def describe_run(config: JobConfig, plan: Plan, schedule: Schedule, model_identity: str) -> dict[str, Any]:
@@ -40,7 +44,7 @@ def claim_output(storage: Storage, description: dict[str, Any]) -> bool:
     """Make the output this run's; True if it already was and the run resumes.
 
     Raises:
-        JobError: the output belongs to another run; says what differs.
+        JobError: the output belongs to another run; says what differs. StorageGone.
     """
     record = {"fingerprint": fingerprint(description), **description}
     if storage.write_if_absent(RUN_FILE, json.dumps(record, indent=1).encode()):
@@ -48,11 +52,34 @@ def claim_output(storage: Storage, description: dict[str, Any]) -> bool:
     existing = json.loads(storage.read(RUN_FILE) or b"{}")
     if existing.get("fingerprint") == record["fingerprint"]:
         return True
-    changed = [part for part in description if existing.get(part) != json.loads(json.dumps(description[part]))]
+    changes = _changes(existing, json.loads(json.dumps(description)))
+    parts = list(dict.fromkeys(name.split(".")[0] for name, _, _ in changes))
+    details = ", ".join(f"{name} {_short(was)} -> {_short(now)}" for name, was, now in changes)
     raise JobError(
-        f"output {storage.url!r} belongs to run {existing.get('fingerprint')}, which differs in {', '.join(changed)}: "
-        "name another output, or go back to that run's settings to resume it"
+        f"output {storage.url!r} belongs to run {existing.get('fingerprint')}, which differs in {', '.join(parts)}: "
+        f"{details}; name another output, go back to that run's settings to resume it, or discard it with --fresh"
     )
+
+
+def discard_run(storage: Storage) -> None:
+    """Delete whatever run an output holds, so that dying on the way leaves nothing that looks committed."""
+    storage.remove([SUCCESS_FILE])
+    for folder in (COMMITS, FAILED, DATA):  # commits before the data they name
+        storage.remove(storage.names(folder))
+    storage.remove([REPORT_FILE, RUN_FILE])
+
+
+def _changes(was: Any, now: Any, name: str = "") -> list[tuple[str, Any, Any]]:
+    """(dotted name, old value, new value) of every leaf that differs."""
+    if isinstance(was, dict) and isinstance(now, dict) and (not name or "." not in name):
+        names = [key for key in now if was.get(key) != now[key]] + [key for key in was if key not in now and name]
+        return [c for key in names for c in _changes(was.get(key), now.get(key), f"{name}.{key}" if name else key)]
+    return [(name, was, now)] if was != now else []
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "..."
 
 
 def _digest(value: object) -> str:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 import pyarrow as pa
 
 from engine import BatchStats, Schedule
 from pipeline.backend import Backend
+from pipeline.board import Board
 from pipeline.config import JobConfig
-from pipeline.progress import Board
 from pipeline.read import read_units
+from pipeline.row_generator import DeviceBroken, RowGenerator
 from pipeline.rows import generate, prepare
-from pipeline.storage import Storage
+from pipeline.storage import StorageGone
 from pipeline.template import PromptTemplate
 from pipeline.unit import WorkUnit
-from pipeline.wire import COST, SPAN, TABLE, UNIT, from_bytes, to_bytes
+from pipeline.wire import SPAN, Failure, Parcel, from_bytes, to_bytes
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,13 @@ class Task:
     read_columns: tuple[str, ...]
     kept: pa.Schema
     longest_prompt: int
+    run: str  # fingerprint
+
+    def prepared(self, units: list[WorkUnit]) -> Iterator[tuple[WorkUnit, pa.Table]]:
+        """Tokenised tables of neighbouring units of one file. Raises JobError, StorageGone."""
+        config, tokenizer = self.config, self.backend.tokenizer(self.config)
+        for unit, table in read_units(config.input_storage(), units, self.read_columns):
+            yield unit, prepare(table, self.kept, config.text_column, self.template, tokenizer, self.longest_prompt)
 
 
 def span_row(units: list[WorkUnit]) -> dict[str, str]:
@@ -39,51 +52,90 @@ def span_row(units: list[WorkUnit]) -> dict[str, str]:
     return {SPAN: json.dumps([unit.to_json() for unit in units])}
 
 
-def read(rows: pa.Table, task: Task) -> Iterator[pa.Table]:
+def read(rows: pa.Table, task: Task, board: Board) -> Iterator[pa.Table]:
     """Read stage: a span of units in, each unit's prepared table out as soon as it is tokenised."""
-    tokenizer = task.backend.tokenizer(task.config)
-    fs = Storage(task.config.input).fs
     for span in rows[SPAN].to_pylist():
         units = [WorkUnit.from_json(unit) for unit in json.loads(span)]
-        for unit, table in read_units(fs, units, task.read_columns):
-            config = task.config
-            prepared = prepare(table, task.kept, config.text_column, task.template, tokenizer, task.longest_prompt)
-            yield pa.table({UNIT: [unit.to_json()], TABLE: [to_bytes(prepared)]})
+        for parcel in _read_span(units, task, board):
+            if board.stopping():
+                return
+            yield parcel.to_row()
+
+
+def _read_span(units: list[WorkUnit], task: Task, board: Board) -> Iterator[Parcel]:
+    """Every unit's table or failure. What breaks a span is looked for one unit at a time."""
+    left = list(units)
+    try:
+        for unit, table in task.prepared(units):
+            yield Parcel(unit.to_json(), table=to_bytes(table))
+            left.remove(unit)
+    except Exception as error:
+        if len(left) == 1 or isinstance(error, StorageGone) or board.stopping():
+            for unit in left:
+                yield Parcel(unit.to_json(), failure=Failure.of("read", error))
+        else:
+            for unit in left:
+                yield from _read_span([unit], task, board)
+
+
+class UnitGenerator:
+    """Turns a unit's prepared table into its output table, on an engine of its own."""
+
+    def __init__(self, task: Task, threads: int, board: Board) -> None:
+        config = task.config
+        self._board = board
+        self._input = config.input_storage()
+        board.starting()
+        engine = task.backend.engine(config, threads)
+        self._generator = RowGenerator(engine, config.sampling(), task.schedule, config.batch_size)
+        board.ready()
+
+    def run(self, unit: WorkUnit, prepared: pa.Table) -> Parcel:
+        """Raises TooManyRowsFailed, and what the pipeline itself does wrong; ends the process if its device broke."""
+        start = time.perf_counter()
+        padding = 0
+
+        def on_batch(stats: BatchStats) -> None:
+            nonlocal padding
+            padding += stats.flops_padding
+            self._board.batch_done(unit.id, stats.samples, stats.generated_tokens)
+
+        # A row's random stream is named by its place in the input, so it outlives retries and re-planning.
+        file = self._input.relative(unit.path)
+        ids = [f"{file}:{unit.start + row}" for row in range(unit.rows)]
+        try:
+            output = generate(prepared, ids, self._generator, on_batch)
+        except DeviceBroken as error:
+            _die(unit, error)
+        cost = {"flops_padding": padding, "seconds": time.perf_counter() - start}
+        return Parcel(unit.to_json(), table=to_bytes(output), cost=json.dumps(cost))
+
+
+def _die(unit: WorkUnit, error: DeviceBroken) -> NoReturn:
+    """End this process so that Ray replaces it; an exception would leave it taking, and failing, unit after unit."""
+    log.critical("unit %s broke the device (%s): this replica ends and another takes its place", unit.id, error)
+    logging.shutdown()
+    os._exit(1)
 
 
 class Replica:
     """Generate stage: an actor with one engine."""
 
     def __init__(self, task: Task, threads: int, board: Board) -> None:
-        self._task = task
         self._board = board
-        self._sampling = task.config.sampling()
-        self._engine = task.backend.engine(task.config, threads)
-        board.ready()
+        self._generator = UnitGenerator(task, threads, board)
 
     def __call__(self, rows: pa.Table) -> Iterator[pa.Table]:
-        for unit_json, content in zip(rows[UNIT].to_pylist(), rows[TABLE].to_pylist(), strict=True):
-            unit = WorkUnit.from_json(unit_json)
-            start = time.perf_counter()
-            padding = 0
-
-            def on_batch(stats: BatchStats, unit_id: str = unit.id) -> None:
-                nonlocal padding
-                padding += stats.flops_padding
-                self._board.batch_done(unit_id, stats.samples, stats.generated_tokens)
-
-            config = self._task.config
-            # A row's random stream is named by its place in the input, so it outlives retries and re-planning.
-            file = Storage(config.input).relative(unit.path)
-            ids = [f"{file}:{unit.start + row}" for row in range(unit.rows)]
-            output = generate(
-                from_bytes(content),
-                ids,
-                self._engine,
-                self._sampling,
-                self._task.schedule,
-                config.batch_size,
-                on_batch,
-            )
-            cost = {"flops_padding": padding, "seconds": time.perf_counter() - start}
-            yield pa.table({UNIT: [unit_json], TABLE: [to_bytes(output)], COST: [json.dumps(cost)]})
+        for row in rows.to_pylist():
+            parcel = Parcel.from_row(row)
+            if parcel.failure is None:
+                unit = WorkUnit.from_json(parcel.unit)
+                if not self._board.take(unit.id):
+                    continue
+                assert parcel.table is not None
+                try:
+                    parcel = self._generator.run(unit, from_bytes(parcel.table))
+                except Exception as error:
+                    parcel = Parcel(parcel.unit, failure=Failure.of("generate", error))
+                self._board.unit_done(unit.id)
+            yield parcel.to_row()

@@ -13,6 +13,7 @@ from engine_double import ByteTokenizer, Echo
 
 from engine import Sampling
 from pipeline.commit import Commit, Totals, commit_unit, read_commits, sweep_orphans
+from pipeline.row_generator import RowGenerator
 from pipeline.rows import generate, prepare
 from pipeline.storage import Storage
 from pipeline.template import PromptTemplate
@@ -31,7 +32,7 @@ def rows() -> pa.Table:
     """Five output rows: one stopped, one cut and at its limit, two errors, one more stopped."""
     table = pa.table({"text": ["short", "longer than that", None, "", "more"]})
     prepared = prepare(table, table.schema, "text", PromptTemplate("{text}", format="raw"), ByteTokenizer(), 12)
-    return generate(prepared, ["0", "1", "2", "3", "4"], Echo(), Sampling(max_new_tokens=6), None, 2)
+    return generate(prepared, ["0", "1", "2", "3", "4"], RowGenerator(Echo(), Sampling(max_new_tokens=6), None, 2))
 
 
 def test_the_first_commit_wins_and_the_loser_is_told_the_winner(storage: Storage, rows: pa.Table) -> None:
@@ -78,7 +79,9 @@ def test_speedups_are_full_depth_over_scheduled() -> None:
 
 
 def test_a_commit_survives_json() -> None:
-    commit = Commit("u", "a", "data/u-a.parquet", "sha256:0", 7, "in/é.parquet", 3, Totals(rows=2, active_layers=1.5))
+    commit = Commit(
+        "u", "a", "data/u-a.parquet", "sha256:0", 7, "in/é.parquet", 3, "run", Totals(rows=2, active_layers=1.5)
+    )
     assert Commit.from_json(commit.to_json()) == commit
 
 

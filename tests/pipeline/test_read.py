@@ -6,17 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import read
 from pipeline.errors import JobError
 from pipeline.read import read_units
+from pipeline.storage import Storage
 from pipeline.unit import WorkUnit
 
 WriteParquet = Callable[..., Path]
-LOCAL = LocalFileSystem()
+LOCAL = Storage("/")
 
 
 @settings(max_examples=150)

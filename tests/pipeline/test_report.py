@@ -14,6 +14,7 @@ from engine import Sampling, Schedule
 from pipeline.commit import Totals, commit_unit
 from pipeline.config import JobConfig
 from pipeline.report import write_report
+from pipeline.row_generator import RowGenerator
 from pipeline.rows import generate, prepare
 from pipeline.storage import Storage
 from pipeline.template import PromptTemplate
@@ -39,7 +40,7 @@ def report_of(tmp_path: Path, job: Callable[..., JobConfig]) -> Callable[..., st
                 table, table.schema, "text", PromptTemplate("{text}", format="raw"), ByteTokenizer(), 4096
             )
             ids = [str(row) for row in range(len(rows))]
-            output = generate(prepared, ids, Echo(), Sampling(), None, 2)
+            output = generate(prepared, ids, RowGenerator(Echo(), Sampling(), None, 2))
             unit = WorkUnit(f"00000-{start:09d}", "a.parquet", start, len(rows))
             commits.append(commit_unit(storage, unit, output, 0, 1.0))
             totals.add(commits[-1].totals)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from engine import BatchStats, Sampling
 from pipeline.errors import JobError
+from pipeline.row_generator import RowGenerator
 from pipeline.rows import generate, output_schema, prepare
 from pipeline.template import PromptTemplate
 
@@ -48,7 +49,8 @@ def through(
     kept = table.schema if kept is None else kept
     prepared = prepare(table, kept, "text", template, ByteTokenizer(), longest)
     ids = [str(row) for row in range(table.num_rows)]
-    output = generate(prepared, ids, Echo(), Sampling(max_new_tokens=50), None, batch_size, on_batch)
+    generator = RowGenerator(Echo(), Sampling(max_new_tokens=50), None, batch_size)
+    output = generate(prepared, ids, generator, on_batch)
     sink = io.BytesIO()
     pq.write_table(output, sink)
     read = pq.read_table(sink)

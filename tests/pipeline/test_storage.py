@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -9,7 +13,8 @@ from threading import Barrier
 import pytest
 
 from pipeline.errors import JobError
-from pipeline.storage import Storage, absolute
+from pipeline.storage import Storage, StorageGone, StorageRefused, absolute
+from pipeline.storage_settings import StorageSettings
 
 
 def test_of_many_writers_of_one_name_exactly_one_wins_and_its_content_is_whole(tmp_path: Path) -> None:
@@ -82,3 +87,81 @@ def test_a_url_with_a_scheme_is_absolute_already(url: str) -> None:
 def test_an_unknown_scheme_is_refused_by_name() -> None:
     with pytest.raises(JobError, match="gopher://hole"):
         Storage("gopher://hole")
+
+
+@pytest.mark.parametrize("url", ["s3://key:secret@bucket/folder", "https://user:secret@host/folder"])
+def test_credentials_in_a_url_are_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(JobError, match="carries credentials") as refused:
+        Storage(url)
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("endpoint", ["https://key:secret@host", "host:9000", "ftp://host"])
+def test_an_endpoint_is_a_url_without_credentials(endpoint: str) -> None:
+    with pytest.raises(JobError, match="endpoint") as refused:
+        StorageSettings(endpoint=endpoint)
+    assert "secret" not in str(refused.value)
+
+
+def test_settings_reach_the_s3_client() -> None:
+    settings = StorageSettings("http://127.0.0.1:1", "eu-x-1", None, True, True, 3.0, 4.0, 5.0)
+    fs = Storage("s3://bucket/folder", settings).fs
+    assert (fs.anon, fs.client_kwargs) == (True, {"endpoint_url": "http://127.0.0.1:1", "region_name": "eu-x-1"})
+    assert fs.config_kwargs["s3"] == {"addressing_style": "path"}
+    assert (fs.config_kwargs["connect_timeout"], fs.config_kwargs["read_timeout"]) == (3.0, 4.0)
+
+
+def test_a_storage_travels_with_its_settings() -> None:
+    storage = pickle.loads(pickle.dumps(Storage("s3://bucket/folder", StorageSettings(region="eu-x-1"))))
+    assert (storage.root, storage.settings.region) == ("bucket/folder", "eu-x-1")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one megabyte."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)], capture_output=True)
+    if made.returncode:
+        pytest.skip(f"this machine lets nobody mount: {made.stderr.decode().strip()}")
+    yield mount
+    subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_a_full_disk_is_waited_for_and_leaves_nothing_half_written(small_disk: Path) -> None:
+    storage = Storage(str(small_disk), StorageSettings(patience_s=20.0))
+    (small_disk / "filler").write_bytes(bytes(900_000))
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(storage.write_if_absent, "data/unit", bytes(400_000))
+        time.sleep(1.0)
+        assert not writing.done()
+        assert storage.names("data") == []
+        (small_disk / "filler").unlink()
+        assert writing.result(20)
+    assert storage.read("data/unit") == bytes(400_000)
+
+
+def test_a_disk_that_stays_full_is_a_resumable_end(small_disk: Path) -> None:
+    storage = Storage(str(small_disk), StorageSettings(patience_s=0.5))
+    (small_disk / "filler").write_bytes(bytes(900_000))
+    with pytest.raises(StorageGone, match=r"No space left on device.*start the job again to resume"):
+        storage.write("data/unit", bytes(400_000))
+    assert not any(small_disk.glob("data/*"))
+
+
+def test_a_refusal_is_said_at_once(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("a file where a folder should be")
+    began = time.monotonic()
+    with pytest.raises(StorageRefused, match="cannot be written to"):
+        Storage(str(tmp_path)).write("data/unit", b"")
+    assert time.monotonic() - began < 2.0
+
+
+def test_a_reader_fetches_what_it_is_asked_for_and_no_more(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 10
+    (tmp_path / "a").write_bytes(content)
+    with Storage(str(tmp_path)).open("a") as stream:
+        stream.seek(-10, 2)
+        assert (stream.read(), stream.tell()) == (content[-10:], len(content))
+        stream.seek(5)
+        assert stream.read(20) == content[5:25]

@@ -1,0 +1,152 @@
+"""Generation for a list of prompts whatever some of them do: what fails is narrowed down, the rest is delivered."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, Protocol
+
+from engine import BatchStats, Generation, Sampling, Schedule
+from pipeline.errors import one_line
+
+log = logging.getLogger(__name__)
+
+MOST_ROWS = 1 << 16  # of a batch, where memory decides
+MOST_QUARANTINED = 16  # rows of one call; more than these failing is not the rows' fault
+
+# What torch says once a device can't be used any more by this process, whoever asks.
+_BROKEN_DEVICE = ("cuda error", "cublas_status", "cudnn_status", "device-side assert", "illegal memory access", "nccl")
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+
+
+class Generator(Protocol):
+    """What the pipeline needs of an engine; `engine.Engine` is one."""
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: Sampling | None = None,
+        schedule: Schedule | None = None,
+        batch_size: int = 32,
+        sample_ids: Sequence[str] | None = None,
+        on_batch: Callable[[BatchStats], None] | None = None,
+    ) -> Iterator[Generation]: ...
+
+    def fitting_batch_size(
+        self, prompt_tokens: int, sampling: Sampling | None = None, schedule: Schedule | None = None
+    ) -> int: ...
+
+
+class DeviceBroken(RuntimeError):
+    """The device serves this process no more: the process has to be replaced."""
+
+
+class TooManyRowsFailed(RuntimeError):
+    """So many rows fail that the cause lies elsewhere."""
+
+
+class RowGenerator:
+    """An engine with its settings, that takes out of memory and bad rows in its stride."""
+
+    def __init__(
+        self,
+        engine: Generator,
+        sampling: Sampling,
+        schedule: Schedule | None,
+        batch_size: int | Literal["auto"],
+    ) -> None:
+        self._engine, self._sampling, self._schedule = engine, sampling, schedule
+        self._auto = batch_size == "auto"
+        self.batch_size = MOST_ROWS if batch_size == "auto" else batch_size  # halved for good when memory runs out
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sample_ids: Sequence[str],
+        on_batch: Callable[[BatchStats], None] | None = None,
+    ) -> list[Generation | str]:
+        """For every prompt its generation, or the error that it raises when it is alone.
+
+        Raises:
+            DeviceBroken: nothing more can come from this process.
+            TooManyRowsFailed: all rows fail, or more than MOST_QUARANTINED do.
+        """
+        found: dict[int, Generation | str] = {}
+        quarantined = 0
+        size = self._fitting(prompts)
+        spans = [list(range(len(prompts)))]  # of rows still to do, the next one last
+        while spans:
+            rows = spans.pop()
+            error = self._try(rows, size, prompts, sample_ids, on_batch, found) if rows else None
+            if error is None:
+                continue
+            left = [row for row in rows if row not in found]
+            if is_out_of_memory(error) and min(size, len(left)) > 1:
+                size = min(size, len(left)) // 2
+                self.batch_size = max(size, self.batch_size // 2)
+                log.warning("out of memory: going on with batches of %d rows, then %d", size, self.batch_size)
+                spans.append(left)
+            elif len(left) > 1:
+                middle = len(left) // 2
+                spans += [left[middle:], left[:middle]]
+            elif left:
+                quarantined += 1
+                if quarantined > MOST_QUARANTINED or 1 < len(prompts) == quarantined:
+                    raise TooManyRowsFailed(f"{quarantined} rows fail, the last of them with {_named(error)}")
+                found[left[0]] = _named(error)
+        return [found[row] for row in range(len(prompts))]
+
+    def _fitting(self, prompts: Sequence[Sequence[int]]) -> int:
+        if not self._auto or not prompts:
+            return self.batch_size
+        fitting = self._engine.fitting_batch_size(max(map(len, prompts)), self._sampling, self._schedule)
+        return min(self.batch_size, fitting)
+
+    def _try(
+        self,
+        rows: Sequence[int],
+        batch_size: int,
+        prompts: Sequence[Sequence[int]],
+        sample_ids: Sequence[str],
+        on_batch: Callable[[BatchStats], None] | None,
+        found: dict[int, Generation | str],
+    ) -> Exception | None:
+        """Generate for some rows; what was finished before an error stays."""
+        try:
+            for generation in self._engine.generate(
+                [prompts[row] for row in rows],
+                self._sampling,
+                self._schedule,
+                batch_size,
+                [sample_ids[row] for row in rows],
+                on_batch,
+            ):
+                found[rows[generation.index]] = generation
+            return None
+        except Exception as error:
+            if is_device_broken(error):
+                raise DeviceBroken(_named(error)) from error
+            # The traceback holds the failed batch's tensors, the memory that the next try needs.
+            failed = error.with_traceback(None)
+        if is_out_of_memory(failed):
+            gc.collect()
+        return failed
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Memory ran out, the host's or the device's (torch.OutOfMemoryError, or a RuntimeError that says so)."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _OUT_OF_MEMORY)
+
+
+def is_device_broken(error: BaseException) -> bool:
+    """Later calls would fail too, whatever their rows: a CUDA context does not survive an assert or a bad access."""
+    if is_out_of_memory(error):
+        return False
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _BROKEN_DEVICE)
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {one_line(error)}"

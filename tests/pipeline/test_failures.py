@@ -1,0 +1,95 @@
+"""What rows, processes and units can do to a job, and what the job makes of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from engine_double import Echo, EchoBackend
+from trap_double import TrapBackend, trap_backend
+
+from pipeline.commit import read_commits
+from pipeline.config import JobConfig
+from pipeline.errors import JobError, UnitsFailed
+from pipeline.failed import read_failures
+from pipeline.run import run_job
+from pipeline.storage import Storage
+
+Job = Callable[..., JobConfig]
+WriteParquet = Callable[..., Path]
+ReadOutput = Callable[[str | Path], pa.Table]
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+def test_rows_that_kill_raise_or_break_the_device_cost_nobody_else_a_generation(
+    tmp_path: Path, job: Job, write_parquet: WriteParquet, read_output: ReadOutput
+) -> None:
+    texts = [f"row {row}" for row in range(12)]
+    texts[1], texts[6], texts[9] = "row 1 RAISE", "row 6 KILL", "row 9 BREAK"
+    write_parquet(tmp_path / "in/a.parquet", {"id": range(12), "text": texts})
+    config = job(rows_per_unit=4, max_new_tokens=20)
+    totals = run_job(config, trap_backend(tmp_path)).totals
+    rows = read_output(config.output).to_pylist()
+    assert [row["id"] for row in rows] == list(range(12))
+    assert [row["generation"] for row in rows] == [None if row in (1, 6) else texts[row] for row in range(12)]
+    assert rows[1]["error"] == "ValueError: cannot generate for 'row 1 RAISE'"
+    assert rows[6]["error"].startswith("its process died 2 times with this row alone (SYSTEM_ERROR: ")
+    assert (totals.rows, totals.errors) == (12, 2)
+    assert json.loads((tmp_path / "out/_SUCCESS.json").read_text())["totals"]["errors"] == 2
+
+
+def test_a_unit_that_keeps_failing_is_recorded_and_retried_by_the_next_session(
+    tmp_path: Path, job: Job, write_parquet: WriteParquet, read_output: ReadOutput
+) -> None:
+    texts = [f"row {row}" for row in range(6)] + ["RAISE a", "RAISE b", "RAISE c"]
+    write_parquet(tmp_path / "in/a.parquet", {"id": range(9), "text": texts})
+    config = job(rows_per_unit=3, unit_attempts=2)
+    with pytest.raises(UnitsFailed) as ended:
+        run_job(config, trap_backend(tmp_path))
+    said = str(ended.value)
+    assert "1 of 3 units (3 rows) failed" in said
+    assert "ValueError: cannot generate for 'RAISE c'" in said
+    assert "start the job again to retry only those" in said
+    (failed,) = read_failures(Storage(config.output))
+    assert (failed.unit, failed.start, failed.rows, failed.attempts) == ("00000-000000006", 6, 3, 2)
+    assert len(read_commits(Storage(config.output))) == 2
+    assert not (tmp_path / "out/_SUCCESS.json").exists()
+
+    assert run_job(config, EchoBackend(Echo())).rows_resumed == 6
+    assert read_output(config.output)["id"].to_pylist() == list(range(9))
+    assert read_failures(Storage(config.output)) == []
+    assert (tmp_path / "out/_SUCCESS.json").exists()
+
+
+def test_a_file_that_became_unreadable_costs_its_own_units_only(
+    tmp_path: Path, job: Job, write_parquet: WriteParquet
+) -> None:
+    for name in ("a", "b"):
+        write_parquet(tmp_path / f"in/{name}.parquet", {"text": ["x"] * 4})
+
+    class Spoiler(EchoBackend):
+        """The tokenizer is asked for after the plan and before the first read."""
+
+        def identity(self, config: object) -> str:
+            path = tmp_path / "in/b.parquet"
+            path.write_bytes(path.read_bytes()[:20])
+            return "echo"
+
+    with pytest.raises(UnitsFailed, match=r"2 of 4 units \(4 rows\) failed.*b\.parquet' cannot be read"):
+        run_job(job(rows_per_unit=2), Spoiler())
+    assert [commit.path.rsplit("/", 1)[-1] for commit in read_commits(Storage(str(tmp_path / "out")))] == [
+        "a.parquet",
+        "a.parquet",
+    ]
+
+
+def test_replicas_that_die_while_they_load_the_model_end_the_job(
+    tmp_path: Path, job: Job, write_parquet: WriteParquet
+) -> None:
+    write_parquet(tmp_path / "in/a.parquet", {"text": ["x"]})
+    with pytest.raises(JobError, match=r"died . times in a row while they loaded model"):
+        run_job(job(), TrapBackend(dies_loading=True))

@@ -1,0 +1,146 @@
+"""Whatever some rows do to the engine, the others are delivered, and each at its own place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+import torch
+from engine_double import Echo
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine import BatchStats, Generation, Sampling, Schedule
+from pipeline.row_generator import (
+    MOST_QUARANTINED,
+    DeviceBroken,
+    RowGenerator,
+    TooManyRowsFailed,
+    is_device_broken,
+    is_out_of_memory,
+)
+
+
+@dataclass(frozen=True)
+class Moody(Echo):
+    """Raises for batches that hold certain prompts, or too many of them."""
+
+    raising: dict[int, Exception] = field(default_factory=dict)  # by prompt length
+    room: int = 10_000  # rows that fit in memory
+    batches: list[int] = field(default_factory=list)  # sizes of those that were tried
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: Sampling | None = None,
+        schedule: Schedule | None = None,
+        batch_size: int = 32,
+        sample_ids: Sequence[str] | None = None,
+        on_batch: Callable[[BatchStats], None] | None = None,
+    ) -> Iterator[Generation]:
+        assert sample_ids is not None
+        for start in range(0, len(prompts), batch_size):
+            batch = prompts[start : start + batch_size]
+            self.batches.append(len(batch))
+            if len(batch) > self.room:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            for prompt in batch:
+                if len(prompt) in self.raising:
+                    raise self.raising[len(prompt)]
+            ids = sample_ids[start : start + batch_size]
+            for generation in super().generate(batch, sampling, schedule, len(batch), ids, on_batch):
+                yield Generation(**{**_fields(generation), "index": start + generation.index})
+
+
+def _fields(generation: Generation) -> dict[str, object]:
+    return {name: getattr(generation, name) for name in Generation.__slots__}
+
+
+def outcome(
+    engine: Moody, lengths: Sequence[int], batch_size: int | Literal["auto"] = 4
+) -> tuple[RowGenerator, list[int | str]]:
+    """For each prompt its length as its generation tells it, or its error."""
+    generator = RowGenerator(engine, Sampling(max_new_tokens=100), None, batch_size)
+    found = generator.generate([[65] * length for length in lengths], [str(n) for n in range(len(lengths))])
+    return generator, [row if isinstance(row, str) else len(row.tokens) for row in found]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=40, unique=True),
+    bad=st.sets(st.integers(1, 40), max_size=5),
+    batch_size=st.integers(1, 9),
+)
+def test_rows_that_raise_have_their_error_and_all_others_their_generation(
+    lengths: list[int], bad: set[int], batch_size: int
+) -> None:
+    engine = Moody(raising={length: ValueError(f"length {length}") for length in bad})
+    if len(lengths) > 1 and set(lengths) <= bad:
+        with pytest.raises(TooManyRowsFailed):
+            outcome(engine, lengths, batch_size)
+        return
+    _, rows = outcome(engine, lengths, batch_size)
+    assert rows == [f"ValueError: length {length}" if length in bad else length for length in lengths]
+
+
+@given(rows=st.integers(1, 30), batch_size=st.integers(1, 32), room=st.integers(1, 32))
+def test_out_of_memory_halves_the_batch_and_loses_nothing(rows: int, batch_size: int, room: int) -> None:
+    engine = Moody(room=room)
+    generator, found = outcome(engine, range(1, rows + 1), batch_size)
+    assert found == list(range(1, rows + 1))
+    assert generator.batch_size <= batch_size
+    if rows >= batch_size > room:
+        assert generator.batch_size < batch_size  # later units don't run out of memory again at once
+
+
+def test_auto_takes_what_fits_the_longest_prompt_of_each_call_and_less_where_that_was_too_much() -> None:
+    engine = Moody(room=100)
+    generator, found = outcome(engine, [50] * 300, "auto")  # the double says 200 rows
+    assert found == [50] * 300
+    assert engine.batches == [200, 100, 100, 100]
+    engine.batches.clear()
+    generator.generate([[65] * 2000] * 7, [str(n) for n in range(7)])
+    assert engine.batches == [5, 2]
+    engine.batches.clear()
+    generator.generate([[65] * 50] * 100, [str(n) for n in range(100)])
+    assert engine.batches == [100]
+
+
+def test_memory_that_does_not_do_for_one_row_makes_that_row_an_error() -> None:
+    engine = Moody(raising={7: MemoryError("no memory")})
+    _, rows = outcome(engine, [5, 6, 7, 8])
+    assert rows == [5, 6, "MemoryError: no memory", 8]
+
+
+def test_finished_batches_are_not_generated_again() -> None:
+    engine = Moody(raising={9: ValueError("nine")})
+    outcome(engine, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], 4)
+    assert engine.batches == [4, 4, 4, 2, 1, 1, 2]
+
+
+def test_more_bad_rows_than_a_corpus_has_are_the_units_failure() -> None:
+    engine = Moody(raising={length: ValueError("bad") for length in range(1, MOST_QUARANTINED + 2)})
+    with pytest.raises(TooManyRowsFailed, match="the last of them with ValueError: bad"):
+        outcome(engine, range(1, 60))
+
+
+def test_a_device_that_broke_is_no_rows_error() -> None:
+    engine = Moody(raising={2: RuntimeError("CUDA error: device-side assert triggered")})
+    with pytest.raises(DeviceBroken, match="device-side assert"):
+        outcome(engine, [1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("error", "memory", "device"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), True, False),
+        (MemoryError(), True, False),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"), True, False),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False, True),
+        (RuntimeError("shape mismatch"), False, False),
+        (ValueError("CUDA error"), False, False),
+    ],
+)
+def test_what_torch_says_is_understood(error: Exception, memory: bool, device: bool) -> None:
+    assert (is_out_of_memory(error), is_device_broken(error)) == (memory, device)

@@ -1,0 +1,66 @@
+"""An engine double that does what rows tell it to: raise, die, break its device, hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine_double import Echo, EchoBackend
+
+from engine import BatchStats, Generation, Sampling, Schedule
+from pipeline.config import GenerationConfig
+
+KILL, RAISE, BREAK_ONCE, HANG = b"KILL", b"RAISE", b"BREAK", b"HANG"
+
+
+@dataclass(frozen=True)
+class Trap(Echo):
+    """Looks at its prompts before it generates."""
+
+    scratch: str = ""  # where it remembers what it did once
+    armed: bool = True
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: Sampling | None = None,
+        schedule: Schedule | None = None,
+        batch_size: int = 32,
+        sample_ids: Sequence[str] | None = None,
+        on_batch: Callable[[BatchStats], None] | None = None,
+    ) -> Iterator[Generation]:
+        for prompt in prompts if self.armed else ():
+            assert not isinstance(prompt, str)
+            self._spring(bytes(prompt))
+        yield from super().generate(prompts, sampling, schedule, batch_size, sample_ids, on_batch)
+
+    def _spring(self, text: bytes) -> None:
+        if KILL in text:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if RAISE in text:
+            raise ValueError(f"cannot generate for {text.decode()!r}")
+        if HANG in text:
+            time.sleep(3600)
+        if BREAK_ONCE in text and not (done := Path(self.scratch, "broke")).exists():
+            done.touch()
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+def trap_backend(scratch: Path | str, armed: bool = True) -> EchoBackend:
+    return TrapBackend(Trap(scratch=str(scratch), armed=armed))
+
+
+@dataclass(frozen=True)
+class TrapBackend(EchoBackend):
+    """Dies while it loads, if told to."""
+
+    dies_loading: bool = False
+
+    def engine(self, config: GenerationConfig, threads: int | None) -> Echo:
+        if self.dies_loading:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().engine(config, threads)
