@@ -23,11 +23,10 @@ from engine.calibration.calibrate import Calibrated, Calibration
 from engine.calibration.collect import answer_prompts
 from jobs import command_line
 from jobs.corpus_split import Part, part_of
-from pipeline.config import AnswerConfig
 from pipeline.errors import JobError
 from pipeline.fit import longest_prompt
 from pipeline.rows import TOKENS
-from pipeline.sample_prompts import sample_prompts
+from pipeline.sample_prompts import SampleConfig, sample_prompts
 
 PROGRAM = "calibrate_schedule.py"
 SAY_EVERY_S = 10
@@ -35,7 +34,7 @@ SAY_EVERY_S = 10
 log = logging.getLogger("jobs.calibrate_schedule")
 
 
-class CalibrateSchedule(AnswerConfig):
+class CalibrateSchedule(SampleConfig):
     """Fit and choose bridged schedules on a sample of your prompts; writes a directory for each target speed-up."""
 
     prompt: str = Field(
@@ -43,12 +42,10 @@ class CalibrateSchedule(AnswerConfig):
         description="user text, with {text} and {column} fields; {{ and }} are plain braces",
     )
     max_new_tokens: int = Field(64, ge=1, description="longest answer")
-    input: str = Field(description="Parquet file, directory or glob: a local path or any fsspec URL such as s3://")
     output: str = Field(description="local directory to write the schedules to, one below it for each target")
     part: Part | None = Field(
         None, description="use only rows whose id hashes into this part of the corpus: calibrate, train or test"
     )
-    prompts: int = Field(500, ge=1, description="prompts to draw, by the seed; the model answers each of them")
     target_speedups: list[float] = Field([1.25, 1.45, 1.65], min_length=1, description="decode FLOP speed-ups")
     threads: int | None = Field(None, ge=1, description="CPU threads; default torch's own choice")
 
@@ -83,12 +80,14 @@ def calibrate(config: CalibrateSchedule) -> None:
     model = Engine.load(config.model, device=config.device, dtype=config.dtype, threads=config.threads)
     belongs = None if config.part is None else lambda row_id: part_of(row_id) == config.part
     longest = longest_prompt(config, model.shape)
-    rows = sample_prompts(config, config.input, model.tokenizer, longest, config.prompts, belongs=belongs)
+    rows = sample_prompts(config, model.tokenizer, longest, belongs=belongs)
     prompts: list[list[int]] = rows[TOKENS].to_pylist()
-    size = config.batch_size
-    if size == "auto":
-        size = model.fitting_batch_size(max(map(len, prompts)), config.sampling())
-    answers = answer_prompts(model, prompts, config.sampling(), size, progress)
+    batch_size = (
+        model.fitting_batch_size(max(map(len, prompts)), config.sampling())
+        if config.batch_size == "auto"
+        else config.batch_size
+    )
+    answers = answer_prompts(model, prompts, config.sampling(), batch_size, progress)
     calibration = Calibration(model, answers, sorted(set(config.target_speedups)), progress)
     made = {
         "model": [config.model, engine.model_identity(config.model), config.dtype],
