@@ -5,7 +5,6 @@ python jobs/adapt_model.py --input corpus/ --schedule schedules/1.65x --output a
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import sys
@@ -21,16 +20,11 @@ import engine
 from engine import Engine, Schedule, decode_flop_speedup
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import BridgeTrainer, Point
-from engine.calibration.collect import answer_prompts
 from engine.kernels import Kernels
 from engine.target import sample_flop_speedup
 from jobs import command_line
-from jobs.corpus_split import Part, part_of
-from pipeline.config import AnswerConfig
+from jobs.answers import AnswersConfig, answer_corpus
 from pipeline.errors import JobError
-from pipeline.fit import longest_prompt
-from pipeline.rows import TOKENS
-from pipeline.sample_prompts import sample_prompts
 from pipeline.stage_progress import StageProgress
 
 PROGRAM = "adapt_model.py"
@@ -40,26 +34,16 @@ DEFAULT = Recipe()
 log = logging.getLogger("jobs.adapt_model")
 
 
-class AdaptModel(AnswerConfig):
+class AdaptModel(AnswersConfig):
     """Train a schedule's bridges, closed form and a small gated part, on the model's own answers to your prompts."""
 
-    prompt: str = Field(
-        "Summarize the following text in one short sentence.\n\n{text}",
-        description="user text, with {text} and {column} fields; {{ and }} are plain braces",
-    )
-    max_new_tokens: int = Field(64, ge=1, description="longest answer")
-    input: str = Field(description="Parquet file, directory or glob: a local path or any fsspec URL such as s3://")
     schedule: str = Field(description="directory of a calibrated schedule")
     output: str = Field(description="local directory for the schedule with its trained bridges; a rerun goes on there")
-    part: Part | None = Field(
-        None, description="use only rows whose id hashes into this part of the corpus: calibrate, train or test"
-    )
     prompts: int = Field(1500, ge=20, description="prompts to draw, by the seed; the model answers each of them")
     held_out: float = Field(0.1, gt=0, lt=0.5, description="share of them that is judged by, not trained on")
     steps: int = Field(DEFAULT.steps, ge=1, description="updates at most; training ends when judgements stop improving")
     learning_rate: float = Field(DEFAULT.learning_rate, gt=0, description="highest of the warm-up and cosine")
     gate_width: int = Field(DEFAULT.gate_width, ge=0, description="width of each bridge's gated part; 0 for none")
-    threads: int | None = Field(None, ge=1, description="CPU threads; default torch's own choice")
 
     def recipe(self) -> Recipe:
         return Recipe(steps=self.steps, learning_rate=self.learning_rate, gate_width=self.gate_width, seed=self.seed)
@@ -77,16 +61,8 @@ def adapt(config: AdaptModel) -> None:
     schedule = Schedule.read(config.schedule)
     schedule.check_fits(engine.describe(config.model))
     output = _made(Path(config.output))
-    teacher = Engine.load(config.model, device=config.device, dtype=config.dtype, threads=config.threads)
-    belongs = None if config.part is None else lambda row_id: part_of(row_id) == config.part
-    longest = longest_prompt(config, teacher.shape)
-    rows = sample_prompts(config, config.input, teacher.tokenizer, longest, config.prompts, belongs=belongs)
-    prompts: list[list[int]] = rows[TOKENS].to_pylist()
-    batch_size = config.batch_size
-    if batch_size == "auto":
-        batch_size = teacher.fitting_batch_size(max(map(len, prompts)), config.sampling())
-    answers = answer_prompts(teacher, prompts, config.sampling(), batch_size, progress)
-    del teacher
+    drawn = answer_corpus(config, config.load_engine(), progress)
+    answers = drawn.answers
     student = Engine.load(config.model, config.device, "float32", config.threads, Kernels())
     kept = max(1, round(config.held_out * len(answers)))
     trainer = BridgeTrainer(student, schedule, answers[kept:], answers[:kept], config.recipe(), progress)
@@ -98,22 +74,12 @@ def adapt(config: AdaptModel) -> None:
             point.step, point.loss, point.kl, point.agreement, point.seconds,
         )  # fmt: skip
     adapted, quality = trainer.best()
-    made: dict[str, object] = {
-        "model": [config.model, engine.model_identity(config.model), config.dtype],
-        "prompts": len(prompts),
-        "prompts_digest": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
-        "part": config.part,
-        "answer_tokens": trainer.tokens,
-        "recipe": asdict(config.recipe()),
-        "held_out": {"answers": kept, **quality.figures()},
-        "version": engine.__version__,
-    }
     provenance = {
         **adapted.provenance,
         "decode_flop_speedup": round(decode_flop_speedup(student.shape, adapted, trainer.lengths), 4),
         "sample_flop_speedup": round(sample_flop_speedup(student.shape, adapted, trainer.lengths), 4),
-        "held_out": made.pop("held_out"),
-        "adapted_on": made,
+        "held_out": {"answers": kept, **quality.figures()},
+        "adapted_on": {**drawn.provenance, "answer_tokens": trainer.tokens, "recipe": asdict(config.recipe())},
     }
     replace(adapted, provenance=provenance).write(output)
     (output / CURVE_FILE).write_text(json.dumps([asdict(point) for point in points], indent=1))
