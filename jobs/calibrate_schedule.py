@@ -82,11 +82,9 @@ def calibrate(config: CalibrateSchedule) -> None:
     longest = longest_prompt(config, model.shape)
     rows = sample_prompts(config, model.tokenizer, longest, belongs=belongs)
     prompts: list[list[int]] = rows[TOKENS].to_pylist()
-    batch_size = (
-        model.fitting_batch_size(max(map(len, prompts)), config.sampling())
-        if config.batch_size == "auto"
-        else config.batch_size
-    )
+    batch_size = config.batch_size
+    if batch_size == "auto":
+        batch_size = model.fitting_batch_size(max(map(len, prompts)), config.sampling())
     answers = answer_prompts(model, prompts, config.sampling(), batch_size, progress)
     calibration = Calibration(model, answers, sorted(set(config.target_speedups)), progress)
     made = {

@@ -6,16 +6,16 @@ import hashlib
 import io
 import json
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipeline.errors import JobError
+from pipeline.errors import JobError, one_line
 from pipeline.storage import Storage
 from pipeline.unit import WorkUnit
 
@@ -39,6 +39,12 @@ class Totals:
     flops_padding: int = 0
     active_layers: float = 0.0  # mean active layers x generated tokens
     seconds: float = 0.0  # of generation, summed over replicas
+    audited: int = 0  # rows generated at full depth too
+    audit_rouge: float = 0.0  # ROUGE-L of their outputs to full depth's, summed
+    audit_rouge_squares: float = 0.0
+    audit_agreeing: int = 0  # decode steps of their full-depth answers where the schedule's likeliest token is the same
+    audit_steps: int = 0  # all of these
+    flops_audit: int = 0  # what the audit cost, beside all other FLOPs
 
     def add(self, other: Totals) -> None:
         for item in fields(self):
@@ -74,7 +80,7 @@ class Commit:
     size: int  # in bytes
     path: str  # of the input file
     start: int
-    run: str = ""  # fingerprint
+    run: str = ""  # its claim on the output
     totals: Totals = field(default_factory=Totals)
 
     def to_json(self) -> bytes:
@@ -87,9 +93,17 @@ class Commit:
 
 
 def commit_unit(
-    storage: Storage, unit: WorkUnit, output: pa.Table, flops_padding: int, seconds: float, run: str = ""
+    storage: Storage,
+    unit: WorkUnit,
+    output: pa.Table,
+    flops_padding: int,
+    seconds: float,
+    run: str = "",
+    audit: Mapping[str, Any] | None = None,
 ) -> Commit:
-    """Write a unit's rows and commit them. Returns the commit that holds: another attempt's, if that came first.
+    """Write a unit's rows and commit them, with what an audit adds to its totals.
+
+    Returns the commit that holds: another attempt's, if that came first.
 
     Raises JobError if the commit that holds is another run's; StorageGone, StorageRefused.
     """
@@ -106,7 +120,7 @@ def commit_unit(
         path=unit.path,
         start=unit.start,
         run=run,
-        totals=_totals(output, flops_padding, seconds),
+        totals=replace(_totals(output, flops_padding, seconds), **(audit or {})),
     )
     name = f"{COMMITS}/{unit.id}.json"
     storage.write(commit.file, content)
@@ -118,10 +132,7 @@ def commit_unit(
         raise JobError(f"{name} of {storage.url!r} was refused as existing, yet is not there: who deletes it?")
     held = Commit.from_json(standing)
     if held.run != run:
-        raise JobError(
-            f"{name} of {storage.url!r} is by run {held.run}, this is {run}: a process of that run still writes "
-            "here; end it, then start this job with --fresh"
-        )
+        raise _foreign(storage, held, run)
     return held
 
 
@@ -129,11 +140,34 @@ def checksum(content: bytes) -> str:
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
-def read_commits(storage: Storage) -> list[Commit]:
-    """All commits of an output, by unit."""
+def read_commits(storage: Storage, run: str | None = None) -> list[Commit]:
+    """All commits of an output, by unit. Raises JobError if one is by another run than `run`, or is no commit."""
+    names = storage.names(COMMITS, ".json")
     with ThreadPoolExecutor(LISTING_THREADS) as pool:
-        contents = list(pool.map(storage.read, storage.names(COMMITS, ".json")))
-    return [Commit.from_json(content) for content in contents if content is not None]
+        commits = list(pool.map(lambda name: _read_commit(storage, name), names))
+    for commit in commits:
+        if run is not None and commit.run != run:
+            raise _foreign(storage, commit, run)
+    return commits
+
+
+def _read_commit(storage: Storage, name: str) -> Commit:
+    content = storage.read(name)
+    if content is None:
+        raise JobError(f"{name} of {storage.url!r} was listed, yet is not there: who deletes it?")
+    try:
+        return Commit.from_json(content)
+    except (ValueError, TypeError, KeyError) as error:
+        raise JobError(
+            f"{name} of {storage.url!r} is no commit record ({one_line(error)}): delete it, and its unit is done again"
+        ) from error
+
+
+def _foreign(storage: Storage, commit: Commit, run: str) -> JobError:
+    return JobError(
+        f"the commit of unit {commit.unit} in {storage.url!r} is by run {commit.run}, this is {run}: a process of "
+        "that run still wrote here; end it, then start this job with --fresh"
+    )
 
 
 def sweep_orphans(storage: Storage, commits: Iterable[Commit]) -> int:

@@ -76,20 +76,6 @@ class AnswerConfig(BaseModel):
         )
 
 
-class GenerationConfig(AnswerConfig):
-    """How a text is made from a row, and at what depth."""
-
-    target_speedup: float | None = Field(
-        None,
-        ge=1.0,
-        description="decode FLOP speed-up, such as 1.45: of the calibrated schedules in --schedule, the one that just "
-        "reaches it, else a plain SkipDecode schedule; default full depth",
-    )
-    schedule: str | None = Field(
-        None, description="schedule to run: a schedule.json, its directory, or what calibrate_schedule.py wrote"
-    )
-
-
 class StorageConfig(BaseModel):
     """How storage is reached. Credentials have no option: they come from the environment, a profile or a role."""
 
@@ -118,6 +104,20 @@ class StorageConfig(BaseModel):
             patience_s=self.storage_patience_s,
         )
         return Storage(url, settings)
+
+
+class GenerationConfig(AnswerConfig):
+    """How a text is made from a row, and at what depth."""
+
+    target_speedup: float | None = Field(
+        None,
+        ge=1.0,
+        description="decode FLOP speed-up, such as 1.45: of the calibrated schedules in --schedule, the one that just "
+        "reaches it, else a plain SkipDecode schedule; default full depth",
+    )
+    schedule: str | None = Field(
+        None, description="schedule to run: a schedule.json, its directory, or what calibrate_schedule.py wrote"
+    )
 
 
 class JobConfig(GenerationConfig, StorageConfig):
@@ -153,6 +153,19 @@ class JobConfig(GenerationConfig, StorageConfig):
     stop_grace_s: float = Field(
         25.0, ge=0, description="after SIGTERM: seconds for units in flight to finish before they are abandoned"
     )
+
+    audit_fraction: float = Field(
+        0.0, ge=0, le=1, description="share of rows also generated at full depth, to watch quality, such as 0.01"
+    )
+    min_audit_rouge: float | None = Field(
+        None, gt=0, le=1, description="stop, resumably, once audited outputs' ROUGE-L to full depth is surely below"
+    )
+
+    @model_validator(mode="after")
+    def _audits(self) -> Self:
+        if self.min_audit_rouge is not None and not self.audit_fraction:
+            raise ValueError("min_audit_rouge needs an audit_fraction above 0")
+        return self
 
     @model_validator(mode="after")
     def _scales(self) -> Self:

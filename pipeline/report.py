@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from engine import ModelShape, Schedule
+from pipeline.audit import audit_estimate
 from pipeline.commit import Commit, Totals
 from pipeline.config import JobConfig
 from pipeline.storage import Storage
@@ -51,7 +52,7 @@ def write_report(
         shape=shape,
         totals=totals,
         config=config.model_dump(mode="json", exclude_none=True),
-        facts=summary(totals, shape),
+        facts=summary(totals, shape.layers),
         charts=charts,
         label=label,
         samples=_pick(generated, SAMPLES),
@@ -60,23 +61,26 @@ def write_report(
     storage.write(REPORT_FILE, html.encode())
 
 
-def summary(totals: Totals, shape: ModelShape) -> dict[str, str]:
+def summary(totals: Totals, layers: int) -> dict[str, str]:
     """The run in a dozen lines, for the report and the terminal."""
     saved = totals.flops_full_depth - totals.flops
     good = totals.rows - totals.errors
     tokens_per_second = totals.generated_tokens / totals.seconds if totals.seconds else 0.0
+    audit = audit_estimate(totals)
+    audited = {"audit": f"{audit}, {totals.flops_audit / 1e12:.3f} T FLOPs beside all others"} if audit else {}
     return {
         "rows": f"{totals.rows:,} ({totals.errors:,} errors, {totals.truncated:,} prompts cut)",
         "prompt tokens": f"{totals.prompt_tokens:,} ({_per(totals.prompt_tokens, good)} per row)",
         "output tokens": f"{totals.generated_tokens:,} ({_per(totals.generated_tokens, good)} per row)",
         "ended by themselves": f"{totals.stopped / good:.1%} of rows" if good else "no rows",
         "output tokens/s": f"{tokens_per_second:.1f} per replica while generating",
-        "mean active layers": f"{totals.mean_active_layers:.2f} of {shape.layers}",
+        "mean active layers": f"{totals.mean_active_layers:.2f} of {layers}",
         "prompt FLOPs": f"{totals.flops_prompt / 1e12:.3f} T (full depth)",
         "decode FLOPs": f"{totals.flops_decode / 1e12:.3f} T, {totals.decode_speedup:.3f}x less than full depth",
         "whole-sample FLOPs": f"{totals.flops / 1e12:.3f} T, {totals.sample_speedup:.3f}x less than full depth",
         "FLOPs saved": f"{saved / 1e12:.3f} T ({saved / max(1, totals.flops_full_depth):.1%})",
         "padding": f"{totals.flops_padding / 1e12:.3f} T beside that, computed for nobody",
+        **audited,
     }
 
 

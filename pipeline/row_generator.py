@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, Protocol
 
-from engine import BatchStats, Generation, Sampling, Schedule
+from engine import AnswerScore, BatchStats, Generation, Sampling, Schedule
 from pipeline.errors import one_line
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,13 @@ class Generator(Protocol):
     def fitting_batch_size(
         self, prompt_tokens: int, sampling: Sampling | None = None, schedule: Schedule | None = None
     ) -> int: ...
+
+    def score(
+        self,
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[int]],
+        schedules: Sequence[Schedule],
+    ) -> list[list[AnswerScore]]: ...
 
 
 class DeviceBroken(RuntimeError):

@@ -64,8 +64,8 @@ def run_job(config: JobConfig, backend: Backend | None = None) -> RunResult:
     run = fingerprint(description)
     if config.fresh:
         discard_run(storage)
-    resuming = claim_output(storage.at_first(), description)
-    commits = read_commits(storage) if resuming else []
+    claim = claim_output(storage.at_first(), description)
+    commits = read_commits(storage, claim.run) if claim.resuming else []
     before = _total(commits)
     log.info(
         "run %s: %d rows in %d units of %d files, %d rows already committed",
@@ -77,12 +77,12 @@ def run_job(config: JobConfig, backend: Backend | None = None) -> RunResult:
     pending = [unit for unit in plan.units if unit.id not in done_units]
     session = Done()
     if pending:
-        task = Task(config, backend, template, schedule, plan.read_columns, plan.kept, longest, run)
+        task = Task(config, backend, template, schedule, plan.read_columns, plan.kept, longest, claim.run)
         session = _generate(task, plan, pending, before)
         commits += session.commits
     commits.sort(key=lambda commit: commit.unit)
     totals = _total(commits)
-    if resuming:
+    if claim.resuming:
         forget_failures(storage, (commit.unit for commit in commits))
     report = f"{storage.url.rstrip('/')}/{REPORT_FILE}"
     if session.failed:
@@ -90,6 +90,7 @@ def run_job(config: JobConfig, backend: Backend | None = None) -> RunResult:
         raise UnitsFailed(_say_failed(session.failed, plan, config.output))
     if totals.rows != plan.rows:
         raise JobError(f"{totals.rows} of {plan.rows} rows are committed: start the job again to resume it")
+    claim.check(storage)
     swept = sweep_orphans(storage, commits)
     if swept:
         log.info("removed %d data files that no commit names", swept)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import ray
 from ray.exceptions import RayError, UserCodeException
 
 from engine import ModelError
 from pipeline.attempts import Attempts, Next
+from pipeline.audit import fails_audit, say_failed_audit
 from pipeline.board import Board, Counts
 from pipeline.cluster import replica_resources
 from pipeline.commit import Commit, Totals
@@ -56,6 +57,7 @@ class Session:
         self._attempts = Attempts(task.config.unit_attempts)
         self._watchdog = Watchdog(task.config.stall_minutes * 60)
         self._done = Done()
+        self._totals = replace(before)
         self._pending: dict[str, WorkUnit] = {}
         self._stop_reason: JobStopped | JobError | None = None
         self._stop_deadline = 0.0
@@ -68,6 +70,9 @@ class Session:
         log.info("%d replicas of %d threads and %g GPUs each", resources.count, resources.threads, resources.gpus)
         self._pending = {unit.id: unit for unit in pending}
         with self._progress:
+            self._check_audit()
+            if self._stop_reason is not None:
+                raise self._stop_reason
             while self._pending:
                 self._pass()
                 self._triage()
@@ -102,6 +107,8 @@ class Session:
             commit = Commit.from_json(parcel.commit)
             self._done.commits.append(commit)
             self._progress.committed(commit)
+            self._totals.add(commit.totals)
+            self._check_audit()
             self._pending.pop(unit.id, None)
         elif parcel.failure is not None:
             self._failed(unit, parcel.failure)
@@ -148,6 +155,11 @@ class Session:
         history = self._attempts.of(unit.id)
         self._done.failed.append(record_failure(self._storage, unit, history.attempts, history.error))
         del self._pending[unit.id]
+
+    def _check_audit(self) -> None:
+        minimum = self._task.config.min_audit_rouge
+        if minimum is not None and fails_audit(self._totals, minimum):
+            self._stop(JobStopped(say_failed_audit(self._totals, minimum, self._plan.rows)))
 
     def _check_isolation(self) -> None:
         self._check()
