@@ -31,7 +31,7 @@ FIRST_RIDGE = 1e-2
 DEPTH_STEP = 2  # layers between the depths that growths are made of
 DEEPER = 4  # layers beyond the constant depth that a growth may end at
 TRIED_GROWTHS = 3
-# Share of the answers, and how many at most: to choose among candidates, and to judge the choice. The rest is fitted on.
+# Share of the answers, and how many at most, to choose among candidates and to judge the choice. The rest is fitted on.
 CHOOSE, JUDGE = (0.15, 80), (0.15, 200)
 LEAST_ANSWERS = 20
 
