@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import ray
 from ray.exceptions import RayError, UserCodeException
@@ -58,7 +58,7 @@ class Session:
         self._attempts = Attempts(task.config.unit_attempts)
         self._watchdog = Watchdog(task.config.stall_minutes * 60)
         self._done = Done()
-        self._totals = replace(before)
+        self._totals = total(before)
         self._pending: dict[str, WorkUnit] = {}
         self._stop_reason: JobStopped | JobError | None = None
         self._stop_deadline = 0.0
