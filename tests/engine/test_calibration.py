@@ -63,6 +63,22 @@ def test_a_bridge_is_the_ridge_regression_of_its_tokens(ridge: float) -> None:
     assert bridge.block == Block.of_layers(2, 5)
 
 
+def test_weights_count_a_token_so_many_times_and_a_gain_scales_what_was_learnt() -> None:
+    states = random_states(60)
+    weights = torch.tensor([1.0, 2.0, 3.0]).repeat(20)
+    weighted = Moments(START, (END,), WIDTH, CPU)
+    weighted.add(states, weights)
+    repeated = moments_of({place: x.repeat_interleave(weights.long(), 0) for place, x in states.items()})
+    bridge = weighted.fit(END, 1e-3)
+    torch.testing.assert_close(bridge.tensors["weight"], repeated.fit(END, 1e-3).tensors["weight"])
+    torch.testing.assert_close(bridge.tensors["bias"], repeated.fit(END, 1e-3).tensors["bias"])
+    gained = weighted.fit(END, 1e-3, gain=1.2)
+    torch.testing.assert_close(gained.tensors["weight"], 1.2 * bridge.tensors["weight"])
+    mean = (weights[:, None] * states[START]).sum(0, keepdim=True) / weights.sum()
+    here, there = (b.compiled(Kernels(), torch.float32, CPU)(mean) for b in (bridge, gained))
+    torch.testing.assert_close(here, there, msg="the mean token goes where it went")
+
+
 def test_a_bridge_fitted_over_nothing_is_the_identity() -> None:
     x = random_states(100)[START]
     moments = Moments(START, (START,), WIDTH, CPU)
@@ -110,8 +126,9 @@ def test_states_are_collected_whatever_the_chunks(tiny: Engine, answers: list[An
         forced = tiny.teacher_forced(answers)
         forced.hidden(Schedule.full_depth(LAYERS), {}, observe=lambda place, x: kept.__setitem__(place, x))
     direct = Moments(4, (8, 12), tiny.shape.hidden, CPU)
-    direct.add(kept)
-    assert moments.count == forced.tokens
+    weights = 1 / kept[12].double().square().mean(-1)
+    direct.add(kept, weights)
+    assert moments.count == pytest.approx(float(weights.sum()))
     for end in (8, 12):
         torch.testing.assert_close(
             moments.fit(end, 1e-3).tensors["weight"], direct.fit(end, 1e-3).tensors["weight"], rtol=1e-3, atol=1e-4
@@ -129,7 +146,7 @@ def test_a_judge_finds_no_fault_with_full_depth_and_more_with_more_skipping(
         assert full.agreement == 1.0
         losses = []
         for skipped in (1, 3, 5):
-            schedule = bridges.schedule(LAYERS, Candidate.constant(2, skipped, 1e-3))
+            schedule = bridges.schedule(LAYERS, Candidate.constant(2, skipped, 1e-3, 1.0))
             quality, resumed = (judge.judge(schedule, tiny.compiled_bridges(schedule)) for judge in judges)
             torch.testing.assert_close(quality.kl, resumed.kl, rtol=1e-3, atol=1e-4)
             losses.append(quality.mean_kl)
