@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.commit import SUCCESS_FILE, Commit, Totals, checksum, read_commits
+from pipeline.commit import SUCCESS_FILE, Commit, Totals, checksum, read_commits, total
 from pipeline.errors import JobError
 from pipeline.failed import FailedUnit, read_failures
 from pipeline.run_record import claim_name, read_run
@@ -38,10 +38,7 @@ class Inspection:
     @property
     def totals(self) -> Totals:
         """Of what is committed."""
-        totals = Totals()
-        for commit in self.commits:
-            totals.add(commit.totals)
-        return totals
+        return total(self.commits)
 
     @property
     def state(self) -> str:

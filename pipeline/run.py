@@ -10,7 +10,7 @@ from pathlib import Path
 from engine import ModelShape
 from pipeline.backend import Backend, SkipDecodeBackend
 from pipeline.cluster import connect
-from pipeline.commit import SUCCESS_FILE, Commit, Totals, read_commits, sweep_orphans, write_success
+from pipeline.commit import SUCCESS_FILE, Commit, Totals, read_commits, sweep_orphans, total, write_success
 from pipeline.config import JobConfig
 from pipeline.errors import JobError, UnitsFailed
 from pipeline.failed import FAILED, FailedUnit, forget_failures
@@ -66,7 +66,7 @@ def run_job(config: JobConfig, backend: Backend | None = None) -> RunResult:
         discard_run(storage)
     claim = claim_output(storage.at_first(), description)
     commits = read_commits(storage, claim.run) if claim.resuming else []
-    before = _total(commits)
+    before = total(commits)
     log.info(
         "run %s: %d rows in %d units of %d files, %d rows already committed",
         run, plan.rows, len(plan.units), len(plan.files), before.rows,
@@ -78,10 +78,10 @@ def run_job(config: JobConfig, backend: Backend | None = None) -> RunResult:
     session = Done()
     if pending:
         task = Task(config, backend, template, schedule, plan.read_columns, plan.kept, longest, claim.run)
-        session = _generate(task, plan, pending, before)
-        commits += session.commits
+        session = _generate(task, plan, pending, commits)
+        commits = commits + session.commits
     commits.sort(key=lambda commit: commit.unit)
-    totals = _total(commits)
+    totals = total(commits)
     if claim.resuming:
         forget_failures(storage, (commit.unit for commit in commits))
     report = f"{storage.url.rstrip('/')}/{REPORT_FILE}"
@@ -101,18 +101,11 @@ def run_job(config: JobConfig, backend: Backend | None = None) -> RunResult:
     return RunResult(config.output, report, before.rows, totals, shape, seconds, session.seconds)
 
 
-def _generate(task: Task, plan: Plan, pending: list[WorkUnit], before: Totals) -> Done:
+def _generate(task: Task, plan: Plan, pending: list[WorkUnit], before: list[Commit]) -> Done:
     connect(task.config.ray_address)
     # After connecting, for Ray sets handlers of its own.
     with Interruption() as interruption:
         return Session(task, plan, before, interruption).run(pending)
-
-
-def _total(commits: list[Commit]) -> Totals:
-    totals = Totals()
-    for commit in commits:
-        totals.add(commit.totals)
-    return totals
 
 
 def _say_failed(failed: list[FailedUnit], plan: Plan, output: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import engine
 from engine import Schedule
-from pipeline.commit import COMMITS, DATA, SUCCESS_FILE
+from pipeline.commit import COMMITS, DATA, SNAPSHOT_FILE, SUCCESS_FILE
 from pipeline.config import JobConfig
 from pipeline.errors import JobError, one_line
 from pipeline.failed import FAILED
@@ -102,7 +102,7 @@ def claim_output(storage: Storage, description: dict[str, Any]) -> Claim:
 
 def discard_run(storage: Storage) -> None:
     """Delete whatever run an output holds, so that dying on the way leaves nothing that looks committed."""
-    storage.remove([SUCCESS_FILE])
+    storage.remove([SUCCESS_FILE, SNAPSHOT_FILE])
     for folder in (COMMITS, FAILED, DATA):  # commits before the data they name
         storage.remove(storage.names(folder))
     storage.remove([REPORT_FILE, RUN_FILE])

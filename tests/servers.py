@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import s3fs
+from botocore.exceptions import BotoCoreError
 
 SCRIPTS = Path(sys.executable).parent
 START_S, STOP_S = 60, 5
@@ -99,6 +100,6 @@ class S3Server:
             self.files.mkdirs(BUCKET, exist_ok=True)
             # A server that has just come back takes requests before it can store anything.
             self.files.pipe_file(f"{BUCKET}/.probe", b"1")
-        except OSError:
+        except (OSError, BotoCoreError):
             return False
         return True

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
-import os
 import signal
 import subprocess
 import sys
@@ -25,9 +23,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-import ray
 from fault_proxy import FaultProxy
-from ray.cluster_utils import Cluster
+from nodes import Nodes
 from schedules import Schedule, random_schedule
 from servers import S3Server
 from trial import IMPORTS, Trial, kill_replicas
@@ -38,41 +35,10 @@ from pipeline.errors import JobStopped
 SESSION_LIMIT_S = 240.0  # what takes longer hangs
 MOST_SESSIONS = 8
 PACE_S = 0.05  # per batch, so that something is in flight when something dies
-FAST_DEATHS = {"health_check_period_ms": 500, "health_check_timeout_ms": 2000, "health_check_failure_threshold": 3}
 
 
 class Hang(Exception):
     """A session has outlasted its limit."""
-
-
-class Nodes:
-    """Two Ray nodes of one core each on this machine; the second may be killed and comes back."""
-
-    def __init__(self) -> None:
-        arguments = {"num_cpus": 2, "object_store_memory": 200 << 20, "include_dashboard": False}
-        self._cluster = Cluster(
-            initialize_head=True, head_node_args={**arguments, "_system_config": FAST_DEATHS}, shutdown_at_exit=False
-        )
-        self._second = self._add()
-        ray.init(address=self._cluster.address, logging_level=logging.ERROR)
-        self.address = self._cluster.address
-
-    def kill_second(self) -> None:
-        """kill -9 for its raylet; its workers end with it. Another takes its place a little later."""
-        node, self._second = self._second, None
-        if node is not None:
-            self._cluster.remove_node(node, allow_graceful=False)
-            threading.Timer(1.0, self._replace).start()
-
-    def close(self) -> None:
-        ray.shutdown()
-        self._cluster.shutdown()
-
-    def _replace(self) -> None:
-        self._second = self._add()
-
-    def _add(self) -> object:
-        return self._cluster.add_node(num_cpus=2, object_store_memory=200 << 20, wait=False)
 
 
 class Chaos:
@@ -81,9 +47,8 @@ class Chaos:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._server = S3Server(folder / "s3")
-        os.environ.update({**self._server.environment, "PYTHONPATH": IMPORTS})
         self._proxy = FaultProxy(self._server.url)
-        self._nodes = Nodes()
+        self._nodes = Nodes({**self._server.environment, "PYTHONPATH": IMPORTS})
         self._driver: subprocess.Popen[str] | None = None
         self.figures = Counter[str]()
 

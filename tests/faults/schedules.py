@@ -13,6 +13,7 @@ READS = ("LIST in", "HEAD in", "GET in", "LIST _commits", "GET _commits", "GET _
 WRITES = ("PUT _run.json", "PUT data", "PUT _commits", "PUT report.html", "PUT _SUCCESS.json")
 BY_WORKERS = ("GET in", "PUT data", "PUT _commits")  # operations whose asker may be killed without ending the session
 PER_UNIT = ("PUT data", "PUT _commits")
+BY_FILE = ("HEAD in", "GET in", "GET data")  # these come several times in every session
 STORAGE_ACTIONS: tuple[Action, ...] = ("throttle", "fail", "reset", "lose", "cut", "slow")
 VICTIMS = ("replica", "node", "server", "driver")
 
@@ -49,12 +50,12 @@ def random_schedule(seed: int, calls: Mapping[str, Callable[[], None]]) -> Sched
     random = Random(seed)
     units, rows = random.randint(3, 8), random.randint(1, 6)
     faults, victims = [], []
-    for _ in range(random.randint(1, 4)):
+    for _ in range(random.randint(1, 5)):
         fault, victim = _storage_fault(random, units), None
         kind = random.random()
         if kind < 0.25:
             operation = random.choice(BY_WORKERS)
-            nth = random.randint(3, 6) if operation == "GET in" else random.randint(1, units)
+            nth = random.randint(2, 3) if operation == "GET in" else random.randint(1, units)
             fault = Fault(operation, nth, random.choice(("kill before", "kill after")))
         elif kind < 0.55:
             victim = random.choices(VICTIMS, weights=(4, 2, 2, 3))[0]
@@ -72,7 +73,7 @@ def random_schedule(seed: int, calls: Mapping[str, Callable[[], None]]) -> Sched
 def _storage_fault(random: Random, units: int) -> Fault:
     operation = random.choice((*READS, *WRITES, *PER_UNIT, *PER_UNIT))
     actions = [a for a in STORAGE_ACTIONS if a not in ("cut", "slow") or operation.startswith(("GET", "LIST"))]
-    nth = random.randint(1, units) if operation in (*PER_UNIT, "GET _commits") else random.randint(1, 3)
+    nth = random.randint(1, units if operation in PER_UNIT else 3 if operation in BY_FILE else 1)
     return Fault(operation, nth, random.choice(actions), times=random.randint(1, 4))
 
 

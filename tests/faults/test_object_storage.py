@@ -35,7 +35,14 @@ def test_what_a_run_and_its_resumption_ask_of_the_storage(trial: Trial) -> None:
     run_job(trial.config(), NoEngineBackend())
     planning = {"LIST in": 2, "HEAD in": 1 + 2 * FILES, "GET in": FILES}
     claim = {"PUT _run.json": 1, "HEAD _run.json": 1, "GET _run.json": 2}  # refused, for it is there
-    resuming = {"LIST _commits": 1, "GET _commits": UNITS, "LIST _failed": 1, "LIST ": 1, "GET _SUCCESS.json": 1}
+    resuming = {
+        "LIST _commits": 1,
+        "GET _snapshot.json.gz": 1,
+        "GET _commits": UNITS,
+        "LIST _failed": 1,
+        "LIST ": 1,
+        "GET _SUCCESS.json": 1,
+    }
     assert dict(counts) == planning | claim | resuming | {"LIST data": 1}
 
 

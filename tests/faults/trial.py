@@ -95,7 +95,7 @@ class Trial:
             "replicas": 1,
             "storage_patience_s": PATIENCE_S,
             "stop_grace_s": 10.0,
-            "stall_minutes": 1.5,
+            "stall_minutes": 3.0,
         }
         return {**defaults, **options}
 
