@@ -72,4 +72,10 @@ class Moments:
         factor = torch.linalg.cholesky(covariance + penalty * torch.eye(len(mean_x), device=mean_x.device))
         weight = gain * torch.cholesky_solve(cross, factor)
         bias = mean_y - mean_x @ weight
-        return Bridge.affine(Block(Unit.at(self.start), Unit.at(end - 1)), weight.float(), bias.float())
+        return Bridge.affine(Block(Unit.at(self.start), Unit.at(end - 1)), _rounded(weight), _rounded(bias))
+
+
+def _rounded(tensor: Tensor) -> Tensor:
+    """In half precision, whose rounding is far below the error of any fit; in single precision if that overflows."""
+    half = tensor.half()
+    return half if bool(half.isfinite().all()) else tensor.float()

@@ -58,8 +58,8 @@ def test_a_bridge_is_the_ridge_regression_of_its_tokens(ridge: float) -> None:
     # The same problem as ordinary least squares on rows that pull the weights to zero.
     rows = torch.cat([xc, penalty.sqrt() * torch.eye(WIDTH, dtype=torch.float64)])
     weight = torch.linalg.lstsq(rows, torch.cat([yc, torch.zeros(WIDTH, WIDTH, dtype=torch.float64)])).solution
-    torch.testing.assert_close(bridge.tensors["weight"].double(), weight, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(bridge.tensors["bias"].double(), y.mean(0) - x.mean(0) @ weight, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(bridge.tensors["weight"], weight.half())
+    torch.testing.assert_close(bridge.tensors["bias"], (y.mean(0) - x.mean(0) @ weight).half())
     assert bridge.block == Block.of_layers(2, 5)
 
 
@@ -76,7 +76,8 @@ def test_weights_count_a_token_so_many_times_and_a_gain_scales_what_was_learnt()
     torch.testing.assert_close(gained.tensors["weight"], 1.2 * bridge.tensors["weight"])
     mean = (weights[:, None] * states[START]).sum(0, keepdim=True) / weights.sum()
     here, there = (b.compiled(Kernels(), torch.float32, CPU)(mean) for b in (bridge, gained))
-    torch.testing.assert_close(here, there, msg="the mean token goes where it went")
+    # The mean token goes where it went, up to the rounding of the stored weights.
+    torch.testing.assert_close(here, there, rtol=2e-3, atol=0.05)
 
 
 def test_a_bridge_fitted_over_nothing_is_the_identity() -> None:
@@ -131,7 +132,7 @@ def test_states_are_collected_whatever_the_chunks(tiny: Engine, answers: list[An
     assert moments.count == pytest.approx(float(weights.sum()))
     for end in (8, 12):
         torch.testing.assert_close(
-            moments.fit(end, 1e-3).tensors["weight"], direct.fit(end, 1e-3).tensors["weight"], rtol=1e-3, atol=1e-4
+            moments.fit(end, 1e-3).tensors["weight"], direct.fit(end, 1e-3).tensors["weight"], rtol=2e-3, atol=1e-3
         )
 
 
