@@ -19,10 +19,11 @@ class Candidate:
     warmup: int  # layers below the block
     growth: Growth
     ridge: float
+    gain: float
 
     @classmethod
-    def constant(cls, warmup: int, skipped: int, ridge: float) -> Candidate:
-        return cls(warmup, ((0, skipped),), ridge)
+    def constant(cls, warmup: int, skipped: int, ridge: float, gain: float) -> Candidate:
+        return cls(warmup, ((0, skipped),), ridge, gain)
 
     @property
     def ends(self) -> list[int]:
@@ -36,13 +37,11 @@ class Bridges:
     def __init__(self, moments: Mapping[int, Moments]) -> None:
         """Moments by warm-up depth."""
         self._moments = moments
-        self._fitted: dict[tuple[int, int, float], Bridge] = {}
+        self._fitted: dict[tuple[int, int, float, float], Bridge] = {}
 
     def schedule(self, layers: int, candidate: Candidate) -> Schedule:
         """The candidate's schedule with its bridges."""
-        bridges = {
-            f"{candidate.warmup}-{end}": self._fit(candidate.warmup, end, candidate.ridge) for end in candidate.ends
-        }
+        bridges = {f"{candidate.warmup}-{end}": self._fit(candidate, end) for end in candidate.ends}
         return self.assembled(layers, candidate, bridges)
 
     @staticmethod
@@ -57,8 +56,8 @@ class Bridges:
         )
         return Schedule(layers, order, plateaus, bridges=bridges)
 
-    def _fit(self, warmup: int, end: int, ridge: float) -> Bridge:
-        key = (warmup, end, ridge)
+    def _fit(self, candidate: Candidate, end: int) -> Bridge:
+        key = (candidate.warmup, end, candidate.ridge, candidate.gain)
         if key not in self._fitted:
-            self._fitted[key] = self._moments[warmup].fit(2 * end, ridge)
+            self._fitted[key] = self._moments[candidate.warmup].fit(2 * end, candidate.ridge, candidate.gain)
         return self._fitted[key]

@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 
 WARMUPS = (2, 3, 4)  # layers below the block that are tried
 RIDGES = (1e-3, 1e-2, 1e-1)
-FIRST_RIDGE = 1e-2
+GAINS = (1.0, 1.1, 1.2, 1.3, 1.4)
+FIRST = (1e-2, 1.2)  # ridge and gain with which blocks and growths are compared
 DEPTH_STEP = 2  # layers between the depths that growths are made of
 DEEPER = 4  # layers beyond the constant depth that a growth may end at
 TRIED_GROWTHS = 3
@@ -90,11 +91,12 @@ class Calibration:
 
     def _calibrated(self, target: float) -> Calibrated:
         skipped = self._constant[target]
-        constants = [Candidate.constant(warmup, skipped, FIRST_RIDGE) for warmup in self._depths]
+        constants = [Candidate.constant(warmup, skipped, *FIRST) for warmup in self._depths]
         constant = min((c for c in constants if skipped in self._depths[c.warmup]), key=self._choose_kl)
-        grown = [Candidate(constant.warmup, growth, FIRST_RIDGE) for growth in self._growths(constant.warmup, target)]
+        grown = [Candidate(constant.warmup, growth, *FIRST) for growth in self._growths(constant.warmup, target)]
         best = min([constant, *grown], key=self._choose_kl)
         best = min((replace(best, ridge=ridge) for ridge in RIDGES), key=self._choose_kl)
+        best = min((replace(best, gain=gain) for gain in GAINS), key=self._choose_kl)
         with torch.inference_mode():
             schedule = self._final_bridges.schedule(self._shape.layers, best)
             quality = self._judge.judge(schedule, self._engine.compiled_bridges(schedule))
@@ -112,8 +114,8 @@ class Calibration:
                 self._seen[candidate] = self._chooser.judge(schedule, self._engine.compiled_bridges(schedule))
             seen = self._seen[candidate]
             log.info(
-                "warm-up %d, skipped %s, ridge %g: KL %.3f, agreement %.3f",
-                candidate.warmup, dict(candidate.growth), candidate.ridge, seen.mean_kl, seen.agreement,
+                "warm-up %d, skipped %s, ridge %g, gain %g: KL %.3f, agreement %.3f",
+                candidate.warmup, dict(candidate.growth), candidate.ridge, candidate.gain, seen.mean_kl, seen.agreement,
             )  # fmt: skip
         return self._seen[candidate]
 
@@ -122,7 +124,7 @@ class Calibration:
         depths = self._depths[warmup]
         qualities = {}
         for done, depth in enumerate(depths):
-            qualities[depth] = self._chosen(Candidate.constant(warmup, depth, FIRST_RIDGE))
+            qualities[depth] = self._chosen(Candidate.constant(warmup, depth, *FIRST))
             self._progress("judging depths", done + 1, len(depths))
         nothing = next(iter(qualities.values()))
         qualities[0] = replace(nothing, kl=torch.zeros_like(nothing.kl), agrees=torch.ones_like(nothing.agrees))
@@ -133,7 +135,7 @@ class Calibration:
         return best_growths(qualities, steps, ledgers, self._lengths, int(budget), TRIED_GROWTHS)
 
     def _constant_schedule(self, warmup: int, depth: int) -> Schedule:
-        return self._bridges.schedule(self._shape.layers, Candidate.constant(warmup, depth, FIRST_RIDGE))
+        return self._bridges.schedule(self._shape.layers, Candidate.constant(warmup, depth, *FIRST))
 
     def _figures(
         self, target: float, best: Candidate, constant: Candidate, schedule: Schedule, quality: Quality
@@ -149,7 +151,7 @@ class Calibration:
                 "tokens": len(quality.kl),
                 **quality.figures(),
             },
-            "fit": {"tokens": self.fit_tokens, "warmup": best.warmup, "ridge": best.ridge},
+            "fit": {"tokens": self.fit_tokens, "warmup": best.warmup, "ridge": best.ridge, "gain": best.gain},
             "instead_of_constant": {
                 "skipped": constant.growth[0][1],
                 "kl": [round(self._choose_kl(best), 4), round(chosen.mean_kl, 4)],
@@ -170,7 +172,7 @@ def _layers_for(target: float, shape: ModelShape, lengths: Lengths) -> int:
     zeros = torch.zeros(shape.hidden, shape.hidden), torch.zeros(shape.hidden)
     speedup = 1.0
     for skipped in range(1, shape.layers - min(WARMUPS)):
-        candidate = Candidate.constant(min(WARMUPS), skipped, FIRST_RIDGE)
+        candidate = Candidate.constant(min(WARMUPS), skipped, *FIRST)
         end = min(WARMUPS) + skipped
         bridges: Mapping[str, Bridge] = {
             f"{min(WARMUPS)}-{end}": Bridge.affine(Block.of_layers(min(WARMUPS), end), *zeros)

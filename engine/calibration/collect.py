@@ -33,6 +33,8 @@ def collect_moments(
 ) -> dict[int, Moments]:
     """Moments from each of the warm-up depths to all ends above it, over the answers' tokens.
 
+    A token weighs as one over the mean square of its state at the highest end.
+
     Args:
         engine: with the model.
         answers: at full depth.
@@ -57,7 +59,8 @@ def collect_moments(
         with torch.inference_mode():
             engine.teacher_forced(chunk).hidden(Schedule.full_depth(shape.layers), {}, observe=keep)
             for each in moments.values():
-                each.add(states)
+                # The layers above see states after an RMS norm: an error counts in relation to the state's size.
+                each.add(states, 1 / states[each.ends[-1]].double().square().mean(-1))
         done += len(chunk)
         progress("collecting states", done, len(answers))
     return moments

@@ -54,20 +54,28 @@ class Moments:
                 both._xy[end] += part._xy[end]
         return both
 
-    def fit(self, end: int, ridge: float) -> Bridge:
-        """The affine bridge from `start` to `end` with the least ridge loss.
+    def fit(self, end: int, ridge: float, gain: float = 1.0) -> Bridge:
+        """The affine bridge from `start` to `end` with the least ridge loss, its linear part then scaled.
 
-        With Xc, Yc the centred states, C = Xc'Xc: W = (C + ridge trace(C)/d I)^-1 Xc'Yc and b = mean(Y) - mean(X) W.
+        With Xc, Yc the centred states, C = Xc'Xc: W = gain (C + ridge trace(C)/d I)^-1 Xc'Yc, b = mean(Y) - mean(X) W.
 
         Args:
             end: one of `ends`.
             ridge: relative to the mean variance of an entry of X.
+            gain: a regression predicts less variance than there is, while the layers above expect states that are
+                spread as they know them; a little more than 1 brings them closer to full depth.
         """
         mean_x, mean_y = self._sum_x / self.count, self._sum_y[end] / self.count
         covariance = self._xx - self.count * torch.outer(mean_x, mean_x)
         cross = self._xy[end] - self.count * torch.outer(mean_x, mean_y)
         penalty = ridge * covariance.trace() / len(mean_x)
         factor = torch.linalg.cholesky(covariance + penalty * torch.eye(len(mean_x), device=mean_x.device))
-        weight = torch.cholesky_solve(cross, factor)
+        weight = gain * torch.cholesky_solve(cross, factor)
         bias = mean_y - mean_x @ weight
-        return Bridge.affine(Block(Unit.at(self.start), Unit.at(end - 1)), weight.float(), bias.float())
+        return Bridge.affine(Block(Unit.at(self.start), Unit.at(end - 1)), _rounded(weight), _rounded(bias))
+
+
+def _rounded(tensor: Tensor) -> Tensor:
+    """In half precision, whose rounding is far below the error of any fit; in single precision if that overflows."""
+    half = tensor.half()
+    return half if bool(half.isfinite().all()) else tensor.float()

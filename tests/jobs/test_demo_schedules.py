@@ -1,0 +1,51 @@
+"""The calibrated schedules that the demo runs: made for the packaged model, and worth their bridges."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from engine import Engine, Sampling, Schedule, describe, model_identity
+from engine.calibration.quality import Judge
+from engine.teacher_forcing import Answer
+from pipeline.config import GenerationConfig
+from pipeline.fit import choose_schedule
+
+DEMO = Path(__file__).parent.parent.parent / "infra" / "demo"
+MODEL = "smollm2-135m-instruct"
+
+
+@pytest.mark.parametrize("target", [1.25, 1.45, 1.65])
+def test_each_was_made_for_the_packaged_model_and_reaches_its_target(target: float) -> None:
+    config = GenerationConfig(schedule=str(DEMO / "calibrated"), target_speedup=target)
+    schedule = choose_schedule(config, describe(MODEL))
+    assert schedule.provenance["target_speedup"] == target
+    assert schedule.provenance["decode_flop_speedup"] >= target
+    assert schedule.provenance["calibrated_on"]["model"][:2] == [MODEL, model_identity(MODEL)]
+    assert schedule.provenance["calibrated_on"]["part"] == "calibrate"
+
+
+def test_the_demo_names_them() -> None:
+    config = yaml.safe_load((DEMO / "summarize.yaml").read_text())
+    assert config["schedule"] == "infra/demo/calibrated"
+    assert (DEMO / "calibrated" / f"{config['target_speedup']}x" / "bridges.safetensors").is_file()
+
+
+def test_with_half_of_the_layers_replaced_most_tokens_stay_and_without_the_bridge_none_do(
+    packaged: Engine, texts: list[str]
+) -> None:
+    schedule = Schedule.read(DEMO / "calibrated" / "1.65x")
+    task = "Summarize this software package in one short sentence.\n\n{}"
+    prompts = [packaged.tokenizer.encode_chat(task.format(text)) for text in sorted(texts, key=len)[:8]]
+    sampling = Sampling(max_new_tokens=24)
+    answers = [Answer(prompts[g.index], g.tokens) for g in packaged.generate(prompts, sampling)]
+    bare = replace(schedule, plateaus=tuple(p._replace(bridges=()) for p in schedule.plateaus), bridges={})
+    with torch.inference_mode():
+        judge = Judge(packaged.teacher_forced(answers), packaged.shape.layers)
+        bridged = judge.judge(schedule, packaged.compiled_bridges(schedule))
+        assert bridged.agreement > 0.6
+        assert judge.judge(bare, {}).agreement < 0.3
