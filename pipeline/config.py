@@ -120,7 +120,27 @@ class GenerationConfig(AnswerConfig):
     )
 
 
-class JobConfig(GenerationConfig, StorageConfig):
+class PlanConfig(BaseModel):
+    """What a look ahead is made from, and what machines cost."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    plan: bool = Field(
+        False, description="print what the run will take and cost, store it in the output as _plan.json, and end"
+    )
+    plan_rows: int = Field(320, ge=1, description="rows drawn at random for the plan and tokenised")
+    plan_prompts: int = Field(
+        0, ge=0, description="of these, prompts to answer here and now, for the plan's output lengths and its speed"
+    )
+    plan_output_tokens: float | None = Field(
+        None, gt=0, description="output tokens per row that the plan assumes; default measured, else max-new-tokens"
+    )
+    price_per_gpu_hour: float | None = Field(
+        None, ge=0, description="what a GPU costs per hour, for the bill; without GPUs, what a replica costs"
+    )
+
+
+class JobConfig(GenerationConfig, StorageConfig, PlanConfig):
     """Generate a text for every row of a Parquet data set, at a fraction of the decoding compute."""
 
     input: str = Field(description="Parquet file, directory or glob: a local path or any fsspec URL such as s3://")
@@ -172,6 +192,11 @@ class JobConfig(GenerationConfig, StorageConfig):
         if self.min_replicas is not None and self.min_replicas > (self.replicas or self.min_replicas):
             raise ValueError(f"min_replicas {self.min_replicas} exceeds replicas {self.replicas}")
         return self
+
+    @property
+    def billed_gpus(self) -> float:
+        """GPUs of a replica, whose hours are billed; 1 stands for the replica itself where it has none."""
+        return self.gpus_per_replica or 1.0
 
     def input_storage(self) -> Storage:
         """Raises JobError."""

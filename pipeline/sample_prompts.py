@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pyarrow as pa
 
@@ -12,10 +12,17 @@ from pipeline.errors import JobError
 from pipeline.plan import make_plan
 from pipeline.read import read_units
 from pipeline.rows import ERROR, prepare
-from pipeline.storage import Storage
 from pipeline.template import PromptTemplate, PromptTokenizer
+from pipeline.unit import WorkUnit
 
 UNIT_ROWS = 32  # neighbouring rows that are drawn together: few, as neighbours are often alike
+
+
+def shuffled(units: Sequence[WorkUnit], seed: int) -> list[WorkUnit]:
+    """Work units in a random order that is a function of the seed."""
+    order = list(units)
+    random.Random(seed).shuffle(order)
+    return order
 
 
 def sample_prompts(
@@ -52,13 +59,11 @@ def sample_prompts(
         rows_per_unit=UNIT_ROWS,
     )
     plan = make_plan(planned, template)
-    units = list(plan.units)
-    random.Random(config.seed).shuffle(units)
-    fs = Storage(input).fs
+    storage = planned.input_storage()
     tables: list[pa.Table] = []
     rows = 0
-    for unit in units:
-        [(_, table)] = read_units(fs, [unit], plan.read_columns)
+    for unit in shuffled(plan.units, config.seed):
+        [(_, table)] = read_units(storage, [unit], plan.read_columns)
         if belongs is not None:
             table = table.filter(pa.array(map(belongs, table[config.id_column].to_pylist()), pa.bool_()))
         prepared = prepare(table, plan.kept, config.text_column, template, tokenizer, longest)
