@@ -23,8 +23,10 @@ class AnswerConfig(BaseModel):
 
     system: str | None = Field(None, description="system text of the chat; default the model's own")
     prompt: str = Field("{text}", description="user text, with {text} and {column} fields; {{ and }} are plain braces")
-    prompt_format: Literal["chat", "raw"] = Field(
-        "chat", description="use the model's chat template, or the text alone"
+    prompt_format: Literal["chat", "raw", "messages"] = Field(
+        "chat",
+        description="use the model's chat template, or the text alone; messages: the text is a JSON list of a chat's "
+        "messages, each with role and content",
     )
     max_prompt_tokens: int | None = Field(
         None, ge=1, description="longest prompt; default what the model's context leaves beside max-new-tokens"
@@ -192,6 +194,11 @@ class JobConfig(GenerationConfig, StorageConfig, PlanConfig):
         if self.min_replicas is not None and self.min_replicas > (self.replicas or self.min_replicas):
             raise ValueError(f"min_replicas {self.min_replicas} exceeds replicas {self.replicas}")
         return self
+
+    @property
+    def samples_per_row(self) -> int:
+        """Generations of each input row, each a work unit's own."""
+        return 1
 
     @property
     def billed_gpus(self) -> float:

@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,7 +28,6 @@ from pipeline.run_record import describe_run, fingerprint, read_run
 from pipeline.sample_prompts import shuffled
 from pipeline.storage import Storage
 from pipeline.template import PromptTemplate, PromptTokenizer
-from pipeline.unit import WorkUnit
 
 RUN_OF_ROWS = 16  # neighbouring rows drawn together: few, as neighbours are often alike, yet one read for all of them
 LENGTHS = 64  # output lengths that stand for all of an earlier run's
@@ -112,7 +111,7 @@ def _sample(
 ) -> list[list[int] | None]:
     """Prompts of rows drawn at random over all of the input; None for a row that no prompt can be made of."""
     runs = [
-        WorkUnit(unit.id, unit.path, start, min(RUN_OF_ROWS, unit.start + unit.rows - start))
+        replace(unit, start=start, rows=min(RUN_OF_ROWS, unit.start + unit.rows - start))
         for unit in shuffled(plan.units, config.seed)[: config.plan_rows]
         for start in range(unit.start, unit.start + unit.rows, RUN_OF_ROWS)
     ]

@@ -104,8 +104,8 @@ class UnitGenerator:
             self._board.batch_done(unit.id, stats.samples, stats.generated_tokens)
 
         # A row's random stream is named by its place in the input, so it outlives retries and re-planning.
-        file = self._input.relative(unit.path)
-        ids = [f"{file}:{unit.start + row}" for row in range(unit.rows)]
+        file, suffix = self._input.relative(unit.path), f"\0{unit.sample}" if unit.sample else ""
+        ids = [f"{file}:{unit.start + row}{suffix}" for row in range(unit.rows)]
         try:
             output = generate(prepared, ids, self._generator, on_batch)
             seconds = time.perf_counter() - start
