@@ -167,7 +167,7 @@ def _check_text_column(file: InputFile, column: str) -> None:
         raise JobError(f"column {column!r} of {file.path!r} is {type_}, not string: name a text column, or cast it")
 
 
-def _units(files: Sequence[InputFile], rows_per_unit: int, limit: int | None, samples: int) -> Iterator[WorkUnit]:
+def _units(files: Sequence[InputFile], rows_per_unit: int, limit: int | None, samples: int = 1) -> Iterator[WorkUnit]:
     left = sum(file.rows for file in files) if limit is None else limit
     for number, file in enumerate(files):
         for sample in range(samples):

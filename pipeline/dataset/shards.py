@@ -28,7 +28,7 @@ class ShardWriter:
     def __init__(self, storage: Storage, schema: pa.Schema, rows_per_shard: int) -> None:
         self.shards: list[Shard] = []
         self._storage = storage
-        self._schema = schema
+        self.schema = schema
         self._rows_per_shard = rows_per_shard
         self._parts: list[pa.Table] = []
         self._rows = 0
@@ -54,7 +54,7 @@ class ShardWriter:
         return self.shards
 
     def _flush(self) -> None:
-        table = pa.concat_tables([self._schema.empty_table(), *self._parts])
+        table = pa.concat_tables([self.schema.empty_table(), *self._parts])
         sink = io.BytesIO()
         pq.write_table(table, sink, compression="zstd")
         content = sink.getvalue()
