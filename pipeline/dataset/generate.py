@@ -78,8 +78,10 @@ def generate_dataset(config: DatasetConfig, backend: Backend | None = None) -> D
     """
     Filters(config)  # a schema that cannot be used should not come to light after a night of generation
     job = generation_config(config)
-    result = run_job(job, backend)
     storage = config.output_storage()
+    if config.fresh:
+        storage.at_first().remove([MANIFEST])  # what it lists will have been made by another run
+    result = run_job(job, backend)
     filters = Filters(config)
     success = json.loads(job.output_storage().read(SUCCESS_FILE) or b"{}")
     wanted = json.loads(json.dumps(
