@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install demo test chaos lint benchmark quality-report clean
+.PHONY: help install demo local test chaos lint benchmark quality-report clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -20,6 +20,9 @@ $(VENV)/.installed: pyproject.toml infra/constraints.txt
 
 demo: install  ## summarise 100 real texts with the packaged model; prints the report's path
 	$(BIN)/python jobs/summarize_corpus.py --config infra/demo/summarize.yaml --output out/demo --ray-address local
+
+local: install  ## the demo on a real S3 server and Ray head, by ray job submit; cleans up behind itself
+	$(BIN)/python infra/local/demo.py
 
 test: lint  ## lint, types and the whole suite
 	$(BIN)/python -m pytest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -50,12 +50,17 @@ class Tokenizer:
 
     def encode_chat(self, user: str, system: str | None = None) -> list[int]:
         """A chat of one user turn, ready for the assistant's. Raises ModelError without a chat template."""
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        return self.encode_messages([*messages, {"role": "user", "content": user}])
+
+    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """A chat of messages with role and content, ready for the assistant's next. Raises as `encode_chat`."""
         if not self.has_chat_template:
             raise ModelError("the model has no chat template: use raw prompts, or an instruction-tuned model")
-        messages = [{"role": "system", "content": system}] if system is not None else []
-        messages.append({"role": "user", "content": user})
         return list(
-            self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+            self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)[
+                "input_ids"
+            ]
         )
 
     def encode_plain(self, text: str) -> list[int]:

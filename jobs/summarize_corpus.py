@@ -9,11 +9,9 @@ import sys
 
 from pydantic import Field
 from rich.console import Console
-from rich.table import Table
 
-from jobs import command_line
+from jobs import command_line, job_output
 from pipeline.config import JobConfig
-from pipeline.report import summary
 from pipeline.run import run_job
 
 PROGRAM = "summarize_corpus.py"
@@ -36,15 +34,12 @@ def main() -> int:
 
 
 def summarize(config: SummarizeCorpus) -> None:
+    if config.plan:
+        job_output.show_plan(config)
+        return
     result = run_job(config)
-    table = Table(show_header=False, title=f"{result.output}: done in {result.seconds:.0f} s", title_justify="left")
-    for name, value in summary(result.totals, result.shape.layers).items():
-        table.add_row(name, value)
-    console = Console()
-    console.print(table)
-    if result.rows_resumed:
-        console.print(f"{result.rows_resumed:,} rows were committed by earlier sessions")
-    console.print(f"report: {result.report}", soft_wrap=True)
+    job_output.show_result(config, result)
+    Console().print(f"report: {result.report}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -85,6 +85,7 @@ class Commit:
     path: str  # of the input file
     start: int
     run: str = ""  # its claim on the output
+    sample: int = 0  # which of its rows' samples
     totals: Totals = field(default_factory=Totals)
 
     def to_json(self) -> bytes:
@@ -135,6 +136,7 @@ def commit_unit(
         path=unit.path,
         start=unit.start,
         run=run,
+        sample=unit.sample,
         totals=replace(_totals(output, flops_padding, seconds), **(audit or {})),
     )
     name = f"{COMMITS}/{unit.id}.json"

@@ -23,8 +23,10 @@ class AnswerConfig(BaseModel):
 
     system: str | None = Field(None, description="system text of the chat; default the model's own")
     prompt: str = Field("{text}", description="user text, with {text} and {column} fields; {{ and }} are plain braces")
-    prompt_format: Literal["chat", "raw"] = Field(
-        "chat", description="use the model's chat template, or the text alone"
+    prompt_format: Literal["chat", "raw", "messages"] = Field(
+        "chat",
+        description="use the model's chat template, or the text alone; messages: the text is a JSON list of a chat's "
+        "messages, each with role and content",
     )
     max_prompt_tokens: int | None = Field(
         None, ge=1, description="longest prompt; default what the model's context leaves beside max-new-tokens"
@@ -120,7 +122,27 @@ class StorageConfig(BaseModel):
         return Storage(url, settings)
 
 
-class JobConfig(GenerationConfig, StorageConfig):
+class PlanConfig(BaseModel):
+    """What a look ahead is made from, and what machines cost."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    plan: bool = Field(
+        False, description="print what the run will take and cost, store it in the output as _plan.json, and end"
+    )
+    plan_rows: int = Field(320, ge=1, description="rows drawn at random for the plan and tokenised")
+    plan_prompts: int = Field(
+        0, ge=0, description="of these, prompts to answer here and now, for the plan's output lengths and its speed"
+    )
+    plan_output_tokens: float | None = Field(
+        None, gt=0, description="output tokens per row that the plan assumes; default measured, else max-new-tokens"
+    )
+    price_per_gpu_hour: float | None = Field(
+        None, ge=0, description="what a GPU costs per hour, for the bill; without GPUs, what a replica costs"
+    )
+
+
+class JobConfig(GenerationConfig, StorageConfig, PlanConfig):
     """Generate a text for every row of a Parquet data set, at a fraction of the decoding compute."""
 
     input: str = Field(description="Parquet file, directory or glob: a local path or any fsspec URL such as s3://")
@@ -172,6 +194,16 @@ class JobConfig(GenerationConfig, StorageConfig):
         if self.min_replicas is not None and self.min_replicas > (self.replicas or self.min_replicas):
             raise ValueError(f"min_replicas {self.min_replicas} exceeds replicas {self.replicas}")
         return self
+
+    @property
+    def samples_per_row(self) -> int:
+        """Generations of each input row, each a work unit's own."""
+        return 1
+
+    @property
+    def billed_gpus(self) -> float:
+        """GPUs of a replica, whose hours are billed; 1 stands for the replica itself where it has none."""
+        return self.gpus_per_replica or 1.0
 
     def input_storage(self) -> Storage:
         """Raises JobError."""

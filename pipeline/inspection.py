@@ -99,10 +99,10 @@ def _check_file(storage: Storage, commit: Commit) -> str | None:
 
 def _check_ranges(inspection: Inspection) -> Iterator[str]:
     """Rows that two units cover; in a finished run also those that none does."""
-    end, path = 0, ""
-    for commit in sorted(inspection.commits, key=lambda commit: (commit.path, commit.start)):
-        if commit.path != path:
-            end, path = 0, commit.path
+    end, path, sample = 0, "", 0
+    for commit in sorted(inspection.commits, key=lambda commit: (commit.path, commit.sample, commit.start)):
+        if (commit.path, commit.sample) != (path, sample):
+            end, path, sample = 0, commit.path, commit.sample
         if commit.start < end:
             yield f"rows {commit.start} to {end - 1} of {path!r} are there twice"
         elif commit.start > end and inspection.manifest is not None:

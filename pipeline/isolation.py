@@ -7,6 +7,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -129,8 +130,8 @@ def _halves(unit: WorkUnit) -> list[WorkUnit]:
         return [unit]
     middle = unit.rows // 2
     return [
-        WorkUnit(unit.id, unit.path, unit.start + middle, unit.rows - middle),
-        WorkUnit(unit.id, unit.path, unit.start, middle),
+        replace(unit, start=unit.start + middle, rows=unit.rows - middle),
+        replace(unit, rows=middle),
     ]
 
 
@@ -144,7 +145,7 @@ def _assemble(task: Task, unit: WorkUnit, killers: Sequence[tuple[int, str]], *p
         tables[WorkUnit.from_json(part.unit).start] = from_bytes(part.table)
         cost.update(json.loads(part.cost))
     for row, error in killers:
-        single = [WorkUnit(unit.id, unit.path, row, 1)]
+        single = [replace(unit, start=row, rows=1)]
         ((_, table),) = read_units(task.config.input_storage(), single, task.kept.names or task.read_columns)
         tables[row] = quarantine(table, task.kept, [error])
     output = pa.concat_tables(tables[start] for start in sorted(tables))

@@ -48,7 +48,7 @@ class Plan:
         return sum(unit.rows for unit in self.units)
 
     def spans(self, units: Collection[WorkUnit]) -> Iterator[list[WorkUnit]]:
-        """Runs of neighbouring units of one file, each for one read task to stream.
+        """Runs of neighbouring units of one file and sample, each for one read task to stream.
 
         A run ends at the first row group boundary after SPAN_ROWS rows, so that no row group is decoded by many tasks.
         """
@@ -56,7 +56,8 @@ class Plan:
         span: list[WorkUnit] = []
         end = 0
         for unit in units:
-            if span and (unit.path != span[0].path or unit.start >= end):
+            other = span and (unit.path, unit.sample) != (span[0].path, span[0].sample)
+            if span and (other or unit.start >= end):
                 yield span
                 span = []
             if not span:
@@ -94,7 +95,8 @@ def make_plan(config: JobConfig, template: PromptTemplate) -> Plan:
         raise JobError(f"the input has no column {unknown[0]!r}: it has {', '.join(sorted(types))}")
     read = dict.fromkeys([*keep, config.text_column, *(template.fields - {"text"})])
     kept = pa.schema([(name, types[name]) for name in keep])
-    return Plan(files, tuple(read), kept, tuple(_units(files, config.rows_per_unit, config.limit)))
+    units = _units(files, config.rows_per_unit, config.limit, config.samples_per_row)
+    return Plan(files, tuple(read), kept, tuple(units))
 
 
 def _read_footers(storage: Storage) -> tuple[InputFile, ...]:
@@ -164,12 +166,14 @@ def _check_text_column(file: InputFile, column: str) -> None:
         raise JobError(f"column {column!r} of {file.path!r} is {type_}, not string: name a text column, or cast it")
 
 
-def _units(files: Sequence[InputFile], rows_per_unit: int, limit: int | None) -> Iterator[WorkUnit]:
+def _units(files: Sequence[InputFile], rows_per_unit: int, limit: int | None, samples: int = 1) -> Iterator[WorkUnit]:
     left = sum(file.rows for file in files) if limit is None else limit
     for number, file in enumerate(files):
-        for start in range(0, min(file.rows, left), rows_per_unit):
-            rows = min(rows_per_unit, min(file.rows, left) - start)
-            yield WorkUnit(f"{number:05d}-{start:09d}", file.path, start, rows)
+        for sample in range(samples):
+            for start in range(0, min(file.rows, left), rows_per_unit):
+                rows = min(rows_per_unit, min(file.rows, left) - start)
+                name = f"{number:05d}-{start:09d}" + (f"-{sample:03d}" if samples > 1 else "")
+                yield WorkUnit(name, file.path, start, rows, sample)
         left -= min(file.rows, left)
 
 

@@ -16,8 +16,10 @@ from matplotlib.figure import Figure
 
 from engine import ModelShape, Schedule
 from pipeline.audit import audit_estimate
+from pipeline.bill import bill
 from pipeline.commit import Commit, Totals
 from pipeline.config import JobConfig
+from pipeline.forecast import against_actual, read_forecast
 from pipeline.storage import Storage
 
 REPORT_FILE = "report.html"
@@ -52,7 +54,8 @@ def write_report(
         shape=shape,
         totals=totals,
         config=config.model_dump(mode="json", exclude_none=True),
-        facts=summary(totals, shape.layers),
+        facts=summary(totals, shape.layers) | bill(config, totals),
+        planned=against_actual(read_forecast(storage, run), totals),
         charts=charts,
         label=label,
         samples=_pick(generated, SAMPLES),

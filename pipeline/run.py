@@ -52,7 +52,7 @@ def run_job(config: JobConfig, backend: Backend | None = None) -> RunResult:
     """
     start = time.monotonic()
     backend = backend or SkipDecodeBackend()
-    config = _absolute(config)
+    config = absolute_paths(config)
     template = PromptTemplate(config.prompt, config.system, config.prompt_format, config.overlong)
     plan = make_plan(config, template)
     output_schema(plan.kept)
@@ -118,7 +118,7 @@ def _say_failed(failed: list[FailedUnit], plan: Plan, output: str) -> str:
     )
 
 
-def _absolute(config: JobConfig) -> JobConfig:
+def absolute_paths(config: JobConfig) -> JobConfig:
     """The same configuration with paths that workers, whose directory is another, understand."""
     paths = {"input": absolute(config.input), "output": absolute(config.output)}
     if Path(config.model).exists():

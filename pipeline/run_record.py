@@ -29,7 +29,7 @@ def describe_run(config: JobConfig, plan: Plan, schedule: Schedule, model_identi
     return {
         "model": [config.model, model_identity, config.dtype],
         "schedule": schedule.to_dict(),
-        "sampling": config.sampling().to_dict(),
+        "sampling": config.sampling().to_dict() | {"samples_per_prompt": config.samples_per_row},
         "prompt": {name: getattr(config, name) for name in prompt_fields},
         "input": {"files": len(files), "digest": _digest(files), "rows": plan.rows, "kept": plan.kept.names},
         "rows_per_unit": config.rows_per_unit,

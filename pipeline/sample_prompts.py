@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pyarrow as pa
 from pydantic import Field
@@ -14,6 +14,7 @@ from pipeline.plan import make_plan
 from pipeline.read import read_units
 from pipeline.rows import ERROR, prepare
 from pipeline.template import PromptTemplate, PromptTokenizer
+from pipeline.unit import WorkUnit
 
 UNIT_ROWS = 32  # neighbouring rows that are drawn together: few, as neighbours are often alike
 
@@ -24,6 +25,13 @@ class SampleConfig(AnswerConfig, StorageConfig):
     input: str = Field(description="Parquet file, directory or glob: a local path or any fsspec URL such as s3://")
     s3_anonymous_input: bool = Field(False, description="read a public input without credentials")
     prompts: int = Field(500, ge=1, description="prompts to draw, by the seed")
+
+
+def shuffled(units: Sequence[WorkUnit], seed: int) -> list[WorkUnit]:
+    """Work units in a random order that is a function of the seed."""
+    order = list(units)
+    random.Random(seed).shuffle(order)
+    return order
 
 
 def sample_prompts(
@@ -53,12 +61,10 @@ def sample_prompts(
         **config.model_dump(include=shared), output="", keep_columns=keep_columns or [], rows_per_unit=UNIT_ROWS
     )
     plan = make_plan(planned, template)
-    units = list(plan.units)
-    random.Random(config.seed).shuffle(units)
     storage = planned.input_storage()
     tables: list[pa.Table] = []
     rows = 0
-    for unit in units:
+    for unit in shuffled(plan.units, config.seed):
         [(_, table)] = read_units(storage, [unit], plan.read_columns)
         if belongs is not None:
             table = table.filter(pa.array(map(belongs, table[config.id_column].to_pylist()), pa.bool_()))

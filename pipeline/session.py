@@ -19,6 +19,7 @@ from pipeline.errors import JobError, JobStopped
 from pipeline.failed import FailedUnit, record_failure
 from pipeline.interruption import Interruption
 from pipeline.isolation import Isolation
+from pipeline.metrics import RunMeter
 from pipeline.plan import Plan
 from pipeline.progress import ProgressReporter
 from pipeline.stages import Task
@@ -55,6 +56,7 @@ class Session:
         self._resources = replica_resources(task.config)
         self._board = Board()
         self._progress = ProgressReporter(self._board, plan.rows, total(before))
+        self._meter = RunMeter(task.run, plan.rows)
         self._attempts = Attempts(task.config.unit_attempts)
         self._watchdog = Watchdog(task.config.stall_minutes * 60)
         self._done = Done()
@@ -111,6 +113,7 @@ class Session:
                 write_snapshot(self._storage, [*self._before, *self._done.commits])
             self._progress.committed(commit)
             self._totals.add(commit.totals)
+            self._meter.committed(commit, self._totals)
             self._check_audit()
             self._pending.pop(unit.id, None)
         elif parcel.failure is not None:
@@ -124,6 +127,7 @@ class Session:
             self._stop(JobError(failure.error))  # no unit can be committed any more
         else:
             self._attempts.failed(unit.id, failure)
+            self._meter.failed()
             log.warning("unit %s failed (%s: %s)", unit.id, failure.stage, failure.error)
 
     def _account_for(self, missing: list[str]) -> None:

@@ -17,6 +17,7 @@ from pipeline.audit import Auditor
 from pipeline.backend import Backend
 from pipeline.board import Board
 from pipeline.config import JobConfig
+from pipeline.metrics import ReplicaMeter
 from pipeline.read import read_units
 from pipeline.row_generator import DeviceBroken, RowGenerator
 from pipeline.rows import generate, prepare
@@ -86,6 +87,7 @@ class UnitGenerator:
         config = task.config
         self._board = board
         self._input = config.input_storage()
+        self._meter = ReplicaMeter(task.run, config.batch_size)
         board.starting()
         engine = task.backend.engine(config, threads)
         self._generator = RowGenerator(engine, config.sampling(), task.schedule, config.batch_size)
@@ -101,11 +103,12 @@ class UnitGenerator:
         def on_batch(stats: BatchStats) -> None:
             nonlocal padding
             padding += stats.flops_padding
+            self._meter.batch_done(stats)
             self._board.batch_done(unit.id, stats.samples, stats.generated_tokens)
 
         # A row's random stream is named by its place in the input, so it outlives retries and re-planning.
-        file = self._input.relative(unit.path)
-        ids = [f"{file}:{unit.start + row}" for row in range(unit.rows)]
+        file, suffix = self._input.relative(unit.path), f"\0{unit.sample}" if unit.sample else ""
+        ids = [f"{file}:{unit.start + row}{suffix}" for row in range(unit.rows)]
         try:
             output = generate(prepared, ids, self._generator, on_batch)
             seconds = time.perf_counter() - start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import string
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ class PromptTokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
     def encode_chat(self, user: str, system: str | None = None) -> list[int]: ...
+    def encode_messages(self, messages: list[dict[str, str]]) -> list[int]: ...
     def encode_plain(self, text: str) -> list[int]: ...
     def decode(self, tokens: list[int]) -> str: ...
 
@@ -36,12 +38,14 @@ class PromptTemplate:
 
     user: str = "{text}"
     system: str | None = None
-    format: Literal["chat", "raw"] = "chat"
+    format: Literal["chat", "raw", "messages"] = "chat"
     overlong: Literal["truncate", "reject"] = "truncate"
 
     def __post_init__(self) -> None:
         if "text" not in self.fields:
             raise JobError(f"the prompt {self.user!r} has no {{text}} field: say where the text column goes")
+        if self.format == "messages" and self.system is not None:
+            raise JobError("messages bring their own system text: leave system out")
 
     @cached_property
     def fields(self) -> frozenset[str]:
@@ -88,7 +92,7 @@ class PromptTemplate:
         excess = len(tokens) - longest
         if excess <= 0:
             return Prompt(tokens, truncated=False)
-        if self.overlong == "reject":
+        if self.overlong == "reject" or self.format == "messages":  # there is no telling what of a chat to cut
             raise RowError(f"prompt has {len(tokens)} tokens, the limit is {longest}")
         text_tokens = tokenizer.encode_plain(text)
         while excess > 0:
@@ -104,4 +108,20 @@ class PromptTemplate:
         user = self.user.format_map(values)
         if self.format == "raw":
             return tokenizer.encode(user if self.system is None else self.system.format_map(values) + user)
+        if self.format == "messages":
+            return tokenizer.encode_messages(_messages(user))
         return tokenizer.encode_chat(user, None if self.system is None else self.system.format_map(values))
+
+
+def _messages(text: str) -> list[dict[str, str]]:
+    """A chat's messages from JSON. Raises RowError."""
+    try:
+        messages = json.loads(text)
+    except ValueError as error:
+        raise RowError(f"messages are no JSON: {error}") from None
+    if not isinstance(messages, list) or not messages:
+        raise RowError("messages are no list of role and content")
+    for message in messages:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise RowError("a message is no object with a role and a content, both strings")
+    return [{"role": message["role"], "content": message["content"]} for message in messages]

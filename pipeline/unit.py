@@ -14,6 +14,7 @@ class WorkUnit:
     path: str
     start: int
     rows: int
+    sample: int = 0  # which of each row's samples
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

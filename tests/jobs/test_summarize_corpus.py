@@ -54,3 +54,17 @@ def test_a_missing_column_is_one_line_and_exit_code_1(start: Start, tmp_path: Pa
     (line,) = ended.stderr.splitlines()
     assert line.startswith("summarize_corpus.py: error: the input has no column 'body'")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_is_printed_and_stored_before_anything_runs(start: Start, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    flags = ["--input", CORPUS, "--output", str(output), "--id-column", "id", "--max-new-tokens", "16"]
+    ended = start(*flags, "--target-speedup", "1.1", "--plan", "--plan-output-tokens", "16")
+    assert ended.returncode == 0, ended.stderr
+    assert "whole-job FLOP speed-up" in ended.stdout
+    assert f"figures: {output}/_plan.json" in ended.stdout
+    assert [file.name for file in output.iterdir()] == ["_plan.json"]
+    figures = json.loads((output / "_plan.json").read_text())
+    assert figures["rows"] == figures["sampled_rows"] == 100
+    assert figures["output_tokens"] == 1600
+    assert figures["decode_speedup"] >= 1.1 > figures["sample_speedup"] > 1

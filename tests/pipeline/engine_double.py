@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine import BatchStats, Generation, ModelShape, Sampling, Schedule
@@ -24,6 +24,9 @@ class ByteTokenizer:
 
     def encode_chat(self, user: str, system: str | None = None) -> list[int]:
         return [1, *(system or "").encode(), *user.encode(), 2]
+
+    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        return [1, *"\n".join(f"{m['role']}: {m['content']}" for m in messages).encode(), 2]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(tokens).decode(errors="ignore")

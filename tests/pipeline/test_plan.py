@@ -77,6 +77,20 @@ def test_a_file_of_one_row_group_is_read_by_one_task(input_file: MakeFile) -> No
     assert len(list(whole.spans(whole.units))) == 1
 
 
+def test_samples_are_units_of_their_own_and_spans_never_mix_them(input_file: MakeFile) -> None:
+    files = [input_file("a", [5, 5]), input_file("b", [3])]
+    units = tuple(plan._units(files, 4, 12, samples=2))
+    whole = Plan(tuple(files), ("text",), pa.schema([]), units)
+    assert whole.rows == 24
+    assert len({unit.id for unit in units}) == len(units)
+    for sample in (0, 1):
+        rows = [(u.path, u.start + row) for u in units if u.sample == sample for row in range(u.rows)]
+        assert rows == [("a", row) for row in range(10)] + [("b", 0), ("b", 1)]
+    for span in whole.spans(units):
+        assert len({(unit.path, unit.sample) for unit in span}) == 1
+        assert [unit.start for unit in span] == sorted(unit.start for unit in span)
+
+
 def test_empty_files_and_row_groups_have_no_units(tmp_path: Path, job: Job, write_parquet: WriteParquet) -> None:
     empty = pa.table({"text": pa.array([], pa.string())})
     write_parquet(tmp_path / "in/a.parquet", empty, [])

@@ -1,0 +1,40 @@
+"""Generate a data set offline: prompts from templates, several samples each, filtered, sharded, with a card.
+
+python jobs/generate_dataset.py --input corpus/ --output dataset/ --prompt 'Ask a question about: {text}' \
+    --samples-per-prompt 4 --temperature 0.8
+python jobs/generate_dataset.py --input requests.jsonl --input-format openai-batch --output answers/ \
+    --output-format openai-batch
+"""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+
+from jobs import command_line, job_output
+from pipeline.dataset.config import DatasetConfig
+from pipeline.dataset.generate import generate_dataset, generation_config
+
+PROGRAM = "generate_dataset.py"
+
+
+def main() -> int:
+    command_line.log_to_stderr()
+    config = command_line.parse(DatasetConfig, PROGRAM)
+    return command_line.run(PROGRAM, lambda: generate(config))
+
+
+def generate(config: DatasetConfig) -> None:
+    if config.plan:
+        job_output.show_plan(generation_config(config))
+        return
+    result = generate_dataset(config)
+    job_output.show_result(config, result.run)
+    dropped = {f"dropped: {reason}": f"{count:,}" for reason, count in result.dropped.items()}
+    job_output.show(f"{result.output}: data set", {"rows": f"{result.kept:,}", **dropped})
+    Console().print(f"{len(result.files)} files below {result.output}, the first is {result.files[0]}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

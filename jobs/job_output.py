@@ -1,0 +1,40 @@
+"""What jobs print: a plan before, a summary after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.bill import bill
+from pipeline.config import JobConfig
+from pipeline.forecast import FORECAST_FILE, write_forecast
+from pipeline.forecaster import forecast_run
+from pipeline.report import summary
+from pipeline.run import RunResult
+
+
+def show_plan(config: JobConfig) -> None:
+    """Print what a run is expected to take, and store it in the output. Raises as `forecast_run`."""
+    forecast = forecast_run(config)
+    storage = config.output_storage()
+    write_forecast(storage.at_first(), forecast)
+    show(f"{config.output}: plan", forecast.facts())
+    Console().print(f"figures: {storage.url.rstrip('/')}/{FORECAST_FILE}", soft_wrap=True)
+
+
+def show_result(config: JobConfig, result: RunResult) -> None:
+    """Print what a finished run did and cost."""
+    facts = summary(result.totals, result.shape.layers) | bill(config, result.totals)
+    show(f"{result.output}: done in {result.seconds:.0f} s", facts)
+    if result.rows_resumed:
+        Console().print(f"{result.rows_resumed:,} rows were committed by earlier sessions")
+
+
+def show(title: str, facts: Mapping[str, str]) -> None:
+    """A table of names and values."""
+    table = Table(show_header=False, title=title, title_justify="left")
+    for name, value in facts.items():
+        table.add_row(name, value)
+    Console().print(table)

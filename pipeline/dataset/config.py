@@ -1,0 +1,63 @@
+"""The configuration of a data set generation."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from pipeline.config import JobConfig
+
+
+class DatasetConfig(JobConfig):
+    """Generate a data set: several samples per prompt, filtered, in shards that `datasets.load_dataset` reads."""
+
+    samples_per_prompt: int = Field(1, ge=1, le=1000, description="generations per row, each on a stream of its own")
+    input_format: Literal["parquet", "openai-batch"] = Field(
+        "parquet", description="openai-batch: a JSONL file of requests, whose parameters replace those given here"
+    )
+    output_format: Literal["parquet", "openai-batch"] = Field(
+        "parquet", description="openai-batch: output.jsonl and errors.jsonl, a line for each request of such an input"
+    )
+
+    finish_reasons: list[Literal["stop", "length"]] = Field(
+        ["stop", "length"], min_length=1, description="keep generations that ended so"
+    )
+    min_chars: int = Field(1, ge=0, description="drop shorter generations")
+    max_chars: int | None = Field(None, ge=1, description="drop longer generations")
+    require_pattern: str | None = Field(None, description="keep generations in which this regular expression is found")
+    forbid_pattern: str | None = Field(None, description="drop generations in which this regular expression is found")
+    json_schema: str | None = Field(
+        None, description="JSON Schema file: keep generations that are JSON and valid under it"
+    )
+    duplicates: Literal["keep", "exact", "normalized"] = Field(
+        "normalized", description="drop repeated generations; normalized: case and white space make no difference"
+    )
+
+    rows_per_shard: int = Field(50_000, ge=1, description="rows of a Parquet file of the data set")
+    dataset_name: str | None = Field(None, description="title of the data set card; default the output's name")
+    dataset_license: str | None = Field(None, description="licence for the card, a Hugging Face identifier")
+
+    @property
+    def samples_per_row(self) -> int:
+        return self.samples_per_prompt
+
+    @field_validator("require_pattern", "forbid_pattern")
+    @classmethod
+    def _is_pattern(cls, pattern: str | None) -> str | None:
+        try:
+            re.compile(pattern or "")
+        except re.error as error:
+            raise ValueError(f"is no regular expression ({error})") from None
+        return pattern
+
+    @model_validator(mode="after")
+    def _formats(self) -> Self:
+        if self.output_format == "openai-batch" and self.input_format != "openai-batch":
+            raise ValueError("output_format openai-batch answers requests: it needs input_format openai-batch")
+        if self.samples_per_prompt > 1 and not self.temperature and self.input_format == "parquet":
+            raise ValueError("samples_per_prompt above 1 needs a temperature above 0: greedy samples are all the same")
+        if self.max_chars is not None and self.max_chars < self.min_chars:
+            raise ValueError(f"min_chars {self.min_chars} exceeds max_chars {self.max_chars}")
+        return self

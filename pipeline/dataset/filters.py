@@ -1,0 +1,99 @@
+"""Which generations a data set keeps, and why it drops the others."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+from jsonschema.validators import validator_for
+
+from pipeline.dataset.config import DatasetConfig
+from pipeline.errors import JobError, one_line
+
+Row = Mapping[str, Any]
+ERROR, FINISH_REASON, LENGTH, PATTERN, JSON_SCHEMA, DUPLICATE = (
+    "error", "finish_reason", "length", "pattern", "json_schema", "duplicate",
+)  # fmt: skip
+
+
+class Filters:
+    """Applied in order; the first that a row fails is counted. Duplicates come last: what was dropped is no original.
+
+    Memory: 16 bytes and Python's overhead, about 100 bytes in all, for each row kept while duplicates are dropped.
+    """
+
+    def __init__(self, config: DatasetConfig) -> None:
+        """Raises JobError if the JSON Schema cannot be used."""
+        self.kept = 0
+        self.dropped: Counter[str] = Counter()
+        self._config = config
+        self._seen: set[bytes] = set()
+        self._require = re.compile(config.require_pattern) if config.require_pattern is not None else None
+        self._forbid = re.compile(config.forbid_pattern) if config.forbid_pattern is not None else None
+        self._is_valid = _validator(config.json_schema) if config.json_schema is not None else None
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """All settings that decide what is kept; a JSON Schema by its content."""
+        names = ("finish_reasons", "min_chars", "max_chars", "require_pattern", "forbid_pattern", "duplicates")
+        schema = self._config.json_schema
+        content = json.loads(Path(schema).read_text()) if schema is not None else None
+        return {**{name: getattr(self._config, name) for name in names}, "json_schema": content}
+
+    def reason_to_drop(self, row: Row) -> str | None:
+        """What speaks against an output row, None if it is kept. Call it once per row: duplicates are remembered."""
+        reason = self._reason(row)
+        if reason is None:
+            self.kept += 1
+        else:
+            self.dropped[reason] += 1
+        return reason
+
+    def _reason(self, row: Row) -> str | None:
+        config, text = self._config, row["generation"]
+        if row["error"] is not None or text is None:
+            return ERROR
+        if row["finish_reason"] not in config.finish_reasons:
+            return FINISH_REASON
+        if len(text.strip()) < config.min_chars or (config.max_chars is not None and len(text) > config.max_chars):
+            return LENGTH
+        if (self._require and not self._require.search(text)) or (self._forbid and self._forbid.search(text)):
+            return PATTERN
+        if self._is_valid is not None and not self._is_valid(text):
+            return JSON_SCHEMA
+        return DUPLICATE if self._is_repeated(text) else None
+
+    def _is_repeated(self, text: str) -> bool:
+        if self._config.duplicates == "keep":
+            return False
+        same = " ".join(text.split()).casefold() if self._config.duplicates == "normalized" else text
+        digest = hashlib.blake2b(same.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        if digest in self._seen:
+            return True
+        self._seen.add(digest)
+        return False
+
+
+def _validator(path: str) -> Callable[[str], bool]:
+    try:
+        schema = json.loads(Path(path).read_text())
+        dialect = validator_for(schema, default=jsonschema.Draft202012Validator)
+        dialect.check_schema(schema)
+    except (OSError, ValueError, jsonschema.SchemaError) as error:
+        detail = error.message if isinstance(error, jsonschema.SchemaError) else one_line(error)
+        raise JobError(f"json_schema {path!r} is no JSON Schema ({detail}): repair it") from error
+    validator = dialect(schema)
+
+    def is_valid(text: str) -> bool:
+        try:
+            return bool(validator.is_valid(json.loads(text)))
+        except (ValueError, RecursionError):
+            return False
+
+    return is_valid

@@ -1,0 +1,157 @@
+"""Generate a data set: run the job, filter what it committed, publish shards and a card."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import ValidationError
+
+from pipeline.backend import Backend
+from pipeline.commit import SUCCESS_FILE, Commit, read_commits
+from pipeline.dataset import openai_batch
+from pipeline.dataset.card import write_card
+from pipeline.dataset.config import DatasetConfig
+from pipeline.dataset.filters import Filters
+from pipeline.dataset.shards import ShardWriter
+from pipeline.errors import JobError, one_line
+from pipeline.run import RunResult, run_job
+from pipeline.storage import Storage
+
+GENERATION = "_generation"  # the run's own output, below the data set's directory
+MANIFEST, CARD = "_DATASET.json", "README.md"
+LEFT_OUT = ("error", "shared_prefix_tokens")  # columns that are the same in every row that is kept
+SAMPLE = "sample"
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetResult:
+    """A published data set and the run behind it."""
+
+    output: str
+    run: RunResult
+    kept: int
+    dropped: dict[str, int]  # by filter
+    files: list[str]
+
+
+def generation_config(config: DatasetConfig) -> DatasetConfig:
+    """The run behind a data set: its output, and for a file of requests its input and options.
+
+    Raises:
+        JobError: the requests cannot be answered.
+    """
+    output = config.output.rstrip("/")
+    update: dict[str, Any] = {"output": f"{output}/{GENERATION}"}
+    if config.input_format == "openai-batch":
+        requests = openai_batch.read_requests(config.input_storage().at_first())
+        openai_batch.write_requests(config.storage(output), requests)
+        update |= {
+            "input": f"{output}/{openai_batch.REQUESTS_FILE}",
+            "s3_anonymous_input": False,
+            "text_column": openai_batch.MESSAGES,
+            "id_column": openai_batch.ID,
+            "keep_columns": None,
+            "prompt": "{text}",
+            "system": None,
+            "prompt_format": "messages",
+            **requests.options,
+        }
+    try:
+        return DatasetConfig(**{**config.model_dump(), **update})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = first["loc"][0] if first["loc"] else "options"
+        raise JobError(f"the requests ask for {name} {first['input']!r}: {first['msg']}") from error
+
+
+def generate_dataset(config: DatasetConfig, backend: Backend | None = None) -> DatasetResult:
+    """Run, filter, publish. Rerun to resume; other filters on the same run filter its committed rows again.
+
+    Raises:
+        JobError, ModelError, ScheduleError, JobStopped, UnitsFailed: as `run_job`.
+    """
+    Filters(config)  # a schema that cannot be used should not come to light after a night of generation
+    job = generation_config(config)
+    storage = config.output_storage()
+    if config.fresh:
+        storage.at_first().remove([MANIFEST])  # what it lists will have been made by another run
+    result = run_job(job, backend)
+    filters = Filters(config)
+    success = json.loads(job.output_storage().read(SUCCESS_FILE) or b"{}")
+    wanted = json.loads(json.dumps(
+        {"run": success["fingerprint"], "filters": filters.described, "format": config.output_format,
+         "rows_per_shard": config.rows_per_shard}
+    ))  # fmt: skip
+    manifest = json.loads(storage.read(MANIFEST) or b"{}")
+    if {name: manifest.get(name) for name in wanted} != wanted:
+        storage.remove([MANIFEST])  # what it lists is about to be replaced
+        publish = _publish_responses if config.output_format == "openai-batch" else _publish_shards
+        manifest = {**wanted, **publish(config, job, storage, filters, success, result)}
+        storage.write(MANIFEST, json.dumps(manifest, indent=1).encode())
+    return DatasetResult(
+        config.output, result, manifest["rows"], manifest["dropped"], [entry["file"] for entry in manifest["files"]]
+    )
+
+
+def _publish_shards(
+    config: DatasetConfig, job: DatasetConfig, storage: Storage, filters: Filters, success: dict[str, Any],
+    result: RunResult,
+) -> dict[str, Any]:  # fmt: skip
+    writer: ShardWriter | None = None
+    for table in _committed(job.output_storage()):
+        keep = [filters.reason_to_drop(row) is None for row in table.to_pylist()]
+        kept = table.filter(pa.array(keep, pa.bool_())).drop_columns(list(LEFT_OUT))
+        writer = writer or ShardWriter(storage, kept.schema, config.rows_per_shard)
+        writer.add(kept)
+    if writer is None:
+        raise JobError(f"input {config.input!r} has no rows: there is no data set to make")
+    shards = writer.close()
+    found = {"rows": filters.kept, "dropped": dict(filters.dropped), "files": [asdict(shard) for shard in shards]}
+    described = {"filters": filters.described, **found}
+    card = write_card(job.model_copy(update={"output": config.output}), success, result.totals, described,
+                      writer.schema, shards)  # fmt: skip
+    storage.write(CARD, card.encode())
+    return found
+
+
+def _publish_responses(
+    config: DatasetConfig, job: DatasetConfig, storage: Storage, filters: Filters, success: dict[str, Any],
+    result: RunResult,
+) -> dict[str, Any]:  # fmt: skip
+    rows = [
+        {**row, "dropped": filters.reason_to_drop(row)}
+        for table in _committed(job.output_storage())
+        for row in table.to_pylist()
+    ]
+    answers, errors = openai_batch.responses(rows, success["fingerprint"], config.model, int(time.time()))
+    files = []
+    for name, content in ((openai_batch.OUTPUT_FILE, answers), (openai_batch.ERRORS_FILE, errors)):
+        storage.write(name, content.encode())
+        files.append({"file": name, "rows": content.count("\n")})
+    return {"rows": filters.kept, "dropped": dict(filters.dropped), "files": files}
+
+
+def _committed(storage: Storage) -> Iterator[pa.Table]:
+    """Committed rows in input order, with the number of their sample."""
+    commits = sorted(read_commits(storage), key=lambda commit: (commit.path, commit.start, commit.sample))
+    for commit in commits:
+        yield _read(storage, commit)
+
+
+def _read(storage: Storage, commit: Commit) -> pa.Table:
+    try:
+        with storage.open(commit.file) as stream:
+            table = pq.read_table(stream)
+    except (OSError, pa.ArrowException) as error:
+        raise JobError(
+            f"{commit.file} of {storage.url!r} cannot be read ({one_line(error)}): start over with --fresh"
+        ) from error
+    place = table.column_names.index("generation")
+    return table.add_column(place, pa.field(SAMPLE, pa.int32()), pa.repeat(pa.scalar(commit.sample, pa.int32()),
+                                                                          table.num_rows))  # fmt: skip

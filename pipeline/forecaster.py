@@ -1,0 +1,211 @@
+"""Forecast a run from Parquet footers and a random sample of its rows, before any replica is started."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from engine import BatchStats, Generation, Ledger
+from pipeline.backend import Backend, SkipDecodeBackend
+from pipeline.commit import Commit, Totals, read_commits
+from pipeline.config import JobConfig
+from pipeline.errors import JobError
+from pipeline.fit import choose_schedule, longest_prompt
+from pipeline.forecast import Forecast
+from pipeline.plan import Plan, make_plan
+from pipeline.read import read_units
+from pipeline.row_generator import RowGenerator
+from pipeline.rows import TOKENS, output_schema, prepare
+from pipeline.run import absolute_paths
+from pipeline.run_record import describe_run, fingerprint, read_run
+from pipeline.sample_prompts import shuffled
+from pipeline.storage import Storage
+from pipeline.template import PromptTemplate, PromptTokenizer
+
+RUN_OF_ROWS = 16  # neighbouring rows drawn together: few, as neighbours are often alike, yet one read for all of them
+LENGTHS = 64  # output lengths that stand for all of an earlier run's
+MOST_FILES = 20  # data files of an earlier run that are looked into
+SAME_ANSWERS = ("model", "sampling", "prompt")  # of two run records: where these agree, lengths do
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What is known of the answers before the run."""
+
+    lengths: Sequence[int]  # output tokens of a row, values that stand for the distribution
+    source: str  # in words
+    # Seconds per FLOP of prompts and of decoding, and in words where they come from.
+    speed: tuple[float, float, str] | None = None
+
+
+def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
+    """Rows, tokens, FLOPs, time and cost to expect. Loads a model only if `plan_prompts` asks for answers.
+
+    Output lengths come from `plan_output_tokens`, else from answers to sampled prompts, else from what a run with the
+    same model, prompt and sampling has committed to the output, else every row is taken to reach `max_new_tokens`.
+    Seconds at full depth assume that its FLOPs take as long each as those of the schedule.
+
+    Raises:
+        JobError, ModelError, ScheduleError: as for a run.
+    """
+    backend = backend or SkipDecodeBackend()
+    config = absolute_paths(config)
+    template = PromptTemplate(config.prompt, config.system, config.prompt_format, config.overlong)
+    plan = make_plan(config, template)
+    output_schema(plan.kept)
+    shape = backend.shape(config)
+    ledger = Ledger(shape, choose_schedule(config, shape))
+    description = describe_run(config, plan, ledger.schedule, backend.identity(config))
+    prompts = _sample(config, plan, template, backend.tokenizer(config), longest_prompt(config, shape))
+    good = [tokens for tokens in prompts if tokens is not None]
+    if not good:
+        raise JobError(f"no prompt can be made of any of {len(prompts)} sampled rows of {config.input!r}")
+    storage = config.output_storage()
+    outputs = _outputs(config, backend, ledger, good, storage, description)
+
+    scale = plan.rows / len(prompts)
+    lengths = [len(tokens) for tokens in good]
+    pairs = [(prompt, min(output, shape.context - prompt)) for prompt in lengths for output in outputs.lengths]
+    per_output = scale / len(outputs.lengths)
+    flops_prompt = round(scale * sum(map(ledger.prompt, lengths)))
+    flops_decode = round(per_output * sum(ledger.decode(*pair) for pair in pairs))
+    full_decode = round(per_output * sum(ledger.full_depth.decode(*pair) for pair in pairs))
+    seconds = full_seconds = cost = full_cost = None
+    if outputs.speed is not None:
+        per_prompt_flop, per_decode_flop, _ = outputs.speed
+        seconds = flops_prompt * per_prompt_flop + flops_decode * per_decode_flop
+        full_seconds = flops_prompt * per_prompt_flop + full_decode * per_decode_flop
+        if config.price_per_gpu_hour is not None:
+            price = config.price_per_gpu_hour * config.billed_gpus / 3600
+            cost, full_cost = seconds * price, full_seconds * price
+    return Forecast(
+        run=fingerprint(description),
+        rows=plan.rows,
+        work_units=len(plan.units),
+        sampled_rows=len(prompts),
+        error_share=1 - len(good) / len(prompts),
+        prompt_tokens=round(scale * sum(lengths)),
+        prompt_tokens_margin=_margin([len(tokens or ()) for tokens in prompts], plan.rows),
+        output_tokens=round(per_output * sum(output for _, output in pairs)),
+        output_source=outputs.source,
+        flops_prompt=flops_prompt,
+        flops_decode=flops_decode,
+        flops_full_depth=flops_prompt + full_decode,
+        seconds=seconds,
+        seconds_full_depth=full_seconds,
+        speed_source=outputs.speed[2] if outputs.speed else "unknown",
+        cost=cost,
+        cost_full_depth=full_cost,
+    )
+
+
+def _sample(
+    config: JobConfig, plan: Plan, template: PromptTemplate, tokenizer: PromptTokenizer, longest: int
+) -> list[list[int] | None]:
+    """Prompts of rows drawn at random over all of the input; None for a row that no prompt can be made of."""
+    runs = [
+        replace(unit, start=start, rows=min(RUN_OF_ROWS, unit.start + unit.rows - start))
+        for unit in shuffled(plan.units, config.seed)[: config.plan_rows]
+        for start in range(unit.start, unit.start + unit.rows, RUN_OF_ROWS)
+    ]
+    storage = config.input_storage()
+    prompts: list[list[int] | None] = []
+    for run in shuffled(runs, config.seed):
+        [(_, table)] = read_units(storage, [run], plan.read_columns)
+        prepared = prepare(table, plan.kept, config.text_column, template, tokenizer, longest)
+        prompts += prepared[TOKENS].to_pylist()
+        if len(prompts) >= config.plan_rows:
+            break
+    return prompts[: config.plan_rows]
+
+
+def _outputs(
+    config: JobConfig,
+    backend: Backend,
+    ledger: Ledger,
+    prompts: Sequence[list[int]],
+    storage: Storage,
+    description: dict[str, object],
+) -> Outputs:
+    if config.plan_prompts:
+        found = _answer(config, backend, ledger, prompts[: config.plan_prompts])
+    else:
+        found = _earlier(storage, description) or Outputs(
+            [config.max_new_tokens], "the most that is allowed, max_new_tokens for every row"
+        )
+    if config.plan_output_tokens is not None:
+        assumed = [round(config.plan_output_tokens)]
+        return Outputs(assumed, f"{config.plan_output_tokens:g} for every row, as you say", found.speed)
+    return found
+
+
+def _answer(config: JobConfig, backend: Backend, ledger: Ledger, prompts: Sequence[list[int]]) -> Outputs:
+    """Answer some prompts with the run's own settings, in this process."""
+    engine = backend.engine(config, config.threads_per_replica)
+    generator = RowGenerator(engine, config.sampling(), ledger.schedule, config.batch_size)
+    stats: list[BatchStats] = []
+    start = time.perf_counter()
+    answers = generator.generate(prompts, [f"plan:{index}" for index in range(len(prompts))], stats.append)
+    wall = time.perf_counter() - start
+    good = [answer for answer in answers if isinstance(answer, Generation)]
+    if not good:
+        raise JobError(f"none of {len(prompts)} sampled prompts could be answered: {answers[0]}")
+    prefill, decode = sum(s.prefill_seconds for s in stats), sum(s.decode_seconds for s in stats)
+    if not prefill + decode:
+        prefill = decode = wall / 2
+    source = f"{len(good)} sampled prompts answered in {wall:.1f} s"
+    batch = config.batch_size
+    if batch == "auto" or batch > len(prompts):
+        source += f"; the run's batches of {batch} rows may be faster"
+    speed = (
+        prefill / max(1, sum(answer.flops_prompt for answer in good)),
+        decode / max(1, sum(answer.flops_decode for answer in good)),
+        source,
+    )
+    return Outputs([answer.generated_tokens for answer in good], f"{len(good)} sampled prompts answered", speed)
+
+
+def _earlier(storage: Storage, description: dict[str, object]) -> Outputs | None:
+    """Lengths and speed of what a run with the same model, prompt and sampling has committed, under any schedule."""
+    record, wanted = read_run(storage), json.loads(json.dumps(description))
+    if record is None or any(record.get(part) != wanted[part] for part in SAME_ANSWERS):
+        return None
+    commits = read_commits(storage)
+    totals = Totals()
+    for commit in commits:
+        totals.add(commit.totals)
+    lengths = _lengths(storage, commits)
+    if not lengths or not totals.flops:
+        return None
+    rate = totals.seconds / totals.flops
+    said = f"{totals.rows - totals.errors:,} rows that run {record['fingerprint']} committed here"
+    return Outputs(lengths, said, (rate, rate, said))
+
+
+def _lengths(storage: Storage, commits: Sequence[Commit]) -> list[int]:
+    """Output lengths, spread evenly over an earlier run's sorted ones."""
+    found: list[int] = []
+    for commit in commits[:: max(1, len(commits) // MOST_FILES)]:
+        with storage.open(commit.file) as stream:
+            rows = pq.read_table(stream, columns=["generated_tokens", "error"])
+        found += rows.filter(pa.compute.is_null(rows["error"]))["generated_tokens"].to_pylist()
+    found.sort()
+    if len(found) <= LENGTHS:
+        return found
+    return [found[round((index + 0.5) * len(found) / LENGTHS - 0.5)] for index in range(LENGTHS)]
+
+
+def _margin(lengths: Sequence[int], rows: int) -> float:
+    """Half of the 95 % interval of a mean from a sample without replacement, as a share of the mean."""
+    count, mean = len(lengths), statistics.fmean(lengths)
+    if count < 2 or not mean or rows < 2:
+        return 0.0
+    left = math.sqrt(max(0, rows - count) / (rows - 1))  # nothing is uncertain where all rows were drawn
+    return 1.96 * statistics.stdev(lengths) / math.sqrt(count) / mean * left

@@ -1,0 +1,28 @@
+"""The local cluster's script as a newcomer starts it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 300
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+def test_one_command_starts_servers_runs_the_job_shows_rows_and_cleans_up() -> None:
+    command = [sys.executable, "infra/local/demo.py", "--", "--limit", "4", "--max-new-tokens", "6"]
+    with tempfile.TemporaryDirectory(prefix="d") as scratch:  # short: Ray's sockets lie below it
+        done = subprocess.run(
+            command, cwd=ROOT, env=os.environ | {"TMPDIR": scratch}, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S,
+        )  # fmt: skip
+        left = list(Path(scratch).iterdir())
+    assert done.returncode == 0, done.stdout
+    assert "4 rows in s3://demo/summaries/data/" in done.stdout
+    assert not [path for path in left if path.name.startswith("sd")]

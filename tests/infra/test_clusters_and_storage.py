@@ -1,0 +1,91 @@
+"""The autoscaler's file, bucket policies, lifecycle rules and the image, against published schemas."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import botocore.session
+import pytest
+import yaml
+from botocore.validate import ParamValidator
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+INFRA = Path(__file__).parents[2] / "infra"
+# What the pipeline does with objects; nothing else may be granted.
+NEEDED = {"s3:ListBucket", "s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload"}
+
+
+def policy(name: str) -> list[dict[str, Any]]:
+    content = json.loads((INFRA / "storage" / name).read_text())
+    assert content["Version"] == "2012-10-17"
+    return list(content["Statement"])
+
+
+def test_the_autoscalers_file_is_what_ray_accepts() -> None:
+    config = yaml.safe_load((INFRA / "ray-cluster/aws.yaml").read_text())
+    validate_config(prepare_config(config))
+    workers = config["available_node_types"]["gpu_spot"]
+    assert workers["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"}
+    with pytest.raises(Exception, match="max_wrokers"):
+        validate_config({**config, "max_wrokers": 3})
+
+
+@pytest.mark.parametrize("node", ["head", "gpu_spot"])
+def test_nodes_are_described_in_ec2s_own_parameters(node: str) -> None:
+    config = yaml.safe_load((INFRA / "ray-cluster/aws.yaml").read_text())
+    given = config["available_node_types"][node]["node_config"]
+    given = {**given, "SubnetId": given["SubnetIds"][0], "MinCount": 1, "MaxCount": 1}
+    del given["SubnetIds"]  # Ray's own: it takes one of them
+    shape = botocore.session.get_session().get_service_model("ec2").operation_model("RunInstances").input_shape
+    assert not ParamValidator().validate(given, shape).has_errors()
+
+
+def test_lifecycle_rules_are_valid_and_remove_unfinished_uploads() -> None:
+    rules = json.loads((INFRA / "storage/lifecycle.json").read_text())
+    model = botocore.session.get_session().get_service_model("s3")
+    shape = model.operation_model("PutBucketLifecycleConfiguration").input_shape
+    report = ParamValidator().validate({"Bucket": "b", "LifecycleConfiguration": rules}, shape)
+    assert not report.has_errors(), report.generate_report()
+    assert any("AbortIncompleteMultipartUpload" in rule for rule in rules["Rules"])
+    # Nothing may ever expire what is committed.
+    assert not any("Expiration" in rule for rule in rules["Rules"])
+
+
+def test_the_role_may_do_what_the_job_does_and_nothing_else() -> None:
+    granted: dict[str, set[str]] = {}
+    for statement in policy("iam-policy.json"):
+        assert statement["Effect"] == "Allow"
+        for resource in statement["Resource"]:
+            assert re.fullmatch(r"arn:aws:s3:::(INPUT|OUTPUT)-BUCKET(/(corpus|summaries)/\*)?", resource)
+            granted.setdefault(resource, set()).update(statement["Action"])
+        if "s3:ListBucket" in statement["Action"]:
+            assert statement["Condition"]["StringLike"]["s3:prefix"]
+    assert set().union(*granted.values()) == NEEDED
+    assert granted["arn:aws:s3:::INPUT-BUCKET/corpus/*"] == {"s3:GetObject"}
+    assert granted["arn:aws:s3:::INPUT-BUCKET"] == {"s3:ListBucket"}
+
+
+def test_the_bucket_refuses_plain_connections_and_commits_that_could_replace_others() -> None:
+    statements = {statement["Sid"]: statement for statement in policy("bucket-policy.json")}
+    assert all(statement["Effect"] == "Deny" for statement in statements.values())
+    assert statements["EncryptedConnectionsOnly"]["Condition"] == {"Bool": {"aws:SecureTransport": "false"}}
+    assert statements["CommitsAreWrittenOnce"]["Resource"] == ["arn:aws:s3:::OUTPUT-BUCKET/summaries/_commits/*"]
+    # Deny where the header is absent: "Null": "true" matches requests without it.
+    assert statements["CommitsAreWrittenOnce"]["Condition"] == {"Null": {"s3:if-none-match": "true"}}
+
+
+def test_the_image_is_pinned_and_runs_without_root() -> None:
+    lines = (INFRA / "container/Dockerfile").read_text().splitlines()
+    (base,) = [line.removeprefix("ARG CUDA_IMAGE=") for line in lines if line.startswith("ARG CUDA_IMAGE=")]
+    assert re.fullmatch(r"nvidia/cuda:\d+\.\d+\.\d+-base-ubuntu24\.04", base)
+    users = [line.split()[1] for line in lines if line.startswith("USER ")]
+    assert users[-1] == "1000"
+    assert any("--constraint infra/constraints.txt" in line for line in lines)
+    copied = [part for line in lines if line.startswith("COPY ") for part in line.split()[1:-1]]
+    allowed = (INFRA / "container/Dockerfile.dockerignore").read_text()
+    for source in copied:
+        assert (INFRA.parent / source).exists()
+        assert f"!{source.split('/__init__')[0]}" in allowed

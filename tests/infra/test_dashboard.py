@@ -1,0 +1,49 @@
+"""The dashboard shows the metrics there are: each of them, and no others."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from pipeline import metrics
+
+DASHBOARD = json.loads((Path(__file__).parents[2] / "infra/grafana/skipdecode.json").read_text())
+EXPORTED = {f"ray_{metric.name}": metric for metric in metrics.ALL}
+
+
+def targets() -> list[tuple[str, str]]:
+    """(expression, legend) of every curve."""
+    panels: list[dict[str, Any]] = DASHBOARD["panels"]
+    return [(target["expr"], target["legendFormat"]) for panel in panels for target in panel["targets"]]
+
+
+def test_every_metric_is_shown_and_every_query_names_one_that_exists() -> None:
+    named = {name for expression, _ in targets() for name in re.findall(r"ray_\w+", expression)}
+    assert named == set(EXPORTED)
+    for variable in DASHBOARD["templating"]["list"]:
+        assert set(re.findall(r"ray_\w+", json.dumps(variable["query"]))) <= set(EXPORTED)
+
+
+def test_rates_are_taken_of_counters_alone_and_counters_are_named_as_prometheus_wants() -> None:
+    for expression, _ in targets():
+        for name in re.findall(r"rate\((ray_\w+)", expression):
+            assert EXPORTED[name].kind == "counter"
+    for metric in metrics.ALL:
+        # Without the suffix Ray would export a counter under two names.
+        assert metric.name.endswith("_total") == (metric.kind == "counter")
+
+
+def test_curves_are_chosen_by_run_and_labelled_by_tags_that_the_metric_has() -> None:
+    for expression, legend in targets():
+        names = re.findall(r"ray_\w+", expression)
+        assert expression.count('{run=~"$run"}') == len(names)
+        assert expression.count("(") == expression.count(")")
+        for tag in re.findall(r"\{\{(\w+)\}\}", legend):
+            assert all(tag in EXPORTED[name].tags for name in names)
+
+
+def test_panels_do_not_overlap() -> None:
+    places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in DASHBOARD["panels"]}
+    assert len(places) == len(DASHBOARD["panels"])

@@ -1,0 +1,104 @@
+"""Filters: what each drops, in which order rows are counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from pipeline.dataset.config import DatasetConfig
+from pipeline.dataset.filters import Filters
+from pipeline.errors import JobError
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+
+
+def filters(**options: Any) -> Filters:
+    return Filters(DatasetConfig(input="in", output="out", **options))
+
+
+def row(text: str | None, finish: str = "stop", error: str | None = None) -> dict[str, str | None]:
+    return {"generation": text, "finish_reason": finish, "error": error}
+
+
+def reasons(sieve: Filters, *texts: str) -> list[str | None]:
+    return [sieve.reason_to_drop(row(text)) for text in texts]
+
+
+def test_rows_with_errors_never_pass() -> None:
+    sieve = filters(duplicates="keep", min_chars=0)
+    assert sieve.reason_to_drop(row(None, "error", "text is null")) == "error"
+
+
+def test_finish_reasons_not_asked_for_are_dropped() -> None:
+    sieve = filters(finish_reasons=["stop"])
+    assert sieve.reason_to_drop(row("cut", "length")) == "finish_reason"
+    assert sieve.reason_to_drop(row("whole", "stop")) is None
+
+
+def test_lengths_are_in_characters_and_white_space_is_no_text() -> None:
+    sieve = filters(min_chars=3, max_chars=5)
+    assert reasons(sieve, "abc", "abcde", "ab", "abcdef", "a    ") == [None, None, "length", "length", "length"]
+
+
+def test_patterns_are_searched_for_anywhere() -> None:
+    sieve = filters(require_pattern=r"\d+", forbid_pattern="(?i)as an ai")
+    assert reasons(sieve, "it is 42", "no number", "As an AI I say 7") == [None, "pattern", "pattern"]
+
+
+def test_only_json_that_is_valid_under_the_schema_passes(tmp_path: Path) -> None:
+    path = tmp_path / "schema.json"
+    path.write_text(json.dumps(SCHEMA))
+    sieve = filters(json_schema=str(path))
+    assert reasons(sieve, '{"name": "Ada", "age": 36}', '{"age": 36}', '{"name": "Ada", "age": -1}', "Ada") == [
+        None, "json_schema", "json_schema", "json_schema",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", ["{", '{"type": "thing"}'])
+def test_a_schema_that_cannot_be_used_is_named_before_anything_runs(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "schema.json"
+    path.write_text(content)
+    with pytest.raises(JobError, match=r"schema\.json"):
+        filters(json_schema=str(path))
+
+
+@pytest.mark.parametrize(
+    ("duplicates", "expected"),
+    [
+        ("keep", [None, None, None]),
+        ("exact", [None, None, "duplicate"]),
+        ("normalized", [None, "duplicate", "duplicate"]),
+    ],
+)
+def test_repeated_generations_are_dropped_as_asked(duplicates: str, expected: list[str | None]) -> None:
+    assert reasons(filters(duplicates=duplicates), "The same.", "the  SAME.\n", "The same.") == expected
+
+
+def test_a_row_counts_under_the_first_filter_it_fails_and_what_was_dropped_is_no_original() -> None:
+    sieve = filters(min_chars=4, require_pattern="x")
+    assert reasons(sieve, "no", "long enough", "xxxx", "xxxx") == ["length", "pattern", None, "duplicate"]
+    assert (sieve.kept, dict(sieve.dropped)) == (1, {"length": 1, "pattern": 1, "duplicate": 1})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"require_pattern": "("},
+        {"samples_per_prompt": 2},
+        {"output_format": "openai-batch"},
+        {"min_chars": 9, "max_chars": 3},
+        {"finish_reasons": []},
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        DatasetConfig(input="in", output="out", **options)

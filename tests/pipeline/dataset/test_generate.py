@@ -1,0 +1,99 @@
+"""Data sets from their input to what `datasets` loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import yaml
+from engine_double import Echo, EchoBackend, NoEngineBackend
+from openai.types.chat import ChatCompletion
+
+from pipeline.commit import read_commits
+from pipeline.dataset.config import DatasetConfig
+from pipeline.dataset.generate import GENERATION, generate_dataset
+from pipeline.inspection import inspect, verify
+from pipeline.storage import Storage
+
+TEXTS = [f"text {number:02d} {'x' * number}" for number in range(12)] + ["TEXT 03 xxx"]
+
+
+@pytest.fixture
+def config(tmp_path: Path, write_parquet: Callable[..., Path]) -> Callable[..., DatasetConfig]:
+    write_parquet(tmp_path / "in/0.parquet", {"id": range(len(TEXTS)), "text": TEXTS}, [5, 8])
+
+    def make(**options: Any) -> DatasetConfig:
+        defaults = {
+            "input": str(tmp_path / "in"), "output": str(tmp_path / "set"), "prompt_format": "raw", "id_column": "id",
+            "max_new_tokens": 15, "temperature": 0.7, "rows_per_unit": 4, "replicas": 1,
+        }  # fmt: skip
+        return DatasetConfig(**{**defaults, **options})
+
+    return make
+
+
+@pytest.mark.usefixtures("cluster")
+def test_samples_are_filtered_sharded_and_loaded_with_their_card(
+    config: Callable[..., DatasetConfig], tmp_path: Path
+) -> None:
+    given = config(
+        samples_per_prompt=2, finish_reasons=["stop"], rows_per_shard=4, dataset_name="Echoes", dataset_license="mit"
+    )
+    result = generate_dataset(given, EchoBackend())
+
+    # Echo's answer is the prompt's first 15 bytes, whole for the first 8 texts and for the copy of text 3.
+    assert result.run.totals.rows == 2 * len(TEXTS)
+    assert result.dropped == {"finish_reason": 8, "duplicate": 10}
+    run = Storage(f"{given.output}/{GENERATION}")
+    assert {(commit.start, commit.sample) for commit in read_commits(run)} == {
+        (start, sample) for start in (0, 4, 8, 12) for sample in (0, 1)
+    }
+    assert verify(run, inspect(run)) == []
+
+    loaded = datasets.load_dataset(given.output, split="train", cache_dir=str(tmp_path / "cache"))
+    assert loaded["generation"] == TEXTS[:8]
+    assert loaded["id"] == list(range(8))
+    assert set(loaded["sample"]) == {0}
+    assert len(list((tmp_path / "set/data").iterdir())) == 2
+
+    _, front, body = (tmp_path / "set/README.md").read_text().split("---\n", 2)
+    card = yaml.safe_load(front)
+    assert (card["pretty_name"], card["license"], card["size_categories"]) == ("Echoes", "mit", ["n<1K"])
+    assert "| duplicate | 10 |" in body
+
+    # The same again touches nothing and needs no engine; other filters need none either.
+    before = (tmp_path / "set/README.md").stat().st_mtime_ns
+    again = generate_dataset(given, NoEngineBackend())
+    assert (again.kept, again.dropped) == (8, result.dropped)
+    assert (tmp_path / "set/README.md").stat().st_mtime_ns == before
+    wider = generate_dataset(given.model_copy(update={"duplicates": "keep", "rows_per_shard": 50}), NoEngineBackend())
+    assert wider.kept == 18
+    assert wider.files == ["data/train-00000.parquet"]
+    assert [file.name for file in (tmp_path / "set/data").iterdir()] == ["train-00000.parquet"]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_batch_of_requests_is_answered_request_by_request(tmp_path: Path) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 100, "n": 2}
+    lines = [
+        {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body} for name in ("b", "a", "c")
+    ]
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = DatasetConfig(
+        input=str(requests), output=str(tmp_path / "set"), input_format="openai-batch", output_format="openai-batch",
+        duplicates="keep", replicas=1,
+    )  # fmt: skip
+    result = generate_dataset(given, EchoBackend(Echo("said ")))
+
+    answers = [json.loads(line) for line in (tmp_path / "set/output.jsonl").read_text().splitlines()]
+    assert [answer["custom_id"] for answer in answers] == ["b", "a", "c"]
+    completion = ChatCompletion.model_validate(answers[0]["response"]["body"], strict=True)
+    assert [choice.index for choice in completion.choices] == [0, 1]
+    assert completion.choices[0].message.content == "said \x01user: hello\x02"
+    assert (tmp_path / "set/errors.jsonl").read_text() == ""
+    assert result.files == ["output.jsonl", "errors.jsonl"]

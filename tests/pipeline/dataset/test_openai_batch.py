@@ -1,0 +1,108 @@
+"""Files of the Batch API, against the types of OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from openai.types.chat import ChatCompletion
+from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming
+from pydantic import TypeAdapter
+
+from pipeline.dataset.openai_batch import ID, read_requests, responses
+from pipeline.errors import JobError
+from pipeline.storage import Storage
+
+BODY = {
+    "model": "gpt-4o-mini",
+    "messages": [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Name a river."}],
+    "max_tokens": 20,
+    "temperature": 0.5,
+    "stop": "\n",
+    "n": 2,
+    "seed": 3,
+}
+
+
+def write(path: Path, *requests: dict[str, Any]) -> Storage:
+    path.write_text("".join(json.dumps(request) + "\n" for request in requests))
+    return Storage(str(path))
+
+
+def request(name: str = "a", **body: Any) -> dict[str, Any]:
+    return {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": {**BODY, **body}}
+
+
+def test_requests_as_the_clients_types_describe_them_become_rows_and_options(tmp_path: Path) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Name "}, {"type": "text", "text": "a lake."}]}]
+    given = [request("a"), request("b", messages=parts)]
+    for line in given:
+        TypeAdapter(CompletionCreateParamsNonStreaming).validate_python(line["body"])
+
+    requests = read_requests(write(tmp_path / "in.jsonl", *given))
+
+    assert requests.table[ID].to_pylist() == ["a", "b"]
+    first, second = (json.loads(text) for text in requests.table["messages"].to_pylist())
+    assert [message["role"] for message in first] == ["system", "user"]
+    assert second == [{"role": "user", "content": "Name a lake."}]
+    assert requests.options == {
+        "max_new_tokens": 20, "temperature": 0.5, "stop": ["\n"], "samples_per_prompt": 2, "seed": 3,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        (request("a"), "second time"),
+        (request("b", temperature=0.9), "another file"),
+        (request("b", tools=[{"type": "function"}]), "tools"),
+        (request("b", messages=[]), "messages"),
+        (request("b", messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "images"),
+        ({**request("b"), "url": "/v1/embeddings"}, "/v1/embeddings"),
+        ({"method": "POST"}, "custom_id"),
+    ],
+)
+def test_a_request_that_cannot_be_answered_is_named_by_its_line(
+    tmp_path: Path, second: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(JobError, match=rf"line 2 .*{said}"):
+        read_requests(write(tmp_path / "in.jsonl", request("a"), second))
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="no requests"):
+        read_requests(write(tmp_path / "in.jsonl"))
+
+
+def row(name: str, sample: int, error: str | None = None, dropped: str | None = None) -> dict[str, Any]:
+    return {
+        ID: name, "sample": sample, "generation": f"answer {sample}", "finish_reason": "stop", "prompt_tokens": 7,
+        "generated_tokens": 3, "error": error, "dropped": dropped,
+    }  # fmt: skip
+
+
+def test_each_request_is_answered_once_in_the_clients_types() -> None:
+    rows = [
+        row("a", 1), row("b", 0, error="text is null", dropped="error"), row("a", 0), row("c", 0, dropped="length"),
+    ]  # fmt: skip
+    answers, errors = ([json.loads(line) for line in text.splitlines()] for text in responses(rows, "run", "m", 1))
+
+    (line,) = answers
+    assert (line["custom_id"], line["response"]["status_code"], line["error"]) == ("a", 200, None)
+    completion = ChatCompletion.model_validate(line["response"]["body"], strict=True)
+    assert [(choice.index, choice.message.content) for choice in completion.choices] == [
+        (0, "answer 0"), (1, "answer 1"),
+    ]  # fmt: skip
+    assert completion.usage is not None
+    assert (completion.usage.prompt_tokens, completion.usage.completion_tokens) == (7, 6)
+    assert [(line["custom_id"], line["response"], line["error"]["code"]) for line in errors] == [
+        ("b", None, "generation_failed"), ("c", None, "dropped_length"),
+    ]  # fmt: skip
+
+
+def test_the_requests_table_has_one_fixed_schema(tmp_path: Path) -> None:
+    table = read_requests(write(tmp_path / "in.jsonl", request("a"))).table
+    assert table.schema == pa.schema([("custom_id", pa.string()), ("messages", pa.string())])

@@ -1,0 +1,157 @@
+"""The plan before a run: what it says comes true, and it says where its figures come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from engine_double import Echo, EchoBackend, NoEngineBackend
+
+from engine import Ledger, Schedule
+from pipeline.bill import bill
+from pipeline.commit import Totals, commit_unit
+from pipeline.config import JobConfig
+from pipeline.errors import JobError
+from pipeline.forecast import Forecast, against_actual, read_forecast, write_forecast
+from pipeline.forecaster import forecast_run
+from pipeline.plan import make_plan
+from pipeline.row_generator import RowGenerator
+from pipeline.rows import generate
+from pipeline.run import absolute_paths
+from pipeline.run_record import claim_output, describe_run
+from pipeline.stages import Task
+from pipeline.storage import Storage
+from pipeline.template import PromptTemplate
+
+Job = Callable[..., JobConfig]
+ROWS = 60
+
+
+@pytest.fixture
+def planned(job: Job, write_parquet: Callable[..., Path], tmp_path: Path) -> Job:
+    """A job over 60 texts of 1 to 60 bytes in two files, at half depth from the second step on."""
+    for file in range(2):
+        texts = ["x" * length for length in range(1 + 30 * file, 31 + 30 * file)]
+        write_parquet(tmp_path / f"in/{file}.parquet", {"text": texts}, [7, 23])
+    schedule = Schedule.from_dict(
+        {"format": 1, "layers": 4, "skip_order": ["a2", "m2", "a3", "m3"], "skipped": [[0, 0], [1, 4]]}
+    )
+    (tmp_path / "schedule.json").write_text(schedule.to_json())
+
+    def make(**options: object) -> JobConfig:
+        return job(**{"schedule": str(tmp_path / "schedule.json"), "max_new_tokens": 16, **options})
+
+    return make
+
+
+def run_to_end(config: JobConfig) -> Totals:
+    """The job's stages and commits in this process, without Ray."""
+    backend, config = EchoBackend(), absolute_paths(config)
+    template = PromptTemplate(config.prompt, config.system, config.prompt_format, config.overlong)
+    plan = make_plan(config, template)
+    schedule = Schedule.read(str(config.schedule))
+    claim = claim_output(config.output_storage(), describe_run(config, plan, schedule, backend.identity(config)))
+    task = Task(config, backend, template, schedule, plan.read_columns, plan.kept, 4080, claim.run)
+    totals = Totals()
+    for span in plan.spans(plan.units):
+        for unit, prepared in task.prepared(span):
+            ids = [str(row) for row in range(unit.rows)]
+            output = generate(prepared, ids, RowGenerator(Echo(), config.sampling(), schedule, 8))
+            totals.add(commit_unit(config.output_storage(), unit, output, 0, 2.0, claim.run).totals)
+    return totals
+
+
+def test_a_plan_over_all_rows_has_the_ledgers_exact_figures_and_loads_no_model(planned: Job) -> None:
+    config = planned(plan_output_tokens=5)
+    forecast = forecast_run(config, NoEngineBackend())
+
+    ledger = Ledger(EchoBackend().shape(config), Schedule.read(str(config.schedule)))
+    lengths = range(1, ROWS + 1)
+    assert (forecast.rows, forecast.prompt_tokens, forecast.output_tokens) == (ROWS, sum(lengths), 5 * ROWS)
+    assert forecast.flops_prompt == sum(map(ledger.prompt, lengths))
+    assert forecast.flops_decode == sum(ledger.decode(length, 5) for length in lengths)
+    full = sum(ledger.full_depth.decode(length, 5) for length in lengths)
+    assert forecast.flops_full_depth == forecast.flops_prompt + full
+    assert forecast.decode_share == pytest.approx(full / forecast.flops_full_depth)
+    assert forecast.prompt_tokens_margin == 0
+    assert 1 < forecast.sample_speedup < forecast.decode_speedup
+
+
+def test_a_sample_stands_for_all_rows_within_its_stated_margin(planned: Job) -> None:
+    forecast = forecast_run(planned(plan_rows=32), NoEngineBackend())
+    actual = sum(range(1, ROWS + 1))
+    assert forecast.sampled_rows == 32
+    assert 0 < forecast.prompt_tokens_margin < 0.5
+    assert abs(forecast.prompt_tokens - actual) < 2 * forecast.prompt_tokens_margin * actual
+
+
+def test_without_anything_known_every_row_reaches_the_longest_output_and_time_is_unknown(planned: Job) -> None:
+    forecast = forecast_run(planned(price_per_gpu_hour=2.0), NoEngineBackend())
+    assert forecast.output_tokens == 16 * ROWS
+    assert "max_new_tokens" in forecast.output_source
+    assert forecast.seconds is None
+    assert forecast.cost is None
+
+
+def test_answers_to_sampled_prompts_give_lengths_and_speed(planned: Job) -> None:
+    forecast = forecast_run(planned(plan_prompts=12, price_per_gpu_hour=3.6), EchoBackend(Echo(seconds_per_batch=0.01)))
+    assert 1 <= forecast.output_tokens / ROWS < 16
+    assert forecast.seconds is not None
+    assert forecast.seconds_full_depth is not None
+    assert 0 < forecast.seconds < forecast.seconds_full_depth
+    assert forecast.cost == pytest.approx(forecast.seconds / 1000)
+    assert "12 sampled prompts" in forecast.speed_source
+
+
+def test_a_run_of_the_same_answers_in_the_output_gives_lengths_and_speed(planned: Job) -> None:
+    config = planned()
+    totals = run_to_end(config)
+    forecast = forecast_run(config, NoEngineBackend())
+    assert forecast.output_tokens == pytest.approx(totals.generated_tokens, rel=0.01)
+    assert forecast.seconds == pytest.approx(totals.seconds / totals.flops * forecast.flops)
+    assert "60 rows" in forecast.output_source
+    other = forecast_run(planned(prompt="Say: {text}"), NoEngineBackend())
+    assert "max_new_tokens" in other.output_source
+
+
+def test_a_stored_plan_is_compared_with_the_run_it_was_made_for_alone(planned: Job, tmp_path: Path) -> None:
+    forecast = forecast_run(planned(plan_output_tokens=8), NoEngineBackend())
+    storage = Storage(str(tmp_path / "out"))
+    write_forecast(storage, forecast)
+    assert read_forecast(storage, forecast.run) == forecast
+    assert read_forecast(storage, "another") is None
+
+    totals = Totals(rows=ROWS, generated_tokens=16 * ROWS)
+    lines = {line.name: line for line in against_actual(forecast, totals)}
+    assert (lines["output tokens"].planned, lines["output tokens"].actual) == ("480", "960")
+    assert lines["output tokens"].ratio == "2.000"
+    assert "replica-seconds" not in lines
+    assert against_actual(None, totals) == []
+
+
+def test_rows_without_a_prompt_cost_nothing(planned: Job, write_parquet: Callable[..., Path], tmp_path: Path) -> None:
+    without = forecast_run(planned(), NoEngineBackend())
+    write_parquet(tmp_path / "in/2.parquet", {"text": pa.array([None] * 20, pa.string())})
+    forecast = forecast_run(planned(), NoEngineBackend())
+    assert forecast.rows == ROWS + 20
+    assert forecast.error_share == pytest.approx(0.25)
+    assert forecast.flops == without.flops
+    write_parquet(tmp_path / "bad/0.parquet", {"text": pa.array([None] * 2, pa.string())})
+    with pytest.raises(JobError, match="no prompt can be made"):
+        forecast_run(planned(input=str(tmp_path / "bad")), NoEngineBackend())
+
+
+def test_the_figures_survive_their_json(planned: Job) -> None:
+    forecast = forecast_run(planned(), NoEngineBackend())
+    assert Forecast.from_json(forecast.to_json()) == forecast
+
+
+def test_the_bill_is_hours_times_price_and_names_full_depth(job: Job) -> None:
+    totals = Totals(rows=10, seconds=7200, flops_prompt=50, flops_decode=50, flops_full_depth=150)
+    lines = bill(job(price_per_gpu_hour=3.0, gpus_per_replica=2), totals)
+    assert lines["GPU-hours"] == "4.0000"
+    assert lines["cost"].startswith("12.0000 at 3 an hour, 1,200,000.00 per million rows")
+    assert lines["cost at full depth"].startswith("18.0000")
+    assert bill(job(gpus_per_replica=0), totals) == {"replica-hours": "2.0000"}
