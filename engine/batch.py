@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
+from engine.bridge import Bridge, BridgeMap
 from engine.cache import GROWTH, KVCache
 from engine.decoder import Attend, Decoder, Rotations
 from engine.flops import Ledger
 from engine.kernels import Kernels
+from engine.plan import Operation, RunUnit, decode_plan, prompt_plan, run_units
 from engine.sampling import Sampler, Sampling
-from engine.schedule import Unit, all_units
 from engine.stopping import Stopping
+from engine.unit import Unit
 
 PREFILL_TOKENS = 2048  # prompt tokens packed into one pass: bounds its activations, and is enough to fill a GEMM
 # Rows that attend together: each reads the cache up to the longest of them. Rows are sorted by length, so a few read
@@ -52,9 +56,14 @@ class BatchStats:
     generated_tokens: int
     steps: int
     flops_padding: int
-    cache_bytes: int  # most memory the key/value cache took
+    cache_course: tuple[int, ...]  # bytes of the key/value cache after the prompts, then in each decode pass
     prefill_seconds: float
     decode_seconds: float
+
+    @property
+    def cache_bytes(self) -> int:
+        """Most memory the key/value cache took."""
+        return max(self.cache_course)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +83,7 @@ class Batch:
         decoder: Decoder,
         kernels: Kernels,
         ledger: Ledger,
+        bridges: Mapping[Bridge, BridgeMap],
         samples: Sequence[Sample],
         sampling: Sampling,
         eos_ids: Sequence[int],
@@ -82,23 +92,55 @@ class Batch:
         device: torch.device,
     ) -> None:
         self._decoder, self._kernels, self._ledger, self._stopping = decoder, kernels, ledger, stopping
-        self._dtype, self._device = dtype, device
+        self._bridges, self._dtype, self._device = bridges, dtype, device
+        self._sampling, self._eos_ids = sampling, eos_ids
         self.samples = samples
         self._rows = list(samples)  # row -> sample
-        prompts, ids = [s.prompt for s in samples], [s.sample_id for s in samples]
-        self._sampler = Sampler(sampling, eos_ids, decoder.shape.vocab, prompts, ids, device)
+        self._sampler = self._make_sampler()
         longest = max(len(sample.prompt) + min(sample.limit, GROWTH) for sample in samples)
         cached = _attention_layers(ledger.schedule.active(0))
         self._cache = KVCache(decoder.shape, cached, len(samples), longest, dtype, device)
-        self._cache_bytes = self._cache.bytes
+        self._cache_course = [self._cache.bytes]
         self._executed = 0  # decode FLOPs really spent, padding included
 
     def run(self) -> BatchStats:
         """Generate every sample to its end."""
         start = time.perf_counter()
+        with record_function("prompts"):
+            logits = self._prefill()
+        return self._generate(logits, time.perf_counter() - start)
+
+    def run_each(self, ledgers: Sequence[Ledger]) -> list[tuple[Sequence[Sample], BatchStats]]:
+        """Generate every sample once per schedule, after one prompt pass: what separate batches would give.
+
+        The batch's own schedule must keep every layer that one of the others decodes with. Each run's stats name the
+        time of the prompt pass, which it would have taken alone.
+        """
+        start = time.perf_counter()
         logits = self._prefill()
+        seconds = time.perf_counter() - start
+        forks = (self._fork(ledger) for ledger in ledgers)  # one at a time: each copies the cache
+        return [(fork.samples, fork._generate(logits.clone(), seconds)) for fork in forks]
+
+    def _fork(self, ledger: Ledger) -> Batch:
+        """This batch as it is after its prompt pass, to be decoded under another schedule."""
+        fork = copy.copy(self)
+        fork._ledger = ledger
+        fork.samples = [replace(sample, tokens=[]) for sample in self.samples]
+        fork._rows = list(fork.samples)
+        fork._sampler = fork._make_sampler()
+        fork._cache = self._cache.copy(_attention_layers(ledger.schedule.active(0)))
+        fork._cache_course = [fork._cache.bytes]
+        return fork
+
+    def _make_sampler(self) -> Sampler:
+        prompts, ids = [s.prompt for s in self.samples], [s.sample_id for s in self.samples]
+        return Sampler(self._sampling, self._eos_ids, self._decoder.shape.vocab, prompts, ids, self._device)
+
+    def _generate(self, logits: Tensor, prefill_seconds: float) -> BatchStats:
+        """From the last prompt tokens' logits [B, vocab] to the end of every sample."""
+        start = time.perf_counter()
         self._extend(logits, step=0)
-        prefilled = time.perf_counter()
         step = 0
         while not all(sample.finished for sample in self._rows):
             self._compact()
@@ -111,9 +153,9 @@ class Batch:
             generated_tokens=sum(len(s.tokens) for s in self.samples),
             steps=step,
             flops_padding=self._executed - useful,
-            cache_bytes=self._cache_bytes,
-            prefill_seconds=prefilled - start,
-            decode_seconds=time.perf_counter() - prefilled,
+            cache_course=tuple(self._cache_course),
+            prefill_seconds=prefill_seconds,
+            decode_seconds=time.perf_counter() - start,
         )
 
     def _prefill(self) -> Tensor:
@@ -156,17 +198,18 @@ class Batch:
         rotations = self._decoder.rotations(positions, lengths.repeat_interleave(lengths).to(self._device))
         tokens = torch.tensor([token for prompt in prompts for token in prompt], device=self._device)
         x = self._decoder.embed(tokens, positions)
-        x = self._run_units(all_units(self._decoder.shape.layers), x, rotations, attend)
+        x = self._run_plan(prompt_plan(self._ledger.schedule), x, rotations, attend)
         return self._decoder.logits(x[torch.tensor(ends, device=self._device) - 1])
 
     def _decode(self, step: int) -> Tensor:
         """One pass over every row's newest token under the schedule's active set: logits [B, vocab]."""
-        units = self._ledger.schedule.active(step)
+        plateau = self._ledger.schedule.plateau_at(step)
+        plan = decode_plan(self._ledger.schedule, plateau)
         cache, longest = self._cache, max(len(s.prompt) + len(s.tokens) for s in self._rows)
-        layers = _attention_layers(units)
+        layers = _attention_layers(run_units(plan))
         cache.keep_layers(layers)
         cache.reserve(longest)
-        self._cache_bytes = max(self._cache_bytes, cache.bytes)
+        self._cache_course.append(cache.bytes)
         # A finished row computes on for nobody: it stays where it is, lest it outgrow the cache or the context.
         running = torch.tensor([not sample.finished for sample in self._rows], device=self._device)
         shape = self._decoder.shape
@@ -191,12 +234,14 @@ class Batch:
         rotations = self._decoder.rotations(cache.lengths, cache.lengths + 1)
         newest = torch.tensor([sample.tokens[-1] for sample in self._rows], device=self._device)
         x = self._decoder.embed(newest, cache.lengths)
-        x = self._run_units(units, x, rotations, attend)
+        with record_function("layers"):
+            x = self._run_plan(plan, x, rotations, attend)
         cache.lengths += running
-        cost = self._ledger.plateaus[self._ledger.schedule.plateau_at(step)]
+        cost = self._ledger.plateaus[plateau]
         for group in groups:
             self._executed += (group.rows.stop - group.rows.start) * cost.tokens(group.longest, group.longest)
-        return self._decoder.logits(x)
+        with record_function("head"):
+            return self._decoder.logits(x)
 
     def _row_group(self, rows: range, windows: Collection[int | None]) -> RowGroup:
         longest = max(len(self._rows[row].prompt) + len(self._rows[row].tokens) for row in rows)
@@ -209,15 +254,22 @@ class Batch:
             masks[window] = mask.repeat_interleave(self._decoder.shape.kv_heads, 0).unsqueeze(1)
         return RowGroup(slice(rows.start, rows.stop), longest, masks)
 
-    def _run_units(self, units: Sequence[Unit], x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
-        """Hidden states [N, hidden] after the given units."""
-        for kind, layer in units:
-            x = self._decoder.attention(layer, x, rotations, attend) if kind == "a" else self._decoder.mlp(layer, x)
+    def _run_plan(self, plan: Sequence[Operation], x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
+        """Hidden states [N, hidden] after the plan's operations."""
+        for operation in plan:
+            if not isinstance(operation, RunUnit):
+                x = self._bridges[operation.bridge](x)
+            elif operation.unit.kind == "a":
+                x = self._decoder.attention(operation.unit.layer, x, rotations, attend)
+            else:
+                x = self._decoder.mlp(operation.unit.layer, x)
         return x
 
     def _extend(self, logits: Tensor, step: int) -> None:
         """Sample a token for every unfinished row."""
-        for sample, token in zip(self._rows, self._sampler.choose(logits, step).tolist(), strict=True):
+        with record_function("sampling"):
+            tokens = self._sampler.choose(logits, step).tolist()
+        for sample, token in zip(self._rows, tokens, strict=True):
             if not sample.finished:
                 sample.tokens.append(token)
                 sample.ended = self._stopping.ends(sample.tokens)

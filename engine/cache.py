@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -75,6 +76,13 @@ class KVCache:
             bigger[:, :, :, : self.capacity] = pair
             self._layers[layer] = bigger
         self.capacity = grown
+
+    def copy(self, layers: Collection[int]) -> KVCache:
+        """A cache of its own with the same content, of the given layers."""
+        twin = copy(self)
+        twin._layers = {layer: pair.clone() for layer, pair in self._layers.items() if layer in layers}
+        twin.lengths = self.lengths.clone()
+        return twin
 
     def keep_rows(self, rows: Tensor) -> None:
         """Compact the batch to these row indices [B'], in this order."""

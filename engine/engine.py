@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from engine import checkpoint
 from engine.batch import Batch, BatchStats, Sample
+from engine.bridge import Bridge, BridgeMap
 from engine.decoder import Decoder
+from engine.early_exit import EarlyExit, EarlyExitBatch
 from engine.errors import ModelError, PromptError
 from engine.families import family_of
 from engine.flops import Ledger
 from engine.kernels import Kernels, kernels_for
+from engine.memory import free_bytes, rows_that_fit
 from engine.sampling import Sampling
 from engine.schedule import Schedule
+from engine.scoring import AnswerScore, score, similarity
 from engine.shape import ModelShape
 from engine.stopping import Stopping
+from engine.teacher_forcing import Answer, AnswerPass
 from engine.tokenizer import Tokenizer
+from engine.unit import Unit
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -60,6 +66,7 @@ class Engine:
         self._kernels = kernels
         self._dtype = dtype
         self._device = device
+        self._bridges: dict[Bridge, BridgeMap] = {}  # of the last schedule
         self.tokenizer = tokenizer
 
     @classmethod
@@ -105,6 +112,10 @@ class Engine:
     def shape(self) -> ModelShape:
         return self._decoder.shape
 
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
     def generate(
         self,
         prompts: Sequence[str | Sequence[int]],
@@ -132,18 +143,140 @@ class Engine:
                 model; ValueError: batch_size or sample_ids are off. All before the first batch runs.
         """
         sampling = sampling or Sampling()
+        ledger = self._ledger(schedule)
+        samples = self._samples(prompts, sample_ids, sampling, batch_size)
+        return self._run(samples, ledger, self.compiled_bridges(ledger.schedule), sampling, batch_size, on_batch)
+
+    def generate_each(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: Sampling | None,
+        schedules: Sequence[Schedule | None],
+        batch_size: int = 32,
+        sample_ids: Sequence[str] | None = None,
+        on_batch: Callable[[int, BatchStats], None] | None = None,
+    ) -> Iterator[tuple[int, Generation]]:
+        """Generate for every prompt under every schedule: (index of the schedule, generation).
+
+        The same generations as a `generate` call per schedule, but each batch's prompts are computed once: with long
+        prompts and short answers that is most of the work. `on_batch` is told the schedule's index too. Other arguments
+        and errors as for `generate`.
+        """
+        sampling = sampling or Sampling()
+        ledgers = [self._ledger(schedule) for schedule in schedules]
+        samples = self._samples(prompts, sample_ids, sampling, batch_size)
+        bridges = self.compiled_bridges(*(ledger.schedule for ledger in ledgers))
+        return self._run_each(samples, ledgers, bridges, sampling, batch_size, on_batch)
+
+    def generate_with_exits(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        rule: EarlyExit,
+        batch_size: int = 32,
+        on_confidences: Callable[[Sequence[float]], None] | None = None,
+    ) -> Iterator[Generation]:
+        """Generate with every token leaving at a layer of its own: for comparison, see `engine.early_exit`.
+
+        FLOPs and mean depth are those of the layers that each token really ran. `on_confidences` is given what the
+        first check found for every decode token. Errors as for `generate`.
+        """
+        stopping = Stopping(sampling, self.tokenizer, self.tokenizer.eos_ids)
+        samples, ledger = self._samples(prompts, None, sampling, batch_size), self._ledger(None)
+        for first in range(0, len(samples), batch_size):
+            rows = samples[first : first + batch_size]
+            with torch.inference_mode():
+                batch = EarlyExitBatch(rule, *self._batch_arguments(rows, ledger, {}, sampling, stopping))
+                batch.run()
+            if on_confidences is not None:
+                on_confidences(batch.confidences)
+            for sample in rows:
+                flops, layers = batch.decode_flops(sample), batch.mean_active_layers(sample)
+                whole = _generation(sample, stopping, ledger)
+                yield replace(whole, flops_decode=flops, mean_active_layers=layers)
+
+    def unit_similarity(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> dict[Unit, float]:
+        """Mean cosine similarity of every unit's input and output at full depth, over the decode steps of answers."""
+        pairs = [Answer(prompt, tokens) for prompt, tokens in zip(prompts, answers, strict=True)]
+        with torch.inference_mode():
+            return similarity(self.teacher_forced, pairs, self.shape.layers)
+
+    def score(
+        self,
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[int]],
+        schedules: Sequence[Schedule],
+    ) -> list[list[AnswerScore]]:
+        """How far each schedule's next-token distributions are from full depth's on given answers, teacher-forced.
+
+        Args:
+            prompts: token ids.
+            answers: tokens that full depth generated for each prompt, the end-of-sequence token included.
+            schedules: which to score; all share one pass over prompts and answers at full depth.
+
+        Returns:
+            Scores by schedule, then answer.
+
+        Raises:
+            ScheduleError: a schedule does not fit the model; PromptError: an empty prompt.
+        """
+        for schedule in schedules:
+            schedule.check_fits(self.shape)
+        if not all(prompts):
+            raise PromptError("a prompt is empty")
+        pairs = [Answer(prompt, tokens) for prompt, tokens in zip(prompts, answers, strict=True)]
+        with torch.inference_mode():
+            bridges = self.compiled_bridges(*schedules)
+            return score(self.teacher_forced, pairs, schedules, bridges, self.shape.layers)
+
+    def fitting_batch_size(
+        self, prompt_tokens: int, sampling: Sampling | None = None, schedule: Schedule | None = None
+    ) -> int:
+        """Most rows, at least 1, that decode together in the memory free now and still gain from it.
+
+        Args:
+            prompt_tokens: of the longest prompt.
+            sampling: for its longest generation.
+            schedule: default full depth; layers that it never decodes with need no cache.
+        """
+        new_tokens = (sampling or Sampling()).max_new_tokens
+        free = free_bytes(self._device)
+        schedule = schedule or Schedule.full_depth(self.shape.layers)
+        element_bytes = self._dtype.itemsize
+        return rows_that_fit(free, self._device.type, self.shape, schedule, prompt_tokens, new_tokens, element_bytes)
+
+    def _ledger(self, schedule: Schedule | None) -> Ledger:
         schedule = schedule or Schedule.full_depth(self.shape.layers)
         schedule.check_fits(self.shape)
+        return Ledger(self.shape, schedule)
+
+    def compiled_bridges(self, *schedules: Schedule) -> Mapping[Bridge, BridgeMap]:
+        """The schedules' bridges on this device; those of the call before are kept where they are the same."""
+        with torch.inference_mode():
+            self._bridges = {
+                bridge: self._bridges.get(bridge) or bridge.compiled(self._kernels, self._dtype, self._device)
+                for schedule in schedules
+                for bridge in schedule.bridges.values()
+            }
+        return self._bridges
+
+    def teacher_forced(self, answers: Sequence[Answer]) -> AnswerPass:
+        """Known answers to prompts, ready to be passed through the layers under any schedule."""
+        return AnswerPass(self._decoder, self._kernels, self._device, answers)
+
+    def _samples(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sample_ids: Sequence[str] | None,
+        sampling: Sampling,
+        batch_size: int,
+    ) -> list[Sample]:
+        """All samples, longest prompt first, those of one prompt side by side."""
         if batch_size < 1:
             raise ValueError(f"batch_size must be >= 1, got {batch_size}")
         ids = sample_ids if sample_ids is not None else [str(index) for index in range(len(prompts))]
         if len(ids) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts need as many sample_ids, got {len(ids)}")
-        samples = self._samples(prompts, ids, sampling)
-        return self._run(samples, Ledger(self.shape, schedule), sampling, batch_size, on_batch)
-
-    def _samples(self, prompts: Sequence[str | Sequence[int]], ids: Sequence[str], sampling: Sampling) -> list[Sample]:
-        """All samples, longest prompt first, those of one prompt side by side."""
         samples = []
         for index, prompt in enumerate(prompts):
             tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -161,21 +294,61 @@ class Engine:
         self,
         samples: Sequence[Sample],
         ledger: Ledger,
+        bridges: Mapping[Bridge, BridgeMap],
         sampling: Sampling,
         batch_size: int,
         on_batch: Callable[[BatchStats], None] | None,
     ) -> Iterator[Generation]:
-        eos_ids = self.tokenizer.eos_ids
-        stopping = Stopping(sampling, self.tokenizer, eos_ids)
+        stopping = Stopping(sampling, self.tokenizer, self.tokenizer.eos_ids)
         for first in range(0, len(samples), batch_size):
             rows = samples[first : first + batch_size]
             with torch.inference_mode():
-                stats = Batch(
-                    self._decoder, self._kernels, ledger, rows, sampling, eos_ids, stopping, self._dtype, self._device
-                ).run()
+                stats = self._batch(rows, ledger, bridges, sampling, stopping).run()
             if on_batch is not None:
                 on_batch(stats)
             yield from (_generation(sample, stopping, ledger) for sample in rows)
+
+    def _run_each(
+        self,
+        samples: Sequence[Sample],
+        ledgers: Sequence[Ledger],
+        bridges: Mapping[Bridge, BridgeMap],
+        sampling: Sampling,
+        batch_size: int,
+        on_batch: Callable[[int, BatchStats], None] | None,
+    ) -> Iterator[tuple[int, Generation]]:
+        stopping = Stopping(sampling, self.tokenizer, self.tokenizer.eos_ids)
+        whole = self._ledger(None)
+        for first in range(0, len(samples), batch_size):
+            rows = samples[first : first + batch_size]
+            with torch.inference_mode():
+                runs = self._batch(rows, whole, bridges, sampling, stopping).run_each(ledgers)
+            for index, (ledger, (finished, stats)) in enumerate(zip(ledgers, runs, strict=True)):
+                if on_batch is not None:
+                    on_batch(index, stats)
+                yield from ((index, _generation(sample, stopping, ledger)) for sample in finished)
+
+    def _batch(
+        self,
+        samples: Sequence[Sample],
+        ledger: Ledger,
+        bridges: Mapping[Bridge, BridgeMap],
+        sampling: Sampling,
+        stopping: Stopping,
+    ) -> Batch:
+        return Batch(*self._batch_arguments(samples, ledger, bridges, sampling, stopping))
+
+    def _batch_arguments(
+        self,
+        samples: Sequence[Sample],
+        ledger: Ledger,
+        bridges: Mapping[Bridge, BridgeMap],
+        sampling: Sampling,
+        stopping: Stopping,
+    ) -> tuple[Any, ...]:
+        ends = self.tokenizer.eos_ids
+        where = (self._dtype, self._device)
+        return (self._decoder, self._kernels, ledger, bridges, samples, sampling, ends, stopping, *where)
 
 
 def _generation(sample: Sample, stopping: Stopping, ledger: Ledger) -> Generation:

@@ -2,11 +2,12 @@
 
 One multiply-add counts 2; norms, softmax, rotary and embedding look-ups are not counted; attention is causal.
 
-    decode token    2 (sum active Pa + sum active Pm + H) + 4 c q (active attention units)
+    decode token    2 (sum active Pa + sum active Pm + sum Pb + H) + 4 c q (active attention units)
     prompt of n     2 n L P + 2 H + 2 L n (n + 1) q
 
-with Pa, Pm, P, H, q as in `ModelShape` and c the context a token attends to, itself included: in a layer with a sliding
-window at most its width. Matrices between the embedding and the first layer add 2 x their parameters to every token.
+with Pa, Pm, P, H, q as in `ModelShape`, Pb the parameters of each bridge applied, and c the context a token attends to,
+itself included: in a layer with a sliding window at most its width. Matrices between the embedding and the first layer
+add 2 x their parameters to every token.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from engine.plan import ApplyBridge, decode_plan, run_units
 from engine.schedule import Schedule
 from engine.shape import ModelShape
 
@@ -48,12 +50,14 @@ class Ledger:
     def plateaus(self) -> tuple[PlateauCost, ...]:
         costs = []
         for index, plateau in enumerate(self.schedule.plateaus):
-            units = self.schedule.active_units(index)
+            plan = decode_plan(self.schedule, index)
+            units = run_units(plan)
             layers = [unit.layer for unit in units if unit.kind == "a"]
             parameters = (
                 self.shape.input_parameters
                 + len(layers) * self.shape.attention_parameters
                 + (len(units) - len(layers)) * self.shape.mlp_parameters
+                + sum(operation.bridge.parameters for operation in plan if isinstance(operation, ApplyBridge))
                 + self.shape.head_parameters
             )
             costs.append(PlateauCost(plateau.first_step, 2 * parameters, self._attention(layers), len(units)))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from engine.errors import ScheduleError
-from engine.schedule import Unit
+from engine.unit import Unit
 
 Order = tuple[tuple[Unit, ...], ...]
 
@@ -45,6 +45,15 @@ def evenly_spaced(layers: int) -> Order:
         order.append(farthest)
         candidates.remove(farthest)
     return of_layers(order)
+
+
+def most_similar_first(similarity: Mapping[Unit, float]) -> Order:
+    """Single units whose output is most like their input go first: importance as in AdaSkip (arXiv 2501.02336).
+
+    Layer 0 always runs. `similarity` is what `Engine.unit_similarity` measures.
+    """
+    skippable = (unit for unit in similarity if unit.layer > 0)
+    return tuple((unit,) for unit in sorted(skippable, key=lambda unit: (-similarity[unit], unit.layer, unit.kind)))
 
 
 def _check_warmup(layers: int, warmup: int) -> None:

@@ -8,27 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from engine.bridge import Bridge
+from engine.bridge_file import BRIDGES_FILE, read_tensors, write_bridges
 from engine.errors import ScheduleError
 from engine.shape import ModelShape
+from engine.unit import Block, Unit, all_units
 
 FORMAT = 1
-
-
-class Unit(NamedTuple):
-    """One sublayer of the decoder: the attention block ("a") or the MLP block ("m") of a layer."""
-
-    kind: str
-    layer: int
-
-    def __str__(self) -> str:
-        return f"{self.kind}{self.layer}"
-
-    @classmethod
-    def parse(cls, text: object) -> Unit:
-        """Read "a4" or "m12"; raises ScheduleError on anything else."""
-        if not isinstance(text, str) or text[:1] not in ("a", "m") or not text[1:].isdecimal():
-            raise ScheduleError(f"{text!r} is not a unit: write 'a' or 'm' and a layer number, as in 'a4'")
-        return cls(text[0], int(text[1:]))
+SCHEDULE_FILE = "schedule.json"
 
 
 class Plateau(NamedTuple):
@@ -36,11 +25,7 @@ class Plateau(NamedTuple):
 
     first_step: int
     skipped: int  # how many units from the head of the skip order are skipped
-
-
-def all_units(layers: int) -> tuple[Unit, ...]:
-    """Every unit of a model in the order it runs: a0, m0, a1, m1, ..."""
-    return tuple(Unit(kind, layer) for layer in range(layers) for kind in "am")
+    bridges: tuple[str, ...] = ()  # those that stand in for skipped blocks
 
 
 @dataclass(frozen=True)
@@ -48,13 +33,15 @@ class Schedule:
     """Skip order x decay. Step 0 is the forward pass that takes the first generated token as input.
 
     The number of skipped units never falls from one plateau to the next and units are skipped from the head of one
-    order, so active(t + 1) is a subset of active(t): whatever a token attends to has been cached.
+    order, so active(t + 1) is a subset of active(t): whatever a token attends to has been cached. Skipped units that no
+    bridge replaces are skipped bare.
     """
 
     layers: int
     skip_order: tuple[Unit, ...] = ()
     plateaus: tuple[Plateau, ...] = (Plateau(0, 0),)
     provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    bridges: Mapping[str, Bridge] = field(default_factory=dict, hash=False)  # by name
 
     def __post_init__(self) -> None:
         if self.layers < 1:
@@ -81,6 +68,27 @@ class Schedule:
                 f"skipped units must lie between 0 and the skip order's {len(self.skip_order)}, "
                 f"got {[p.skipped for p in self.plateaus]}"
             )
+        for index in range(len(self.plateaus)):
+            self._check_bridges(index)
+
+    def _check_bridges(self, plateau: int) -> None:
+        """Each of a plateau's bridges replaces a block of skipped units, no unit is replaced twice."""
+        names, step = self.plateaus[plateau].bridges, self.plateaus[plateau].first_step
+        replaced: set[Unit] = set()
+        for name in names:
+            if name not in self.bridges:
+                known = ", ".join(self.bridges) or "none"
+                raise ScheduleError(f"step {step} uses bridge {name!r}, but the schedule's bridges are: {known}")
+            units = self.bridges[name].block.units
+            running = sorted(set(units) - self.skipped_units(plateau), key=lambda unit: unit.place)
+            if running or not units:
+                raise ScheduleError(
+                    f"bridge {name!r} replaces {self.bridges[name].block}, but at step {step} "
+                    f"{', '.join(map(str, running)) or 'that is no unit'} still runs"
+                )
+            if replaced & set(units):
+                raise ScheduleError(f"two bridges replace {min(replaced & set(units))} at step {step}")
+            replaced |= set(units)
 
     @classmethod
     def full_depth(cls, layers: int) -> Schedule:
@@ -117,9 +125,17 @@ class Schedule:
         """Index of the plateau that holds `step`."""
         return max(i for i, plateau in enumerate(self.plateaus) if plateau.first_step <= step)
 
+    def skipped_units(self, plateau: int) -> frozenset[Unit]:
+        """Units that do not run on a plateau."""
+        return frozenset(self.skip_order[: self.plateaus[plateau].skipped])
+
+    def bridges_on(self, plateau: int) -> tuple[Bridge, ...]:
+        """The bridges that a plateau applies."""
+        return tuple(self.bridges[name] for name in self.plateaus[plateau].bridges)
+
     def active_units(self, plateau: int) -> tuple[Unit, ...]:
         """Units that run on a plateau, in running order."""
-        skipped = set(self.skip_order[: self.plateaus[plateau].skipped])
+        skipped = self.skipped_units(plateau)
         return tuple(unit for unit in all_units(self.layers) if unit not in skipped)
 
     def active(self, step: int) -> tuple[Unit, ...]:
@@ -131,26 +147,45 @@ class Schedule:
         return self.plateaus[-1].skipped == 0
 
     def check_fits(self, shape: ModelShape) -> None:
-        """Raises ScheduleError if the schedule was made for a model of another depth."""
+        """Raises ScheduleError if the schedule was made for a model of another depth or width."""
         if self.layers != shape.layers:
             raise ScheduleError(
                 f"the schedule is for a model of {self.layers} layers, but this {shape.family} model has "
                 f"{shape.layers}: make one for this model, or name the model it was made for"
             )
+        for name, bridge in self.bridges.items():
+            if bridge.hidden != shape.hidden:
+                raise ScheduleError(
+                    f"bridge {name!r} maps hidden states of width {bridge.hidden}, but those of this {shape.family} "
+                    f"model have width {shape.hidden}: calibrate a schedule for this model"
+                )
 
     def to_dict(self) -> dict[str, Any]:
-        """The schedule file's object (design: "Schedule file")."""
+        """The schedule file's object (design: "Schedule file"). Digests stand for the bridges' tensors."""
+        bridged = {
+            "bridges": {
+                name: {"replaces": [str(unit) for unit in bridge.block], "form": bridge.form, "digest": bridge.digest}
+                for name, bridge in self.bridges.items()
+            },
+            "bridged": [list(plateau.bridges) for plateau in self.plateaus],
+        }
         return {
             "format": FORMAT,
             "layers": self.layers,
             "skip_order": [str(unit) for unit in self.skip_order],
-            "skipped": [list(plateau) for plateau in self.plateaus],
+            "skipped": [[plateau.first_step, plateau.skipped] for plateau in self.plateaus],
+            **(bridged if self.bridges else {}),
             **self.provenance,
         }
 
     @classmethod
-    def from_dict(cls, data: object) -> Schedule:
-        """Read a schedule file's object; raises ScheduleError naming what is wrong with it."""
+    def from_dict(cls, data: object, tensors: Mapping[str, Mapping[str, Tensor]] | None = None) -> Schedule:
+        """Read a schedule file's object; raises ScheduleError naming what is wrong with it.
+
+        Args:
+            data: the object.
+            tensors: bridge -> role -> tensor, where the object names bridges.
+        """
         if not isinstance(data, dict):
             raise ScheduleError(f"a schedule is a JSON object, got {type(data).__name__}")
         if data.get("format") != FORMAT:
@@ -165,29 +200,80 @@ class Schedule:
             for pair in skipped
         ):
             raise ScheduleError(f"skipped must be a list of [first step, units skipped], got {skipped!r}")
-        provenance = {k: v for k, v in data.items() if k not in ("format", "layers", "skip_order", "skipped")}
-        return cls(layers, tuple(map(Unit.parse, order)), tuple(Plateau(*pair) for pair in skipped), provenance)
+        bridged = data.get("bridged", [[]] * len(skipped))
+        if (
+            not isinstance(bridged, list)
+            or len(bridged) != len(skipped)
+            or not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in bridged)
+        ):
+            raise ScheduleError(f"bridged must list the names of bridges for each plateau of skipped, got {bridged!r}")
+        return cls(
+            layers,
+            tuple(map(Unit.parse, order)),
+            tuple(Plateau(first, count, tuple(names)) for (first, count), names in zip(skipped, bridged, strict=True)),
+            {key: value for key, value in data.items() if key not in _OWN_KEYS},
+            _bridges(data.get("bridges", {}), tensors or {}),
+        )
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1)
 
     @classmethod
-    def from_json(cls, text: str) -> Schedule:
+    def from_json(cls, text: str, tensors: Mapping[str, Mapping[str, Tensor]] | None = None) -> Schedule:
         """Inverse of `to_json`; raises ScheduleError."""
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise ScheduleError(f"the schedule is not JSON: {error}") from None
-        return cls.from_dict(data)
+        return cls.from_dict(_parse(text), tensors)
+
+    def write(self, directory: str | Path) -> None:
+        """Write `schedule.json`, and its bridges beside it; the directory is made if need be."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        if self.bridges:
+            write_bridges(directory / BRIDGES_FILE, self.bridges)
+        (directory / SCHEDULE_FILE).write_text(self.to_json())
 
     @classmethod
     def read(cls, path: str | Path) -> Schedule:
-        """Read a `schedule.json`, or the one inside a directory; raises ScheduleError naming the path."""
+        """Read a `schedule.json`, or the one inside a directory, and the bridges beside it.
+
+        Raises ScheduleError naming the path.
+        """
         path = Path(path)
-        file = path / "schedule.json" if path.is_dir() else path
+        file = path / SCHEDULE_FILE if path.is_dir() else path
         try:
-            return cls.from_json(file.read_text())
+            data = _parse(file.read_text())
+            bridged = isinstance(data, dict) and data.get("bridges")
+            return cls.from_dict(data, read_tensors(file.parent / BRIDGES_FILE) if bridged else None)
         except (OSError, UnicodeDecodeError) as error:
             raise ScheduleError(f"the schedule {str(file)!r} cannot be read: {error}") from None
         except ScheduleError as error:
             raise ScheduleError(f"{str(file)!r}: {error}") from None
+
+
+_OWN_KEYS = ("format", "layers", "skip_order", "skipped", "bridges", "bridged")
+
+
+def _parse(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ScheduleError(f"the schedule is not JSON: {error}") from None
+
+
+def _bridges(data: object, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Bridge]:
+    """The bridges that a schedule file describes; raises ScheduleError if these tensors are not theirs."""
+    if not isinstance(data, dict):
+        raise ScheduleError(f"bridges must map names to what each replaces, got {data!r}")
+    bridges = {}
+    for name, described in data.items():
+        replaces = described.get("replaces") if isinstance(described, dict) else None
+        if not isinstance(replaces, list) or len(replaces) != 2:
+            raise ScheduleError(f"bridge {name!r} must say which units it replaces, [first, last], got {described!r}")
+        if name not in tensors:
+            raise ScheduleError(f"there are no tensors for bridge {name!r}: {BRIDGES_FILE} belongs beside the schedule")
+        bridges[name] = Bridge(Block(*map(Unit.parse, replaces)), dict(tensors[name]))
+        if described.get("digest") != bridges[name].digest:
+            raise ScheduleError(
+                f"the tensors of bridge {name!r} are not those the schedule was made with: "
+                f"take {BRIDGES_FILE} from where this schedule comes from"
+            )
+    return bridges

@@ -26,6 +26,16 @@ def decode_flop_speedup(shape: ModelShape, schedule: Schedule, lengths: Sequence
     return full / scheduled if scheduled else 1.0
 
 
+def sample_flop_speedup(shape: ModelShape, schedule: Schedule, lengths: Sequence[tuple[int, int]]) -> float:
+    """The same for whole samples, prompts included."""
+    ledger = Ledger(shape, schedule)
+    scheduled = sum(ledger.prompt(prompt) + ledger.decode(prompt, generated) for prompt, generated in lengths)
+    full = sum(
+        ledger.full_depth.prompt(prompt) + ledger.full_depth.decode(prompt, generated) for prompt, generated in lengths
+    )
+    return full / scheduled if scheduled else 1.0
+
+
 def for_target_speedup(
     target: float,
     lengths: Sequence[tuple[int, int]],

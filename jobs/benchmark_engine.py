@@ -1,4 +1,4 @@
-"""Engine speed on this machine: transformers `generate` against the engine at full depth and at reduced depth.
+"""Engine speed on this machine: the engine at full and reduced depth against transformers and CTranslate2.
 
     python jobs/benchmark_engine.py
 
@@ -8,91 +8,55 @@ their median is printed, so that a machine whose speed drifts does not decide th
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import platform
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow.parquet as pq
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
-from rich.table import Table
-from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine import (
-    BatchStats,
-    Engine,
-    Sampling,
-    Schedule,
-    checkpoint_directory,
-    decode_flop_speedup,
-    for_target_speedup,
-)
+from engine import Engine, Schedule, checkpoint_directory, decode_flop_speedup, for_target_speedup, recipes
 from jobs import command_line
+from jobs.engine_benchmark.contenders import CTranslate2, run_engine, time_engine, time_transformers
+from jobs.engine_benchmark.figures import cache_line, split_line, table, write_chart
+from jobs.engine_benchmark.floor import MachineRates, decode_floor, measure_rates
+from jobs.engine_benchmark.split import time_split
+from jobs.engine_benchmark.timing import Contender, compare, take_turns
+from pipeline.errors import JobError
 
 PROGRAM = "benchmark_engine.py"
-TRANSFORMERS, FULL_DEPTH = "transformers", "full depth"
+FULL_DEPTH = "full depth"
+RAMP = "linear ramp"  # the paper's decay: layers, and their cache, go one after the other
+INSTRUCTION = "Summarize this software package in one short sentence.\n\n"
 
 
 class BenchmarkEngine(BaseModel):
-    """Compare the engine with transformers and with itself at reduced depth, on real prompts, float32 and greedy."""
+    """Compare the engine with its peers and with itself at reduced depth, on real prompts, float32 on CPU, greedy."""
 
     model_config = ConfigDict(extra="forbid")
 
     model: str = Field("smollm2-135m-instruct", description="as for the jobs")
     input: Path = Field(Path("infra/demo/package_descriptions.parquet"), description="Parquet file of texts")
     text_column: str = Field("text", description="its text column")
+    baselines: list[Literal["transformers", "ctranslate2"]] = Field(
+        ["transformers", "ctranslate2"], description="peers to compare with; pip install 'skipdecode[benchmark]'"
+    )
     batch_sizes: list[int] = Field([8, 32], description="rows that decode together")
     speedups: list[float] = Field([1.5, 2.0, 3.0], description="decode FLOP speed-ups to schedule")
     new_tokens: int = Field(32, ge=2, description="tokens generated for every prompt, none ends earlier")
     rounds: int = Field(5, ge=1, description="times every contender runs")
     threads: int = Field(torch.get_num_threads(), ge=1, description="CPU threads")
-    output: Path | None = Field(None, description="JSON file to write all figures to")
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """One run of one batch."""
-
-    prefill_seconds: float
-    decode_seconds: float
-    rows: int
-    new_tokens: int
-
-    @property
-    def output_rate(self) -> float:
-        """Output tokens/s of the whole run, prompts included."""
-        return self.rows * self.new_tokens / (self.prefill_seconds + self.decode_seconds)
-
-    @property
-    def decode_rate(self) -> float:
-        """Output tokens/s while decoding: the first token comes from the prompt pass."""
-        return self.rows * (self.new_tokens - 1) / self.decode_seconds
-
-
-@dataclass
-class Contender:
-    name: str
-    run: Callable[[], Timing]
-    flop_speedup: float = 1.0
-    timings: list[Timing] = field(default_factory=list)
-
-
-class FirstToken(StoppingCriteria):
-    """Stops nothing; notes when `generate` has its first token."""
-
-    def __init__(self) -> None:
-        self.at: float | None = None
-
-    def __call__(self, input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
-        self.at = self.at or time.perf_counter()
-        return torch.zeros(len(input_ids), dtype=torch.bool)
+    output: Path = Field(Path("out/benchmark"), description="directory for engine.json and engine.svg")
 
 
 def main() -> int:
@@ -101,137 +65,96 @@ def main() -> int:
 
 
 def benchmark(config: BenchmarkEngine) -> None:
-    torch.set_num_threads(config.threads)
-    engine = Engine.load(config.model, device="cpu", dtype="float32", threads=config.threads)
-    reference = AutoModelForCausalLM.from_pretrained(checkpoint_directory(config.model), dtype=torch.float32).eval()
-    texts = pq.read_table(config.input, columns=[config.text_column])[config.text_column].to_pylist()
+    """Raises JobError if a baseline is not installed, ModelError."""
+    if "ctranslate2" in config.baselines and importlib.util.find_spec("ctranslate2") is None:
+        raise JobError("ctranslate2 is not installed: pip install ctranslate2, or --baselines transformers")
     console = Console()
-    results = []
-    for batch_size in config.batch_sizes:
-        prompts = [
-            engine.tokenizer.encode_chat(f"Summarize this software package in one short sentence.\n\n{text}")
-            for text in texts[:batch_size]
-        ]
-        contenders = _contenders(engine, reference, prompts, config)
-        for turn in range(config.rounds + 1):
-            for contender in contenders[turn % len(contenders) :] + contenders[: turn % len(contenders)]:
-                timing = contender.run()
-                if turn:  # the first round warms up
-                    contender.timings.append(timing)
-        rows = _compare(contenders)
-        mean_prompt = sum(map(len, prompts)) / len(prompts)
-        console.print(_table(f"batch {batch_size}, prompts of {mean_prompt:.0f} tokens on average", rows, config))
-        results.append({"batch_size": batch_size, "mean_prompt_tokens": mean_prompt, "contenders": rows})
-    if config.output:
-        machine = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}
-        report = {"config": config.model_dump(mode="json"), "machine": machine, "results": results}
-        config.output.write_text(json.dumps(report, indent=1))
-        console.print(f"figures: {config.output}")
+    torch.set_num_threads(config.threads)
+    rates = measure_rates()
+    console.print(
+        f"this machine, {config.threads} threads: reads {rates.bytes_per_second / 1e9:.1f} GB/s, "
+        f"multiplies float32 matrices at {rates.flops_per_second / 1e9:.0f} GFLOP/s"
+    )
+    engine = Engine.load(config.model, device="cpu", dtype="float32", threads=config.threads)
+    texts = pq.read_table(config.input, columns=[config.text_column])[config.text_column].to_pylist()
+    with tempfile.TemporaryDirectory() as scratch:
+        baselines = _Baselines(config, Path(scratch))
+        results = []
+        for batch_size in config.batch_sizes:
+            prompts = [engine.tokenizer.encode_chat(INSTRUCTION + text) for text in texts[:batch_size]]
+            results.append(_measure(engine, prompts, baselines, rates, config))
+            mean_prompt = results[-1]["mean_prompt_tokens"]
+            title = f"batch {len(prompts)}, prompts of {mean_prompt:.0f} tokens on average, {config.new_tokens} new"
+            console.print(table(f"{title}, median of {config.rounds} rounds", results[-1]["contenders"]))
+            for name, split in results[-1]["time_split"].items():
+                console.print(split_line(name, split))
+            for name, course in results[-1]["cache_bytes"].items():
+                console.print(cache_line(name, course))
+    machine = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__, **asdict(rates)}
+    config.output.mkdir(parents=True, exist_ok=True)
+    report = {"config": config.model_dump(mode="json"), "machine": machine, "results": results}
+    (config.output / "engine.json").write_text(json.dumps(report, indent=1))
+    write_chart(config.output / "engine.svg", results)
+    console.print(f"figures: {config.output / 'engine.json'}, chart: {config.output / 'engine.svg'}")
 
 
-def _contenders(
-    engine: Engine, reference: PreTrainedModel, prompts: Sequence[list[int]], config: BenchmarkEngine
-) -> list[Contender]:
+class _Baselines:
+    """The peers asked for, loaded once."""
+
+    def __init__(self, config: BenchmarkEngine, scratch: Path) -> None:
+        directory = checkpoint_directory(config.model)
+        self._names, self._new_tokens = config.baselines, config.new_tokens
+        if "transformers" in config.baselines:
+            self._transformers = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        if "ctranslate2" in config.baselines:
+            self._ctranslate2 = CTranslate2(directory, config.threads, scratch)
+            tokenizer = AutoTokenizer.from_pretrained(directory)
+            self._vocabulary = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+
+    def contenders(self, prompts: Sequence[Sequence[int]]) -> list[Contender]:
+        runs = {
+            "transformers": lambda: time_transformers(self._transformers, prompts, self._new_tokens),
+            "ctranslate2": lambda: self._ctranslate2.time(prompts, self._new_tokens, self._vocabulary),
+        }
+        return [Contender(name, runs[name]) for name in self._names]
+
+
+def _measure(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    baselines: _Baselines,
+    rates: MachineRates,
+    config: BenchmarkEngine,
+) -> dict[str, Any]:
+    """All figures of one batch."""
     lengths = [(len(prompt), config.new_tokens) for prompt in prompts]
-    found = [
-        Contender(TRANSFORMERS, lambda: _time_transformers(reference, prompts, config.new_tokens)),
-        Contender(FULL_DEPTH, lambda: _time_engine(engine, prompts, config.new_tokens, None)),
+    schedules = {FULL_DEPTH: Schedule.full_depth(engine.shape.layers)}
+    schedules |= {f"{x:g}x": for_target_speedup(x, lengths, engine.shape) for x in config.speedups}
+    layers = engine.shape.layers
+    schedules[RAMP] = recipes.skipdecode(layers, 4, max_active=layers, min_active=5, horizon=config.new_tokens - 1)
+
+    ours = [
+        Contender(
+            name,
+            partial(time_engine, engine, prompts, config.new_tokens, schedule),
+            decode_flop_speedup(engine.shape, schedule, lengths),
+            decode_floor(rates, engine.shape, schedule, lengths),
+        )
+        for name, schedule in schedules.items()
     ]
-    for speedup in config.speedups:
-        schedule = for_target_speedup(speedup, lengths, engine.shape)
-
-        def run(schedule: Schedule = schedule) -> Timing:
-            return _time_engine(engine, prompts, config.new_tokens, schedule)
-
-        found.append(Contender(f"{speedup:g}x", run, decode_flop_speedup(engine.shape, schedule, lengths)))
-    return found
-
-
-def _time_engine(engine: Engine, prompts: Sequence[list[int]], new_tokens: int, schedule: Schedule | None) -> Timing:
-    sampling = Sampling(max_new_tokens=new_tokens, min_new_tokens=new_tokens)
-    batches: list[BatchStats] = []
-    list(engine.generate(prompts, sampling, schedule, len(prompts), on_batch=batches.append))
-    (batch,) = batches
-    return Timing(batch.prefill_seconds, batch.decode_seconds, len(prompts), new_tokens)
-
-
-def _time_transformers(reference: PreTrainedModel, prompts: Sequence[list[int]], new_tokens: int) -> Timing:
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    first = FirstToken()
-    start = time.perf_counter()
-    with torch.inference_mode():
-        reference.generate(
-            ids,
-            attention_mask=mask,
-            do_sample=False,
-            max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
-            stopping_criteria=StoppingCriteriaList([first]),
-        )
-    end = time.perf_counter()
-    assert first.at is not None
-    return Timing(first.at - start, end - first.at, len(prompts), new_tokens)
-
-
-def _compare(contenders: Sequence[Contender]) -> list[dict[str, Any]]:
-    """Medians of each contender, and of its ratios to the baselines round by round."""
-    by_name = {contender.name: contender for contender in contenders}
-
-    def ratio(contender: Contender, baseline: str, rate: Callable[[Timing], float]) -> float:
-        pairs = zip(contender.timings, by_name[baseline].timings, strict=True)
-        return median(rate(ours) / rate(theirs) for ours, theirs in pairs)
-
-    rows = []
-    for contender in contenders:
-        measured = ratio(contender, FULL_DEPTH, lambda timing: timing.decode_rate)
-        rows.append(
-            {
-                "name": contender.name,
-                "output_tokens_per_s": median(timing.output_rate for timing in contender.timings),
-                "decode_tokens_per_s": median(timing.decode_rate for timing in contender.timings),
-                "output_vs_transformers": ratio(contender, TRANSFORMERS, lambda timing: timing.output_rate),
-                "decode_vs_transformers": ratio(contender, TRANSFORMERS, lambda timing: timing.decode_rate),
-                "decode_flop_speedup": contender.flop_speedup,
-                "measured_speedup": measured,
-                "realised_share": measured / contender.flop_speedup,
-                "timings": [asdict(timing) for timing in contender.timings],
-            }
-        )
-    return rows
-
-
-def _table(title: str, rows: Sequence[dict[str, Any]], config: BenchmarkEngine) -> Table:
-    table = Table(
-        title=f"{title}, {config.new_tokens} new tokens, {config.threads} threads, median of {config.rounds} rounds",
-        caption="/ hf: over transformers; FLOP x, measured x: decode speed-ups over full depth; realised: their ratio",
-    )
-    headings = (
-        "contender",
-        "output tok/s",
-        "decode tok/s",
-        "output / hf",
-        "decode / hf",
-        "FLOP x",
-        "measured x",
-        "realised",
-    )
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "contender" else "right")
-    for row in rows:
-        scheduled = row["name"] != TRANSFORMERS
-        table.add_row(
-            row["name"],
-            f"{row['output_tokens_per_s']:.1f}",
-            f"{row['decode_tokens_per_s']:.1f}",
-            f"{row['output_vs_transformers']:.2f}x",
-            f"{row['decode_vs_transformers']:.2f}x",
-            f"{row['decode_flop_speedup']:.2f}x" if scheduled else "",
-            f"{row['measured_speedup']:.2f}x" if scheduled else "",
-            f"{row['realised_share']:.2f}" if scheduled else "",
-        )
-    return table
+    contenders = baselines.contenders(prompts) + ours
+    take_turns(contenders, config.rounds)
+    results: dict[str, Any] = {
+        "batch_size": len(prompts),
+        "mean_prompt_tokens": sum(map(len, prompts)) / len(prompts),
+        "contenders": compare(contenders, FULL_DEPTH),
+        "time_split": {},
+        "cache_bytes": {},  # by schedule, over the decode passes
+    }
+    for name, schedule in schedules.items():
+        split, stats = time_split(partial(run_engine, engine, prompts, config.new_tokens, schedule))
+        results["time_split"][name], results["cache_bytes"][name] = split, stats.cache_course
+    return results
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ import io
 import json
 import uuid
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import pyarrow as pa
@@ -43,6 +43,12 @@ class Totals:
     flops_padding: int = 0
     active_layers: float = 0.0  # mean active layers x generated tokens
     seconds: float = 0.0  # of generation, summed over replicas
+    audited: int = 0  # rows generated at full depth too
+    audit_rouge: float = 0.0  # ROUGE-L of their outputs to full depth's, summed
+    audit_rouge_squares: float = 0.0
+    audit_agreeing: int = 0  # decode steps of their full-depth answers where the schedule's likeliest token is the same
+    audit_steps: int = 0  # all of these
+    flops_audit: int = 0  # what the audit cost, beside all other FLOPs
 
     def add(self, other: Totals) -> None:
         for item in fields(self):
@@ -102,9 +108,17 @@ def total(commits: Iterable[Commit]) -> Totals:
 
 
 def commit_unit(
-    storage: Storage, unit: WorkUnit, output: pa.Table, flops_padding: int, seconds: float, run: str = ""
+    storage: Storage,
+    unit: WorkUnit,
+    output: pa.Table,
+    flops_padding: int,
+    seconds: float,
+    run: str = "",
+    audit: Mapping[str, Any] | None = None,
 ) -> Commit:
-    """Write a unit's rows and commit them. Returns the commit that holds: another attempt's, if that came first.
+    """Write a unit's rows and commit them, with what an audit adds to its totals.
+
+    Returns the commit that holds: another attempt's, if that came first.
 
     Raises JobError if the commit that holds is another run's; StorageGone, StorageRefused.
     """
@@ -121,7 +135,7 @@ def commit_unit(
         path=unit.path,
         start=unit.start,
         run=run,
-        totals=_totals(output, flops_padding, seconds),
+        totals=replace(_totals(output, flops_padding, seconds), **(audit or {})),
     )
     name = f"{COMMITS}/{unit.id}.json"
     storage.write(commit.file, content)

@@ -25,7 +25,9 @@ def _commit(parcel: Parcel, storage: Storage, run: str) -> Parcel:
     assert parcel.cost is not None
     try:
         unit, output = WorkUnit.from_json(parcel.unit), from_bytes(parcel.table)
-        record = commit_unit(storage, unit, output, **json.loads(parcel.cost), run=run)
+        cost = json.loads(parcel.cost)
+        padding, seconds = cost.pop("flops_padding"), cost.pop("seconds")
+        record = commit_unit(storage, unit, output, padding, seconds, run, audit=cost)
     except Exception as error:
         return Parcel(parcel.unit, failure=Failure.of("commit", error))
     return Parcel(parcel.unit, commit=record.to_json())

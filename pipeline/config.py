@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -13,8 +13,8 @@ from pipeline.storage_settings import StorageSettings
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
-class GenerationConfig(BaseModel):
-    """How a text is made from a row: prompt, model, schedule, sampling."""
+class AnswerConfig(BaseModel):
+    """How a text is made from a row: prompt, model, sampling."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -39,11 +39,6 @@ class GenerationConfig(BaseModel):
     )
     device: str = Field("auto", description="auto, cpu or cuda")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="precision of the weights")
-    target_speedup: float | None = Field(
-        None, ge=1.0, description="decode FLOP speed-up of a plain SkipDecode schedule, such as 1.1; default full depth"
-    )
-    schedule: str | None = Field(None, description="schedule.json to run instead, or a directory that holds one")
-
     max_new_tokens: int = Field(128, ge=1, description="longest generation")
     min_new_tokens: int = Field(0, ge=0, description="shortest generation")
     temperature: float = Field(0.0, ge=0, description="0 is greedy")
@@ -54,12 +49,12 @@ class GenerationConfig(BaseModel):
     stop: list[str] = Field([], description="strings that end a generation")
     seed: int = Field(0, description="of the random streams; a row's stream depends on the seed and its place alone")
 
-    batch_size: int = Field(32, ge=1, description="rows that decode together on a replica")
+    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        32, description="rows that decode together on a replica; auto: as many as gain and fit the free memory"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.target_speedup is not None and self.schedule is not None:
-            raise ValueError("target_speedup and schedule exclude each other: name one")
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(f"min_new_tokens {self.min_new_tokens} exceeds max_new_tokens {self.max_new_tokens}")
         if "" in self.stop:
@@ -111,6 +106,20 @@ class StorageConfig(BaseModel):
         return Storage(url, settings)
 
 
+class GenerationConfig(AnswerConfig):
+    """How a text is made from a row, and at what depth."""
+
+    target_speedup: float | None = Field(
+        None,
+        ge=1.0,
+        description="decode FLOP speed-up, such as 1.45: of the calibrated schedules in --schedule, the one that just "
+        "reaches it, else a plain SkipDecode schedule; default full depth",
+    )
+    schedule: str | None = Field(
+        None, description="schedule to run: a schedule.json, its directory, or what calibrate_schedule.py wrote"
+    )
+
+
 class JobConfig(GenerationConfig, StorageConfig):
     """Generate a text for every row of a Parquet data set, at a fraction of the decoding compute."""
 
@@ -144,6 +153,19 @@ class JobConfig(GenerationConfig, StorageConfig):
     stop_grace_s: float = Field(
         25.0, ge=0, description="after SIGTERM: seconds for units in flight to finish before they are abandoned"
     )
+
+    audit_fraction: float = Field(
+        0.0, ge=0, le=1, description="share of rows also generated at full depth, to watch quality, such as 0.01"
+    )
+    min_audit_rouge: float | None = Field(
+        None, gt=0, le=1, description="stop, resumably, once audited outputs' ROUGE-L to full depth is surely below"
+    )
+
+    @model_validator(mode="after")
+    def _audits(self) -> Self:
+        if self.min_audit_rouge is not None and not self.audit_fraction:
+            raise ValueError("min_audit_rouge needs an audit_fraction above 0")
+        return self
 
     @model_validator(mode="after")
     def _scales(self) -> Self:

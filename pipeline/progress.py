@@ -9,6 +9,7 @@ from types import TracebackType
 
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
+from pipeline.audit import audit_estimate
 from pipeline.board import Board
 from pipeline.commit import Commit, Totals
 
@@ -77,9 +78,11 @@ class ProgressReporter:
         left = _duration((self._total_rows - rows) / row_rate) if row_rate else "unknown"
         saved = committed.flops_full_depth - committed.flops
         share = saved / committed.flops_full_depth if committed.flops_full_depth else 0.0
+        audit = audit_estimate(committed)
         return rows, (
             f"{rows:,}/{self._total_rows:,} rows | {row_rate:.1f} rows/s | {token_rate:.0f} output tokens/s | "
-            f"FLOPs saved {share:.1%} | {committed.errors} errors | {left} left"
+            f"FLOPs saved {share:.1%} | {committed.errors} errors | "
+            f"{audit + ' | ' if audit else ''}{left} left"
         )
 
 

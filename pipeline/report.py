@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from engine import ModelShape, Schedule
+from pipeline.audit import audit_estimate
 from pipeline.commit import Commit, Totals
 from pipeline.config import JobConfig
 from pipeline.storage import Storage
@@ -65,6 +66,8 @@ def summary(totals: Totals, layers: int) -> dict[str, str]:
     saved = totals.flops_full_depth - totals.flops
     good = totals.rows - totals.errors
     tokens_per_second = totals.generated_tokens / totals.seconds if totals.seconds else 0.0
+    audit = audit_estimate(totals)
+    audited = {"audit": f"{audit}, {totals.flops_audit / 1e12:.3f} T FLOPs beside all others"} if audit else {}
     return {
         "rows": f"{totals.rows:,} ({totals.errors:,} errors, {totals.truncated:,} prompts cut)",
         "prompt tokens": f"{totals.prompt_tokens:,} ({_per(totals.prompt_tokens, good)} per row)",
@@ -77,6 +80,7 @@ def summary(totals: Totals, layers: int) -> dict[str, str]:
         "whole-sample FLOPs": f"{totals.flops / 1e12:.3f} T, {totals.sample_speedup:.3f}x less than full depth",
         "FLOPs saved": f"{saved / 1e12:.3f} T ({saved / max(1, totals.flops_full_depth):.1%})",
         "padding": f"{totals.flops_padding / 1e12:.3f} T beside that, computed for nobody",
+        **audited,
     }
 
 

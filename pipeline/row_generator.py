@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
-from engine import BatchStats, Generation, Sampling, Schedule
+from engine import AnswerScore, BatchStats, Generation, Sampling, Schedule
 from pipeline.errors import one_line
 
 log = logging.getLogger(__name__)
 
+MOST_ROWS = 1 << 16  # of a batch, where memory decides
 MOST_QUARANTINED = 16  # rows of one call; more than these failing is not the rows' fault
 
 # What torch says once a device can't be used any more by this process, whoever asks.
@@ -32,6 +33,17 @@ class Generator(Protocol):
         on_batch: Callable[[BatchStats], None] | None = None,
     ) -> Iterator[Generation]: ...
 
+    def fitting_batch_size(
+        self, prompt_tokens: int, sampling: Sampling | None = None, schedule: Schedule | None = None
+    ) -> int: ...
+
+    def score(
+        self,
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[int]],
+        schedules: Sequence[Schedule],
+    ) -> list[list[AnswerScore]]: ...
+
 
 class DeviceBroken(RuntimeError):
     """The device serves this process no more: the process has to be replaced."""
@@ -44,9 +56,16 @@ class TooManyRowsFailed(RuntimeError):
 class RowGenerator:
     """An engine with its settings, that takes out of memory and bad rows in its stride."""
 
-    def __init__(self, engine: Generator, sampling: Sampling, schedule: Schedule | None, batch_size: int) -> None:
+    def __init__(
+        self,
+        engine: Generator,
+        sampling: Sampling,
+        schedule: Schedule | None,
+        batch_size: int | Literal["auto"],
+    ) -> None:
         self._engine, self._sampling, self._schedule = engine, sampling, schedule
-        self.batch_size = batch_size  # halved for good when memory runs out
+        self._auto = batch_size == "auto"
+        self.batch_size = MOST_ROWS if batch_size == "auto" else batch_size  # halved for good when memory runs out
 
     def generate(
         self,
@@ -62,7 +81,7 @@ class RowGenerator:
         """
         found: dict[int, Generation | str] = {}
         quarantined = 0
-        size = self.batch_size
+        size = self._fitting(prompts)
         spans = [list(range(len(prompts)))]  # of rows still to do, the next one last
         while spans:
             rows = spans.pop()
@@ -84,6 +103,12 @@ class RowGenerator:
                     raise TooManyRowsFailed(f"{quarantined} rows fail, the last of them with {_named(error)}")
                 found[left[0]] = _named(error)
         return [found[row] for row in range(len(prompts))]
+
+    def _fitting(self, prompts: Sequence[Sequence[int]]) -> int:
+        if not self._auto or not prompts:
+            return self.batch_size
+        fitting = self._engine.fitting_batch_size(max(map(len, prompts)), self._sampling, self._schedule)
+        return min(self.batch_size, fitting)
 
     def _try(
         self,

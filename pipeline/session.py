@@ -11,6 +11,7 @@ from ray.exceptions import RayError, UserCodeException
 
 from engine import ModelError
 from pipeline.attempts import Attempts, Next
+from pipeline.audit import fails_audit, say_failed_audit
 from pipeline.board import Board, Counts
 from pipeline.cluster import replica_resources
 from pipeline.commit import SNAPSHOT_EVERY, Commit, total, write_snapshot
@@ -57,6 +58,7 @@ class Session:
         self._attempts = Attempts(task.config.unit_attempts)
         self._watchdog = Watchdog(task.config.stall_minutes * 60)
         self._done = Done()
+        self._totals = total(before)
         self._pending: dict[str, WorkUnit] = {}
         self._stop_reason: JobStopped | JobError | None = None
         self._stop_deadline = 0.0
@@ -69,6 +71,9 @@ class Session:
         log.info("%d replicas of %d threads and %g GPUs each", resources.count, resources.threads, resources.gpus)
         self._pending = {unit.id: unit for unit in pending}
         with self._progress:
+            self._check_audit()
+            if self._stop_reason is not None:
+                raise self._stop_reason
             while self._pending:
                 self._pass()
                 self._triage()
@@ -105,6 +110,8 @@ class Session:
             if len(self._done.commits) % SNAPSHOT_EVERY == 0:
                 write_snapshot(self._storage, [*self._before, *self._done.commits])
             self._progress.committed(commit)
+            self._totals.add(commit.totals)
+            self._check_audit()
             self._pending.pop(unit.id, None)
         elif parcel.failure is not None:
             self._failed(unit, parcel.failure)
@@ -151,6 +158,11 @@ class Session:
         history = self._attempts.of(unit.id)
         self._done.failed.append(record_failure(self._storage, unit, history.attempts, history.error))
         del self._pending[unit.id]
+
+    def _check_audit(self) -> None:
+        minimum = self._task.config.min_audit_rouge
+        if minimum is not None and fails_audit(self._totals, minimum):
+            self._stop(JobStopped(say_failed_audit(self._totals, minimum, self._plan.rows)))
 
     def _check_isolation(self) -> None:
         self._check()

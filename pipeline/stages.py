@@ -13,6 +13,7 @@ from typing import NoReturn
 import pyarrow as pa
 
 from engine import BatchStats, Schedule
+from pipeline.audit import Auditor
 from pipeline.backend import Backend
 from pipeline.board import Board
 from pipeline.config import JobConfig
@@ -88,6 +89,8 @@ class UnitGenerator:
         board.starting()
         engine = task.backend.engine(config, threads)
         self._generator = RowGenerator(engine, config.sampling(), task.schedule, config.batch_size)
+        shape, size, fraction = task.backend.shape(config), config.batch_size, config.audit_fraction
+        self._auditor = Auditor(engine, shape, config.sampling(), task.schedule, size, fraction)
         board.ready()
 
     def run(self, unit: WorkUnit, prepared: pa.Table) -> Parcel:
@@ -105,9 +108,11 @@ class UnitGenerator:
         ids = [f"{file}:{unit.start + row}" for row in range(unit.rows)]
         try:
             output = generate(prepared, ids, self._generator, on_batch)
+            seconds = time.perf_counter() - start
+            audit = self._auditor.audit(prepared, ids, output)
         except DeviceBroken as error:
             _die(unit, error)
-        cost = {"flops_padding": padding, "seconds": time.perf_counter() - start}
+        cost = {"flops_padding": padding, "seconds": seconds, **audit}
         return Parcel(unit.to_json(), table=to_bytes(output), cost=json.dumps(cost))
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from engine import Plateau, Schedule, Unit
-from engine.schedule import all_units
+from engine import Block, Bridge, Plateau, Schedule, Unit
+from engine.unit import all_units
 
 ASCII = [chr(code) for code in range(33, 127)] + ["Ġ"]  # the byte-level alphabet writes a space as Ġ
 
@@ -93,15 +93,52 @@ TINY = {
 
 
 @pytest.fixture(scope="session")
-def schedules() -> Callable[[int], st.SearchStrategy[Schedule]]:
-    """Strategy for any valid schedule of a model of so many layers: any order of any units, any plateaus."""
+def schedules() -> Callable[..., st.SearchStrategy[Schedule]]:
+    """Strategy for any valid schedule of a model of so many layers: any order of any units, any plateaus.
+
+    Given a hidden width, some skipped blocks of some plateaus are bridged.
+    """
 
     @st.composite
-    def draw_schedule(draw: st.DrawFn, layers: int) -> Schedule:
+    def draw_schedule(draw: st.DrawFn, layers: int, hidden: int = 0) -> Schedule:
         skippable: list[Unit] = [unit for unit in all_units(layers) if unit.layer > 0]
         order = draw(st.permutations(skippable))[: draw(st.integers(0, len(skippable)))]
         skipped = sorted(draw(st.lists(st.integers(0, len(order)), min_size=1, max_size=5)))
         starts = draw(st.sets(st.integers(1, 12), min_size=len(skipped) - 1, max_size=len(skipped) - 1))
-        return Schedule(layers, tuple(order), tuple(map(Plateau, [0, *sorted(starts)], skipped)))
+        plateaus = list(map(Plateau, [0, *sorted(starts)], skipped))
+        bridges: dict[str, Bridge] = {}
+        for index, plateau in enumerate(plateaus if hidden else []):
+            names = []
+            for block in draw_blocks(draw, set(order[: plateau.skipped])):
+                name = f"{index} {block}"
+                names.append(name)
+                bridges[name] = random_bridge(block, hidden, rank=draw(st.integers(0, 3)), seed=len(bridges))
+            plateaus[index] = plateau._replace(bridges=tuple(names))
+        return Schedule(layers, tuple(order), tuple(plateaus), bridges=bridges)
 
     return draw_schedule
+
+
+def draw_blocks(draw: st.DrawFn, skipped: set[Unit]) -> list[Block]:
+    """Blocks of skipped units that do not overlap."""
+    blocks: list[Block] = []
+    last_end = -1
+    for start in sorted(unit.place for unit in skipped):
+        if start > last_end and draw(st.booleans()):
+            longest = next(n for n in range(1, len(skipped) + 2) if Unit.at(start + n) not in skipped)
+            last_end = start + draw(st.integers(1, longest)) - 1
+            blocks.append(Block(Unit.at(start), Unit.at(last_end)))
+    return blocks
+
+
+def random_bridge(block: Block, hidden: int, rank: int, seed: int) -> Bridge:
+    """Affine for rank 0, else low-rank; it moves the hidden state about as far as a layer does."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=draw) * rows**-0.5
+
+    bias = torch.randn(hidden, generator=draw) * 0.1
+    if rank == 0:
+        return Bridge.affine(block, matrix(hidden, hidden), bias)
+    return Bridge(block, {"down": matrix(hidden, rank), "up": matrix(rank, hidden), "bias": bias})

@@ -13,11 +13,25 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine import BatchStats, Engine, Generation, Ledger, ModelShape, Sampling, Schedule, decays, orders, recipes
+from engine import (
+    BatchStats,
+    Block,
+    Bridge,
+    Engine,
+    Generation,
+    Ledger,
+    ModelShape,
+    Plateau,
+    Sampling,
+    Schedule,
+    decays,
+    orders,
+    recipes,
+)
 from engine.kernels import Kernels
 from engine.shape import AttentionKind
 
-Schedules = Callable[[int], st.SearchStrategy[Schedule]]
+Schedules = Callable[..., st.SearchStrategy[Schedule]]
 
 
 class CountableKernels(Kernels):
@@ -88,7 +102,7 @@ def test_a_sample_is_charged_what_it_costs(
     seed: int,
 ) -> None:
     engine = load(model)
-    schedule = data.draw(schedules(engine.shape.layers))
+    schedule = data.draw(schedules(engine.shape.layers, hidden=engine.shape.hidden))
     sampling = Sampling(max_new_tokens=new_tokens, temperature=1.0)
     [sample], [stats], counted = generate_counted(engine, random_prompts([length], seed), sampling, schedule, 1)
     assert sample.flops_prompt + sample.flops_decode == counted
@@ -119,7 +133,7 @@ def test_what_a_ragged_batch_computes_for_nobody_is_reported_as_padding(
     batch_size: int,
 ) -> None:
     engine = load(model)
-    schedule = data.draw(schedules(engine.shape.layers))
+    schedule = data.draw(schedules(engine.shape.layers, hidden=engine.shape.hidden))
     sampling = Sampling(max_new_tokens=new_tokens, temperature=1.0, samples_per_prompt=samples)
     generations, stats, counted = generate_counted(engine, random_prompts(lengths), sampling, schedule, batch_size)
     charged = sum(generation.flops_prompt + generation.flops_decode for generation in generations)
@@ -202,6 +216,16 @@ def test_the_formulas_by_hand() -> None:
     third = 2 * (3 * pa + 3 * pm + h) + 4 * 8 * q * 3
     fourth = 2 * (3 * pa + 2 * pm + h) + 4 * 9 * q * 3
     assert ledger.decode(5, 5) == first + second + third + fourth
+
+
+def test_a_bridge_costs_its_matrices() -> None:
+    """Layers 1 and 2 are replaced by one low-rank map of 2 x 8 x 3 parameters."""
+    tensors = {"down": torch.zeros(8, 3), "up": torch.zeros(3, 8), "bias": torch.zeros(8)}
+    bridge = Bridge(Block.of_layers(1, 3), tensors)
+    order = tuple(unit for group in orders.lowest_first(4) for unit in group)
+    ledger = Ledger(SHAPE, Schedule(4, order, (Plateau(0, 4, ("b",)),), bridges={"b": bridge}))
+    assert ledger.decode(5, 2) == 2 * (2 * (144 + 480) + 48 + 400) + 4 * 6 * 6 * 2
+    assert ledger.mean_active_layers(3) == pytest.approx((4 + 2 + 2) / 3), "a bridge is no layer"
 
 
 @pytest.mark.parametrize(

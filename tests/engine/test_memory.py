@@ -1,11 +1,25 @@
-"""A replica's memory: weights, cache and a bounded rest."""
+"""A replica's memory: weights, cache and a bounded rest, and how well a batch's share of it is predicted."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import BatchStats, Engine, Sampling, Schedule, memory
+
+
+@pytest.fixture(scope="module")
+def tiny_engine(make_checkpoint: Callable[..., Path]) -> Engine:
+    return Engine.load(str(make_checkpoint()), device="cpu")
+
 
 ROOT = Path(__file__).parents[2]
 
@@ -14,18 +28,26 @@ PROGRAM = """
 import json, re, sys
 from pathlib import Path
 import pyarrow.parquet as pq
-from engine import Engine, Sampling
+from engine import Engine, Sampling, Schedule, memory
+
+def kilobytes(name):
+    return int(re.search(name + r":\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])
 
 engine = Engine.load("smollm2-135m-instruct", device="cpu", threads=2)
 texts = pq.read_table(sys.argv[1], columns=["text"])["text"].to_pylist()[:32]
 batches = []
 prompts = [engine.tokenizer.encode_chat(text) for text in texts]
+list(engine.generate(prompts[:1], Sampling(max_new_tokens=2)))
+before = kilobytes("VmRSS") * 1024
 list(engine.generate(prompts, Sampling(max_new_tokens=4, min_new_tokens=4), on_batch=batches.append))
 shape = engine.shape
 parameters = shape.layers * shape.layer_parameters + shape.head_parameters
 # Not getrusage: its peak starts at the size of the process that started this one.
-peak = int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
-print(json.dumps({"weights": 4 * parameters, "cache": batches[0].cache_bytes, "peak": peak}))
+peak = kilobytes("VmHWM") * 1024
+longest = max(map(len, prompts))
+predicted = memory.batch_bytes(shape, Schedule.full_depth(shape.layers), len(prompts), longest, 4, 4)
+print(json.dumps({"weights": 4 * parameters, "cache": batches[0].cache_bytes, "peak": peak,
+                  "grown": peak - before, "predicted": predicted}))
 """
 
 
@@ -36,3 +58,41 @@ def test_a_replica_needs_its_weights_its_cache_and_a_gigabyte() -> None:
     memory = json.loads(done.stdout.splitlines()[-1])
 
     assert memory["peak"] <= 1.3 * memory["weights"] + memory["cache"] + (1 << 30), memory
+    assert memory["grown"] <= memory["predicted"] <= 1.5 * memory["grown"], memory
+
+
+@given(data=st.data(), rows=st.integers(1, 3), prompt=st.integers(1, 40), new_tokens=st.integers(1, 300))
+@settings(max_examples=12)
+def test_the_cache_takes_what_is_predicted_and_sheds_what_is_skipped(
+    tiny_engine: Engine,
+    schedules: Callable[[int], st.SearchStrategy[Schedule]],
+    data: st.DataObject,
+    rows: int,
+    prompt: int,
+    new_tokens: int,
+) -> None:
+    schedule = data.draw(schedules(tiny_engine.shape.layers))
+    sampling = Sampling(max_new_tokens=new_tokens, min_new_tokens=new_tokens)
+    batches: list[BatchStats] = []
+    list(tiny_engine.generate([[5] * prompt] * rows, sampling, schedule, on_batch=batches.append))
+    predicted = memory.cache_peak(tiny_engine.shape, schedule, rows, prompt, new_tokens, 4)
+    assert predicted == max(batches[0].cache_course) == batches[0].cache_bytes
+
+
+def test_a_batch_is_as_large_as_the_memory_allows(tiny_engine: Engine) -> None:
+    shape = tiny_engine.shape
+    schedule = Schedule.full_depth(shape.layers)
+
+    def rows(free: int) -> int:
+        return memory.rows_that_fit(free, "cuda", shape, schedule, 100, 50, 4)
+
+    assert rows(0) == 1
+    assert rows(1 << 50) == memory.MOST_ROWS["cuda"]
+    needed = memory.batch_bytes(shape, schedule, 40, 100, 50, 4)
+    assert rows(int(needed / memory.SHARE) + 1) == 40
+    assert rows(int(needed / memory.SHARE) - 1000) == 39
+
+
+def test_free_memory_of_a_cpu_is_some_of_the_machines() -> None:
+    total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
+    assert 0 < memory.free_bytes(torch.device("cpu")) < int(total.split()[1]) * 1024

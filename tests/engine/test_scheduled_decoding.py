@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import engine.batch
-from engine import Engine, Generation, Sampling, Schedule, Unit, decays, orders, recipes
+from engine import Block, Bridge, Engine, Generation, Sampling, Schedule, Unit, decays, orders, recipes
 from engine.sampling import Sampler
 
-Schedules = Callable[[int], st.SearchStrategy[Schedule]]
+Schedules = Callable[..., st.SearchStrategy[Schedule]]
 LAYERS = 5
 TOLERANCE = 1e-5  # of the largest logit, in float32
 
@@ -59,7 +60,8 @@ def masked_forward(model: LlamaForCausalLM, prompt: Sequence[int], tokens: Seque
     """Logits [generated tokens, vocab] that each generated token was chosen from, by one forward over the whole text.
 
     No cache: x = where(the unit is active for this token, block(x), x), attention is plainly causal. Prompt tokens
-    run every unit; generated token i, once it is fed back, runs active(i).
+    run every unit; generated token i, once it is fed back, runs active(i). Where a token's plateau has a bridge, the
+    bridge's map stands before the units it replaces.
     """
     ids = torch.tensor([*prompt, *tokens[:-1]])
     positions = torch.arange(len(ids))[None]
@@ -71,9 +73,22 @@ def masked_forward(model: LlamaForCausalLM, prompt: Sequence[int], tokens: Seque
         runs = [True] * len(prompt) + [unit in schedule.active(step) for step in range(len(tokens) - 1)]
         return torch.tensor(runs)[None, :, None]
 
+    def cross_bridges(x: Tensor, unit: Unit) -> Tensor:
+        """Whichever bridge a token's plateau has over a block that starts with this unit."""
+        rows = x[0].clone()
+        for step in range(len(tokens) - 1):
+            for bridge in schedule.bridges_on(schedule.plateau_at(step)):
+                if bridge.block.first == unit:
+                    t, row = bridge.tensors, x[0, len(prompt) + step]
+                    linear = row @ t["weight"] if "weight" in t else row @ t["down"] @ t["up"]
+                    rows[len(prompt) + step] = row + linear + t["bias"]
+        return rows[None]
+
     for index, layer in enumerate(model.model.layers):
+        x = cross_bridges(x, Unit("a", index))
         attended, _ = layer.self_attn(layer.input_layernorm(x), position_embeddings=rotary, attention_mask=causal)
         x = torch.where(active(Unit("a", index)), x + attended, x)
+        x = cross_bridges(x, Unit("m", index))
         x = torch.where(active(Unit("m", index)), x + layer.mlp(layer.post_attention_layernorm(x)), x)
     return model.lm_head(model.model.norm(x))[0, len(prompt) - 1 :]
 
@@ -129,7 +144,7 @@ def test_every_logit_is_that_of_the_masked_forward(
     batch_size: int,
 ) -> None:
     engine_, model = tiny
-    schedule = data.draw(schedules(LAYERS))
+    schedule = data.draw(schedules(LAYERS, hidden=engine_.shape.hidden))
     prompts = random_prompts(lengths, seed)
     sampling = Sampling(max_new_tokens=new_tokens, temperature=1.5)
     generations, logits, _ = generate_tapped(engine_, prompts, sampling, schedule, batch_size)
@@ -186,6 +201,24 @@ def test_a_single_token_needs_no_schedule(tiny: tuple[Engine, LlamaForCausalLM])
     shallow = Schedule.build(LAYERS, orders.lowest_first(LAYERS), decays.constant(LAYERS - 1), horizon=0)
     first = [[g.tokens for g in engine_.generate(prompts, Sampling(max_new_tokens=1), s)] for s in (None, shallow)]
     assert first[0] == first[1]
+
+
+def test_a_bridge_of_zeros_is_a_bare_skip(tiny: tuple[Engine, LlamaForCausalLM]) -> None:
+    engine_, _ = tiny
+    width = engine_.shape.hidden
+    bare = recipes.skipdecode(LAYERS, warmup=1, max_active=4, min_active=2, horizon=6)
+    blocks = {f"b{p.skipped}": Block.of_layers(1, 1 + p.skipped // 2) for p in bare.plateaus}
+    zeros = replace(
+        bare,
+        plateaus=tuple(p._replace(bridges=(f"b{p.skipped}",)) for p in bare.plateaus),
+        bridges={n: Bridge.affine(b, torch.zeros(width, width), torch.zeros(width)) for n, b in blocks.items()},
+    )
+    prompts, sampling = random_prompts([3, 9, 20], seed=2), Sampling(max_new_tokens=12, temperature=1.0)
+    tokens, logits, _ = generate_tapped(engine_, prompts, sampling, bare, 3)
+    bridged_tokens, bridged_logits, _ = generate_tapped(engine_, prompts, sampling, zeros, 3)
+    assert [g.tokens for g in tokens] == [g.tokens for g in bridged_tokens]
+    for sample_id, steps in logits.items():
+        assert torch.equal(torch.stack(steps), torch.stack(bridged_logits[sample_id]))
 
 
 def test_the_packaged_model_under_skipdecode(packaged: Engine, chats: list[list[int]]) -> None:

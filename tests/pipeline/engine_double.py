@@ -81,11 +81,17 @@ class Echo:
                         generated_tokens=generated,
                         steps=longest,
                         flops_padding=PADDING_PER_BATCH,
-                        cache_bytes=0,
+                        cache_course=(0,),
                         prefill_seconds=0.0,
                         decode_seconds=0.0,
                     )
                 )
+
+    def fitting_batch_size(
+        self, prompt_tokens: int, sampling: Sampling | None = None, schedule: Schedule | None = None
+    ) -> int:
+        """As if a batch of 10,000 prompt tokens filled the memory."""
+        return max(1, 10_000 // prompt_tokens)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import pytest
 import torch
@@ -57,7 +58,9 @@ def _fields(generation: Generation) -> dict[str, object]:
     return {name: getattr(generation, name) for name in Generation.__slots__}
 
 
-def outcome(engine: Moody, lengths: Sequence[int], batch_size: int = 4) -> tuple[RowGenerator, list[int | str]]:
+def outcome(
+    engine: Moody, lengths: Sequence[int], batch_size: int | Literal["auto"] = 4
+) -> tuple[RowGenerator, list[int | str]]:
     """For each prompt its length as its generation tells it, or its error."""
     generator = RowGenerator(engine, Sampling(max_new_tokens=100), None, batch_size)
     found = generator.generate([[65] * length for length in lengths], [str(n) for n in range(len(lengths))])
@@ -89,6 +92,19 @@ def test_out_of_memory_halves_the_batch_and_loses_nothing(rows: int, batch_size:
     assert generator.batch_size <= batch_size
     if rows >= batch_size > room:
         assert generator.batch_size < batch_size  # later units don't run out of memory again at once
+
+
+def test_auto_takes_what_fits_the_longest_prompt_of_each_call_and_less_where_that_was_too_much() -> None:
+    engine = Moody(room=100)
+    generator, found = outcome(engine, [50] * 300, "auto")  # the double says 200 rows
+    assert found == [50] * 300
+    assert engine.batches == [200, 100, 100, 100]
+    engine.batches.clear()
+    generator.generate([[65] * 2000] * 7, [str(n) for n in range(7)])
+    assert engine.batches == [5, 2]
+    engine.batches.clear()
+    generator.generate([[65] * 50] * 100, [str(n) for n in range(100)])
+    assert engine.batches == [100]
 
 
 def test_memory_that_does_not_do_for_one_row_makes_that_row_an_error() -> None:

@@ -1,0 +1,132 @@
+"""The bridge: a small map applied to the hidden state in place of a skipped block.
+
+Linear replacements of blocks: ReplaceMe (arXiv 2505.02819), Din et al. (arXiv 2303.09435).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.errors import ScheduleError
+from engine.kernels import Kernels
+from engine.unit import Block
+
+BridgeMap = Callable[[Tensor], Tensor]  # hidden states [N, d] before the block -> hidden states [N, d] after it
+
+LINEAR_FORMS = (("weight",), ("down", "up"))
+GATED = ("gate", "gate_up", "gate_down")
+EPS = 1e-6  # of the gated part's RMS norm
+
+
+@dataclass(frozen=True, eq=False)
+class Bridge:
+    """x <- x + L(x) + b + G(x) in place of a block, for hidden states of width d.
+
+    Tensors by role:
+        weight [d, d], or down [d, r] and up [r, d]: L(x) = x weight, or the low-rank x down up.
+        bias [d]: b; the mean of the fit is folded into it.
+        gate, gate_up [d, h], gate_down [h, d], optional: G(x) = (silu(n gate) * (n gate_up)) gate_down with
+            n = x / sqrt(mean(x^2) + eps): hidden states grow along the layers, and a gate needs inputs of one size.
+
+    Two bridges are equal when block and tensors are, bit for bit. Raises ScheduleError for tensors that do not fit
+    together.
+    """
+
+    block: Block
+    tensors: Mapping[str, Tensor]
+
+    def __post_init__(self) -> None:
+        roles = set(self.tensors) - {"bias"} - set(GATED)
+        gated = set(self.tensors) & set(GATED)
+        if "bias" not in self.tensors or roles not in map(set, LINEAR_FORMS) or gated not in (set(), set(GATED)):
+            raise ScheduleError(
+                f"the bridge over {self.block} holds {', '.join(sorted(self.tensors)) or 'nothing'}: it needs bias, "
+                f"weight or down and up, and may have {', '.join(GATED)}"
+            )
+        for role, tensor in self.tensors.items():
+            if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+                raise ScheduleError(f"{role} of the bridge over {self.block} holds something that is no finite number")
+        width = self.hidden
+        shapes = [tuple(matrix.shape) for matrix in self._linear]
+        fits = len(self.tensors["bias"].shape) == 1 and shapes[0][0] == shapes[-1][-1] == width
+        fits = fits and all(len(shape) == 2 for shape in shapes) and all(a[-1] == b[0] for a, b in pairwise(shapes))
+        if gated:
+            gate, up, down = (tuple(self.tensors[role].shape) for role in GATED)
+            fits = fits and gate == up == down[::-1] and len(gate) == 2 and gate[0] == width
+        if not fits:
+            named = {role: list(tensor.shape) for role, tensor in self.tensors.items()}
+            raise ScheduleError(f"the shapes of the bridge over {self.block} do not fit together: {named}")
+
+    @classmethod
+    def affine(cls, block: Block, weight: Tensor, bias: Tensor) -> Bridge:
+        """x <- x + x weight + bias."""
+        return cls(block, {"weight": weight, "bias": bias})
+
+    @property
+    def hidden(self) -> int:
+        """Width d of the hidden states it maps."""
+        return self.tensors["bias"].shape[-1]
+
+    @cached_property
+    def parameters(self) -> int:
+        """Entries of its matrices: a token costs twice as many FLOPs."""
+        return sum(tensor.numel() for role, tensor in self.tensors.items() if role != "bias")
+
+    @property
+    def form(self) -> str:
+        """ "affine" or "low rank", "gated" if it has that part."""
+        linear = "affine" if "weight" in self.tensors else "low rank"
+        return f"{linear}, gated" if GATED[0] in self.tensors else linear
+
+    @cached_property
+    def digest(self) -> str:
+        """Of block and tensors: it changes when a bit of them does."""
+        digest = hashlib.sha256(str(self.block).encode())
+        for role, tensor in sorted(self.tensors.items()):
+            digest.update(f"{role} {tensor.dtype} {list(tensor.shape)}\n".encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def compiled(self, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> BridgeMap:
+        """The map on a device, its matrices in the kernels' own layout."""
+
+        def linear(role: str, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+            return kernels.linear(self.tensors[role].to(device, dtype).T.contiguous(), bias)
+
+        bias = self.tensors["bias"].to(device, dtype)
+        if "weight" in self.tensors:
+            affine = linear("weight", bias)
+        else:
+            down, up = linear("down"), linear("up", bias)
+
+            def affine(x: Tensor) -> Tensor:
+                return up(down(x))
+
+        if GATED[0] not in self.tensors:
+            return lambda x: x + affine(x)
+        gate, gate_up, gate_down = (linear(role) for role in GATED)
+        ones = torch.ones(self.hidden, dtype=dtype, device=device)
+
+        def gated(x: Tensor) -> Tensor:
+            n = kernels.rms_norm(x, ones, EPS)
+            return x + affine(x) + gate_down(F.silu(gate(n)) * gate_up(n))
+
+        return gated
+
+    @property
+    def _linear(self) -> list[Tensor]:
+        return [self.tensors[role] for form in LINEAR_FORMS for role in form if role in self.tensors]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Bridge) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)

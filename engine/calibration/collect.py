@@ -1,0 +1,78 @@
+"""Let the full model answer, and pass its answers through the layers to collect their states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.calibration.moments import Moments
+from engine.engine import Engine
+from engine.sampling import Sampling
+from engine.schedule import Schedule
+from engine.teacher_forcing import Answer
+
+CHUNK_TOKENS = 2048  # prompt and answer tokens passed at a time: bounds the memory of their keys and values
+Progress = Callable[[str, int, int], None]  # what is being done, how much of it is done, how much there is
+
+
+def answer_prompts(
+    engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, batch_size: int, progress: Progress
+) -> list[Answer]:
+    """Full-depth answers in the order of the prompts; those that end at once have no decode pass and are left out."""
+    answers: dict[int, Answer] = {}
+    for generation in engine.generate(prompts, sampling, batch_size=batch_size):
+        answers[generation.index] = Answer(prompts[generation.index], generation.tokens)
+        progress("answering at full depth", len(answers), len(prompts))
+    return [answers[index] for index in range(len(prompts)) if answers[index].passes > 0]
+
+
+def collect_moments(
+    engine: Engine, answers: Sequence[Answer], ends: Mapping[int, Sequence[int]], progress: Progress
+) -> dict[int, Moments]:
+    """Moments from each of the warm-up depths to all ends above it, over the answers' tokens.
+
+    Args:
+        engine: with the model.
+        answers: at full depth.
+        ends: layers below a block -> where it may end; it is [warm-up, end).
+        progress: told of answers.
+    """
+    shape = engine.shape
+    device = engine.device
+    moments = {
+        warmup: Moments(2 * warmup, tuple(2 * end for end in up_to), shape.hidden, device)
+        for warmup, up_to in ends.items()
+    }
+    wanted = {place for each in moments.values() for place in (each.start, *each.ends)}
+    done = 0
+    for chunk in chunks(answers):
+        states: dict[int, Tensor] = {}
+
+        def keep(place: int, x: Tensor, states: dict[int, Tensor] = states) -> None:
+            if place in wanted:
+                states[place] = x
+
+        with torch.inference_mode():
+            engine.teacher_forced(chunk).hidden(Schedule.full_depth(shape.layers), {}, observe=keep)
+            for each in moments.values():
+                each.add(states)
+        done += len(chunk)
+        progress("collecting states", done, len(answers))
+    return moments
+
+
+def chunks(answers: Sequence[Answer]) -> Iterator[list[Answer]]:
+    """Neighbouring answers of `CHUNK_TOKENS` tokens together, or a longer one alone."""
+    chunk: list[Answer] = []
+    tokens = 0
+    for answer in answers:
+        length = len(answer.prompt) + len(answer.tokens)
+        if chunk and tokens + length > CHUNK_TOKENS:
+            yield chunk
+            chunk, tokens = [], 0
+        chunk.append(answer)
+        tokens += length
+    if chunk:
+        yield chunk

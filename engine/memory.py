@@ -1,0 +1,106 @@
+"""How much memory a batch takes, and how many rows fit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import torch
+
+from engine.batch import ATTENTION_ROWS, PREFILL_TOKENS
+from engine.cache import GROWTH
+from engine.plan import decode_plan, run_units
+from engine.schedule import Schedule
+from engine.shape import ModelShape
+
+# Rows beyond which a batch gains little: a CPU's arithmetic is full with a few dozen rows, a GPU's with a few hundred.
+MOST_ROWS = {"cpu": 64, "cuda": 512}
+SHARE = 0.8  # of the free memory: allocators round up, and others use memory too
+LOGIT_COPIES = 4  # float32 [B, vocab]: as computed, adjusted, sorted, and as probabilities
+
+
+def batch_bytes(
+    shape: ModelShape, schedule: Schedule, rows: int, prompt_tokens: int, new_tokens: int, element_bytes: int
+) -> int:
+    """Most memory that a batch takes beside the weights.
+
+    Args:
+        rows: of the batch.
+        prompt_tokens: of its longest prompt.
+        new_tokens: most that a row generates.
+        element_bytes: 4 in float32, 2 in half precision.
+    """
+    mlp_width = shape.mlp_parameters // shape.hidden  # three times the inner width where there is a gate
+    per_token = 8 * shape.hidden + 2 * shape.query_width + mlp_width
+    prompt_pass = max(PREFILL_TOKENS, prompt_tokens) * per_token * element_bytes
+    logits = LOGIT_COPIES * rows * shape.vocab * 4
+    context = prompt_tokens + new_tokens
+    scores = 2 * min(rows, ATTENTION_ROWS) * shape.heads * context * element_bytes
+    return cache_peak(shape, schedule, rows, prompt_tokens, new_tokens, element_bytes) + max(
+        prompt_pass + logits, logits + scores
+    )
+
+
+def cache_peak(
+    shape: ModelShape, schedule: Schedule, rows: int, prompt_tokens: int, new_tokens: int, element_bytes: int
+) -> int:
+    """Bytes of the key/value cache at its largest: it grows with the tokens and sheds layers with every plateau."""
+    passes = new_tokens - 1
+    first_slots = prompt_tokens + min(new_tokens, GROWTH)
+    sizes = []
+    ends = [plateau.first_step for plateau in schedule.plateaus[1:]] + [passes]
+    for index, (plateau, end) in enumerate(zip(schedule.plateaus, ends, strict=True)):
+        if plateau.first_step > max(0, passes - 1):
+            break
+        layers = sum(unit.kind == "a" for unit in run_units(decode_plan(schedule, index)))
+        lacking = prompt_tokens + min(end, passes) - first_slots
+        slots = first_slots + max(0, -(-lacking // (GROWTH + 1))) * (GROWTH + 1)
+        sizes.append(layers * rows * shape.cache_elements(slots) * element_bytes)
+    return max(sizes)
+
+
+def rows_that_fit(
+    free_bytes: int,
+    device: str,
+    shape: ModelShape,
+    schedule: Schedule,
+    prompt_tokens: int,
+    new_tokens: int,
+    element_bytes: int,
+) -> int:
+    """Largest batch size, at least 1, whose predicted memory is within SHARE of `free_bytes`.
+
+    Args:
+        device: "cpu" or "cuda"; other arguments as for `batch_bytes`.
+    """
+    fits, most = 1, MOST_ROWS.get(device, MOST_ROWS["cuda"])
+    low, high = 1, most
+    while low <= high:
+        middle = (low + high) // 2
+        if batch_bytes(shape, schedule, middle, prompt_tokens, new_tokens, element_bytes) <= SHARE * free_bytes:
+            fits, low = middle, middle + 1
+        else:
+            high = middle - 1
+    return fits
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that this process can still take on a device; of a machine's memory its share of the cores, as others
+    may run beside it.
+    """
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    share = min(1.0, torch.get_num_threads() / (os.cpu_count() or 1))
+    return int(share * min(psutil.virtual_memory().available, _container_rest()))
+
+
+def _container_rest() -> int:
+    """What a container's limit leaves: psutil sees the whole machine. Control groups, version 2."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
+    except OSError:
+        return 1 << 62
+    return max(0, int(limit) - used) if limit.isdecimal() else 1 << 62

@@ -1,0 +1,103 @@
+"""Score schedules on answers that full depth has written: how far each next-token distribution moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.bridge import Bridge, BridgeMap
+from engine.schedule import Schedule
+from engine.teacher_forcing import Answer, AnswerPass
+from engine.unit import Unit, all_units
+
+PACK_TOKENS = 1024  # answer tokens scored together: bounds the distributions that are held, a vocabulary each
+
+Forcing = Callable[[Sequence[Answer]], AnswerPass]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerScore:
+    """One answer under one schedule. An answer of g tokens has g - 1 decode steps; step t predicts token t + 1."""
+
+    kl: tuple[float, ...]  # KL divergence of the schedule's distribution from full depth's, KL(full || schedule), nats
+    agrees: tuple[bool, ...]  # whether both find the same token likeliest
+
+
+def score(
+    forcing: Forcing,
+    answers: Sequence[Answer],
+    schedules: Sequence[Schedule],
+    bridges: Mapping[Bridge, BridgeMap],
+    layers: int,
+) -> list[list[AnswerScore]]:
+    """[schedule][answer]: answers with fewer than two tokens have empty scores. Prompts run once for all schedules.
+
+    Args:
+        forcing: makes a pass over answers.
+        answers: of full depth.
+        schedules: to score.
+        bridges: of all schedules, compiled.
+        layers: of the model.
+    """
+    scores = [[AnswerScore((), ())] * len(answers) for _ in schedules]
+    for pack in _packs(answers):
+        forced = forcing([answers[index] for index in pack])
+        x = forced.hidden(Schedule.full_depth(layers), {})
+        reference = torch.cat([logits.float().log_softmax(-1) for _, logits in forced.logits(x)])
+        for row, schedule in zip(scores, schedules, strict=True):
+            compared = _compare(forced, reference, forced.hidden(schedule, bridges))
+            for index, answer_score in zip(pack, compared, strict=True):
+                row[index] = answer_score
+    return scores
+
+
+def similarity(forcing: Forcing, answers: Sequence[Answer], layers: int) -> dict[Unit, float]:
+    """Mean cosine similarity of each unit's input and output over all decode steps, at full depth."""
+    units = all_units(layers)
+    sums = [0.0] * len(units)
+    for pack in _packs(answers):
+        before: list[Tensor] = []
+
+        def observe(place: int, x: Tensor, before: list[Tensor] = before) -> None:
+            if place:
+                sums[place - 1] += float(F.cosine_similarity(before.pop(), x, dim=-1).sum())
+            before.append(x)
+
+        forcing([answers[index] for index in pack]).hidden(Schedule.full_depth(layers), {}, observe=observe)
+    steps = sum(max(0, answer.passes) for answer in answers)
+    return {unit: total / steps for unit, total in zip(units, sums, strict=True)}
+
+
+def _compare(forced: AnswerPass, reference: Tensor, x: Tensor) -> Iterator[AnswerScore]:
+    """Scores of a pass's answers, from full depth's log-probabilities [N, vocab] and hidden states [N, hidden]."""
+    kl: list[float] = []
+    agrees: list[bool] = []
+    for part, logits in forced.logits(x):
+        full = reference[part]
+        divergence = full.exp() * (full - logits.float().log_softmax(-1))
+        kl += divergence.sum(-1).clamp_min(0).tolist()  # rounding can leave equal distributions just below 0
+        agrees += (logits.argmax(-1) == full.argmax(-1)).tolist()
+    ends = list(accumulate(answer.passes for answer in forced.answers))
+    for start, end in zip([0, *ends], ends, strict=False):
+        yield AnswerScore(tuple(kl[start:end]), tuple(agrees[start:end]))
+
+
+def _packs(answers: Sequence[Answer]) -> Iterator[list[int]]:
+    """Indices of answers that are scored together; those without a decode step are left out."""
+    pack: list[int] = []
+    tokens = 0
+    for index, answer in enumerate(answers):
+        if answer.passes < 1:
+            continue
+        if pack and tokens + answer.passes > PACK_TOKENS:
+            yield pack
+            pack, tokens = [], 0
+        pack.append(index)
+        tokens += answer.passes
+    if pack:
+        yield pack

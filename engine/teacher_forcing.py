@@ -1,0 +1,196 @@
+"""Teacher forcing: known answers go through the layers in one pass, each token as decoding would have run it.
+
+Active sets only shrink along an answer, so the tokens of an answer that run a unit are its first ones, and each attends
+to all that came before it. One pass is therefore exactly what decoding under the schedule computes, without its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.bridge import Bridge, BridgeMap
+from engine.decoder import Decoder
+from engine.kernels import Kernels
+from engine.plan import ApplyBridge, Operation, decode_plan, prompt_plan
+from engine.schedule import Schedule
+from engine.shape import AttentionKind
+from engine.unit import Unit, all_units
+
+PROMPT_TOKENS = 2048  # of prompts that run in one pass: bounds its activations
+LOGIT_TOKENS = 512  # tokens whose logits are computed at a time: bounds memory
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A prompt and all tokens that were generated for it."""
+
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+
+    @property
+    def passes(self) -> int:
+        """Decode passes: every token but the last is fed back."""
+        return len(self.tokens) - 1
+
+
+class AnswerPass:
+    """Passes over the answers of some samples, after their prompts ran once at full depth.
+
+    The N tokens of a pass are those fed back, answer after answer. Keys and values of the prompts are kept: 2 x prompt
+    tokens x kv_heads x head_dim numbers per layer.
+    """
+
+    def __init__(self, decoder: Decoder, kernels: Kernels, device: torch.device, answers: Sequence[Answer]) -> None:
+        """Runs the prompts. Answers need two tokens or more: the first comes from the prompt pass."""
+        self._decoder, self._kernels, self._device = decoder, kernels, device
+        self.answers = answers
+        passes = torch.tensor([answer.passes for answer in answers])
+        self.sample = torch.arange(len(answers)).repeat_interleave(passes)  # [N]: whose token
+        self.step = torch.cat([torch.arange(count) for count in passes.tolist()])  # [N]: decode step
+        self.next_token = torch.tensor([token for answer in answers for token in answer.tokens[1:]])  # [N]: the label
+        prompt = torch.tensor([len(answer.prompt) for answer in answers])
+        positions = (prompt[self.sample] + self.step).to(device)
+        fed = torch.tensor([token for answer in answers for token in answer.tokens[:-1]], device=device)
+        self._prompts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(decoder.shape.layers)]
+        for group in _by_length(answers):
+            self._run_prompts([answer.prompt for answer in group])
+        self._embedded = decoder.embed(fed, positions)
+        self._positions = positions
+
+    @property
+    def tokens(self) -> int:
+        """N."""
+        return len(self.step)
+
+    def hidden(
+        self,
+        schedule: Schedule,
+        bridges: Mapping[Bridge, BridgeMap],
+        start: tuple[int, Tensor] | None = None,
+        observe: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:
+        """Hidden states [N, hidden] after the last layer.
+
+        Args:
+            schedule: whose plateaus decide what each token runs.
+            bridges: its bridges on this device.
+            start: (place of a unit, hidden states [N, hidden] before it) to go on from; default the embeddings.
+            observe: called with the place of each unit and the hidden states [N, hidden] before it, and with 2L at the
+                end. It must not change them.
+        """
+        plateaus = [schedule.plateau_at(int(step)) for step in range(int(self.step.max()) + 1)]
+        plateau = torch.tensor(plateaus)[self.step]  # [N]
+        plans = [_by_place(decode_plan(schedule, index)) for index in range(max(plateaus) + 1)]
+        place, x = start or (0, self._embedded)
+        for unit in all_units(schedule.layers)[place:]:
+            if observe is not None:
+                observe(unit.place, x)
+            for operation in {plan.get(unit.place) for plan in plans} - {None}:
+                assert operation is not None
+                running = torch.tensor([plan.get(unit.place) == operation for plan in plans])
+                rows = running[plateau].nonzero()[:, 0].to(self._device)
+                x = self._run(operation, x, rows, bridges)
+        if observe is not None:
+            observe(2 * schedule.layers, x)
+        return x
+
+    def logits(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Logits [n, vocab] of hidden states [N, hidden], a slice of the tokens at a time."""
+        for first in range(0, len(x), LOGIT_TOKENS):
+            part = slice(first, min(first + LOGIT_TOKENS, len(x)))
+            yield part, self._decoder.logits(x[part])
+
+    def _run(self, operation: Operation, x: Tensor, rows: Tensor, bridges: Mapping[Bridge, BridgeMap]) -> Tensor:
+        """Hidden states [N, hidden] after an operation on some rows."""
+        if len(rows) == 0:
+            return x
+        whole = len(rows) == len(x)
+        part = x if whole else x[rows]
+        if isinstance(operation, ApplyBridge):
+            part = bridges[operation.bridge](part)
+        elif operation.unit.kind == "m":
+            part = self._decoder.mlp(operation.unit.layer, part)
+        else:
+            owners = self.sample[rows.cpu()]
+            counts = torch.bincount(owners, minlength=len(self.answers)).tolist()
+
+            def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                kind, outputs, first = self._decoder.shape.attention_kind(layer), [], 0
+                for (prompt_k, prompt_v), count in zip(self._prompts[layer], counts, strict=True):
+                    ours = slice(first, first + count)
+                    keys, values = torch.cat([prompt_k, k[ours]]), torch.cat([prompt_v, v[ours]])
+                    outputs.append(continued_attention(q[ours], keys, values, kind))
+                    first += count
+                return torch.cat(outputs)
+
+            positions = self._positions[rows]
+            rotations = self._decoder.rotations(positions, positions + 1)
+            part = self._decoder.attention(operation.unit.layer, part, rotations, attend)
+        return part if whole else x.index_copy(0, rows, part)
+
+    def _run_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Keep the keys and values [n, kv_heads, head_dim] of some prompts, for each layer."""
+        shape, lengths = self._decoder.shape, torch.tensor([len(prompt) for prompt in prompts])
+        ends = lengths.cumsum(0).tolist()
+        spans = list(zip([0, *ends], ends, strict=False))
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            # Copies: a view of the fused projection would keep the queries too.
+            self._prompts[layer] += [(k[a:b].clone(), v[a:b].clone()) for a, b in spans]
+            kind = shape.attention_kind(layer)
+            return torch.cat([self._kernels.prompt_attention(q[a:b], k[a:b], v[a:b], kind) for a, b in spans])
+
+        positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts]).to(self._device)
+        rotations = self._decoder.rotations(positions, lengths.repeat_interleave(lengths).to(self._device))
+        tokens = torch.tensor([token for prompt in prompts for token in prompt], device=self._device)
+        x = self._decoder.embed(tokens, positions)
+        for operation in prompt_plan(Schedule.full_depth(shape.layers)):
+            assert not isinstance(operation, ApplyBridge)
+            if operation.unit.kind == "a":
+                x = self._decoder.attention(operation.unit.layer, x, rotations, attend)
+            else:
+                x = self._decoder.mlp(operation.unit.layer, x)
+
+
+def continued_attention(q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
+    """Causal attention of the last m of n tokens.
+
+    Args:
+        q: [m, heads, head_dim].
+        k, v: [n, kv_heads, head_dim].
+        kind: the layer's scale, window and soft cap.
+
+    Returns:
+        [m, heads * head_dim].
+    """
+    m, n, kv_heads = len(q), len(k), k.shape[1]
+    grouped = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [kv_heads, group, m, head_dim]
+    scores = grouped @ k.permute(1, 2, 0).unsqueeze(1) * kind.scale  # [kv_heads, group, m, n]
+    if kind.softcap is not None:
+        scores = torch.tanh(scores / kind.softcap) * kind.softcap
+    age = torch.arange(n - m, n, device=q.device)[:, None] - torch.arange(n, device=q.device)
+    seen = (age >= 0) & (age < (kind.window or n))
+    weights = scores.masked_fill(~seen, -torch.inf).float().softmax(-1).to(v.dtype)
+    out: Tensor = weights @ v.transpose(0, 1).unsqueeze(1)  # [kv_heads, group, m, head_dim]
+    return out.permute(2, 0, 1, 3).flatten(1)
+
+
+def _by_length(answers: Sequence[Answer]) -> Iterator[list[Answer]]:
+    """Neighbouring answers whose prompts make up `PROMPT_TOKENS` together, or a longer one alone."""
+    group: list[Answer] = []
+    for answer in answers:
+        if group and sum(len(other.prompt) for other in (*group, answer)) > PROMPT_TOKENS:
+            yield group
+            group = []
+        group.append(answer)
+    yield group
+
+
+def _by_place(plan: Sequence[Operation]) -> dict[int, Operation]:
+    """Operations by the place where they come in running order."""
+    first: Callable[[Operation], Unit] = lambda op: op.bridge.block.first if isinstance(op, ApplyBridge) else op.unit  # noqa: E731
+    return {first(operation).place: operation for operation in plan}

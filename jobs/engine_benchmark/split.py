@@ -1,0 +1,25 @@
+"""Where the engine's time goes, from one profiled run: prompts, layers, head, sampling, and the host between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from engine import BatchStats
+
+PARTS = ("prompts", "layers", "head", "sampling")  # the ranges that `engine.batch` marks
+
+
+def time_split(run: Callable[[], BatchStats]) -> tuple[dict[str, float], BatchStats]:
+    """Shares of a run's time, adding up to 1, and its stats. "host" is what lies outside the marked ranges."""
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler, record_function("run"):
+        stats = run()
+    events = profiler.key_averages()
+    microseconds = {key: sum(event.cpu_time_total for event in events if event.key == key) for key in ("run", *PARTS)}
+    shares = {part: microseconds[part] / microseconds["run"] for part in PARTS}
+    return shares | {"host": 1 - sum(shares.values())}, stats

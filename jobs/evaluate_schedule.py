@@ -1,0 +1,217 @@
+"""Judge schedules and rivals against full depth on held-out prompts, and write a report. Rerun to resume or extend.
+
+python jobs/evaluate_schedule.py --input corpus.parquet --schedules calibrated/ --rivals all --output out/quality
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, Self
+
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from rich.console import Console
+from rich.table import Table
+
+from engine import Engine, ModelShape, Sampling, Schedule, ScheduleError, describe, model_identity
+from engine.tokenizer import Tokenizer
+from jobs import command_line
+from jobs.corpus_split import Part, rows_of_part
+from pipeline.errors import JobError, one_line
+from pipeline.evaluation.bootstrap import Bootstrap, Estimate
+from pipeline.evaluation.bridged_rivals import bridged_rivals
+from pipeline.evaluation.contender import Contender
+from pipeline.evaluation.figures import Figures, combined, figures, read_outputs, worst
+from pipeline.evaluation.report import REPORT_FILE, Section, render
+from pipeline.evaluation.rivals import RIVALS, Calibration, rivals
+from pipeline.evaluation.study import Prompt, Study
+from pipeline.template import PromptTemplate, RowError
+
+log = logging.getLogger(__name__)
+
+PROGRAM = "evaluate_schedule.py"
+FIGURES_FILE, OUTPUTS_FILE, WORK_FOLDER = "figures.json", "outputs.parquet", "work"
+
+
+class EvaluateSchedule(BaseModel):
+    """Judge schedules and rivals against full depth: quality with intervals, FLOPs and speed. Rerun to resume."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    input: Path = Field(description="Parquet file of texts, and references if there are any")
+    output: Path = Field(description="directory to write to; outputs found there are not computed again")
+    schedules: list[Path] = Field(
+        [], description="schedule files, their directories, or directories of such directories (as calibrating writes)"
+    )
+    rivals: list[str] = Field([], description=f"any of {', '.join(RIVALS)}; or all")
+    target_speedups: list[float] = Field([1.25, 1.45, 1.65], description="decode FLOP speed-ups to solve rivals for")
+
+    text_column: str = Field("text", description="string column that {text} stands for in the prompt")
+    reference_column: str | None = Field(
+        "reference", description="string column of reference outputs; '' judges against full depth's outputs alone"
+    )
+    id_column: str = Field("id", description="column that names a row and decides which part it belongs to")
+    system: str | None = Field(None, description="system text of the chat; default the model's own")
+    prompt: str = Field(
+        "Summarize the following text in one short sentence.\n\n{text}", description="user text, with a {text} field"
+    )
+    prompt_format: Literal["chat", "raw"] = Field("chat", description="the model's chat template, or the text alone")
+
+    part: Literal["test", "train", "calibrate", "all"] = Field(
+        "test", description="part of the rows, by id, to judge on"
+    )
+    rows: int = Field(500, ge=2, description="prompts to judge on; raising it later adds to those there")
+    calibration_rows: int = Field(64, ge=2, description="prompts of the calibrate part that rivals are solved on")
+    bridged_rivals: bool = Field(False, description="also judge rivals whose skipped blocks are given bridges")
+    bridge_rows: int = Field(256, ge=20, description="prompts of the calibrate part that these bridges are fitted on")
+    seed: int = Field(0, description="which rows are drawn, and of the bootstrap")
+
+    model: str = Field("smollm2-135m-instruct", description="as for the other jobs")
+    device: str = Field("auto", description="auto, cpu or cuda")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="precision of the weights")
+    threads: int | None = Field(None, ge=1, description="CPU threads; default torch's own choice")
+    max_new_tokens: int = Field(48, ge=2, description="longest generation; decoding is greedy")
+    batch_size: int = Field(32, ge=1, description="prompts that decode together, and are saved together")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        unknown = sorted(set(self.rivals) - {*RIVALS, "all"})
+        if unknown:
+            raise ValueError(f"rival {unknown[0]!r} is not known: known are {', '.join(RIVALS)}, all")
+        if any(target <= 1 for target in self.target_speedups):
+            raise ValueError(f"target_speedups must be above 1, got {self.target_speedups}")
+        if not self.schedules and not self.rivals and not self.bridged_rivals:
+            raise ValueError("name something to judge: schedules, rivals, or both")
+        return self
+
+
+def main() -> int:
+    command_line.log_to_stderr()
+    config = command_line.parse(EvaluateSchedule, PROGRAM)
+    return command_line.run(PROGRAM, lambda: evaluate(config))
+
+
+def evaluate(config: EvaluateSchedule) -> None:
+    """Raises JobError, ModelError, ScheduleError; all before the model is loaded."""
+    shape = describe(config.model)
+    named = read_schedules(config.schedules, shape)
+    tokenizer = Tokenizer.load(config.model)
+    prompts = read_prompts(config, config.part, config.rows, tokenizer, shape)
+    needed = max(config.bridge_rows * config.bridged_rivals, config.calibration_rows * bool(config.rivals))
+    held_back = read_prompts(config, "calibrate", needed, tokenizer, shape) if needed else []
+    sampling = Sampling(max_new_tokens=config.max_new_tokens)
+    engine = Engine.load(config.model, config.device, config.dtype, config.threads)
+    contenders = [Contender.full_depth(shape.layers), *named]
+    if config.bridged_rivals:
+        log.info("fitting the rivals' bridges on %d calibration prompts", len(held_back))
+        calibration = Calibration.measure(engine, sampling, [prompt.tokens for prompt in held_back])
+        contenders += bridged_rivals(config.target_speedups, calibration)
+    if config.rivals:
+        held_back = held_back[: config.calibration_rows]
+        log.info("solving rivals on %d calibration prompts", len(held_back))
+        calibration = Calibration.measure(engine, sampling, [prompt.tokens for prompt in held_back])
+        wanted = list(RIVALS) if "all" in config.rivals else config.rivals
+        for rival in rivals(wanted, config.target_speedups, calibration):
+            log.info("%s: %s", rival.label, rival.note or "solved")
+            contenders.append(rival)
+    study = Study(config.output / WORK_FOLDER, model_identity(config.model), sampling, config.batch_size, prompts)
+    study.run(engine, contenders)
+    write_results(config, study, contenders)
+
+
+def write_results(config: EvaluateSchedule, study: Study, contenders: Sequence[Contender]) -> None:
+    """outputs.parquet, figures.json and report.html of a finished study; prints the table."""
+    outputs = read_outputs(study, contenders)
+    bootstrap = Bootstrap(len(study.prompts), config.seed)
+    found = [figures(each, outputs[0], bootstrap) for each in outputs]
+    sections = [Section(f, o.contender, worst(o, outputs[0])) for f, o in zip(found, outputs, strict=True)]
+    pq.write_table(combined(outputs), config.output / OUTPUTS_FILE)
+    described = config.model_dump(mode="json", exclude_none=True)
+    results = {"config": described, "contenders": [each.to_dict() for each in found]}
+    (config.output / FIGURES_FILE).write_text(json.dumps(results, indent=1))
+    (config.output / REPORT_FILE).write_text(render(sections, described))
+    console = Console()
+    console.print(_table(found))
+    for file in (OUTPUTS_FILE, FIGURES_FILE, REPORT_FILE):
+        console.print(f"{file.split('.')[0]}: {config.output / file}", soft_wrap=True)
+
+
+def read_schedules(paths: Sequence[Path], shape: ModelShape) -> list[Contender]:
+    """Schedules of files and directories. Raises ScheduleError."""
+    found = []
+    for path in paths:
+        inner = sorted(path.glob("*/schedule.json")) if path.is_dir() else []
+        if path.is_dir() and not (path / "schedule.json").exists() and not inner:
+            raise ScheduleError(f"{str(path)!r} holds no schedule.json, nor does a directory in it")
+        for file in [path] if not inner or (path / "schedule.json").exists() else [each.parent for each in inner]:
+            schedule = Schedule.read(file)
+            schedule.check_fits(shape)
+            target = schedule.provenance.get("target_speedup")
+            name = str(schedule.provenance.get("name") or file.stem)
+            found.append(Contender(name, float(target) if target else None, schedule))
+    return found
+
+
+def read_prompts(
+    config: EvaluateSchedule, part: Part | Literal["all"], count: int, tokenizer: Tokenizer, shape: ModelShape
+) -> list[Prompt]:
+    """Rows of a part as prompts; a row that no prompt can be made of is left out. Raises JobError."""
+    columns = [config.id_column, config.text_column, *([config.reference_column] if config.reference_column else [])]
+    try:
+        table = pq.read_table(config.input, columns=columns)
+    except (OSError, ValueError) as error:
+        raise JobError(f"input {str(config.input)!r} cannot be read: {one_line(error)}") from None
+    missing = sorted(set(columns) - set(table.column_names))
+    if missing:
+        held = ", ".join(pq.read_schema(config.input).names)
+        raise JobError(f"input {str(config.input)!r} has no column {missing[0]!r}: it holds {held}")
+    drawn = rows_of_part(table, config.id_column, part, count, config.seed) if part != "all" else table.slice(0, count)
+    template = PromptTemplate(config.prompt, config.system, config.prompt_format)
+    prompts = []
+    for row in drawn.to_pylist():
+        try:
+            tokens = template.encode(
+                {"text": row[config.text_column]}, tokenizer, shape.context - config.max_new_tokens
+            ).tokens
+        except RowError as error:
+            log.warning("row %s is left out: %s", row[config.id_column], error)
+            continue
+        reference = row[config.reference_column] if config.reference_column else ""
+        prompts.append(Prompt(f"{row[config.id_column]}", row[config.text_column], reference or "", tuple(tokens)))
+    if len(prompts) < 2:
+        raise JobError(f"the {part} part of {str(config.input)!r} has {len(prompts)} usable rows: give a larger input")
+    if len(prompts) < count:
+        log.info("the %s part has %d usable rows, %d were asked for", part, len(prompts), count)
+    return prompts
+
+
+def _table(found: Sequence[Figures]) -> Table:
+    table = Table(title=f"{found[0].rows} prompts, 95 % intervals", title_justify="left")
+    headings = ("contender", "sample FLOP x", "decode FLOP x", "ROUGE-L, share of full", "agreement", "KL")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "contender" else "right")
+    for each in found:
+        table.add_row(
+            each.label,
+            _shown(each.sample_flop_speedup, interval=False),
+            _shown(each.decode_flop_speedup, interval=False),
+            _shown(each.share_of_full_depth["rouge_l"]),
+            _shown(each.agreement),
+            _shown(each.kl, interval=False),
+        )
+    return table
+
+
+def _shown(estimate: Estimate | None, interval: bool = True) -> str:
+    if estimate is None:
+        return "-"
+    limits = f" [{estimate.low:.3f}, {estimate.high:.3f}]" if interval else ""
+    return f"{estimate.value:.3f}{limits}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

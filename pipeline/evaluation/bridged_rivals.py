@@ -1,0 +1,100 @@
+"""Rivals that are given bridges: published orders and decays, with an affine map in place of every skipped block.
+
+Bridges are what this project adds, so these are no published methods. They show how much of the quality comes from the
+bridges and how much from the choice of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from engine import Block, Bridge, ModelShape, Schedule, ScheduleError, decays, decode_flop_speedup, orders
+from engine.calibration.collect import collect_moments
+from engine.teacher_forcing import Answer
+from pipeline.evaluation.contender import Contender
+from pipeline.evaluation.rivals import Calibration
+
+RIDGE = 1e-3  # of the mean variance; the calibration job's usual choice
+SKIPDECODE_WARMUP = 3  # bare, the best warm-up varies; behind a bridge 2 to 4 do about equally well
+
+Layers = tuple[int, int]  # [first, end)
+
+
+def bridged_rivals(targets: Sequence[float], calibration: Calibration) -> Iterator[Contender]:
+    """Early termination, Unified Layer Skipping and SkipDecode at each target, their blocks bridged.
+
+    All calibration answers are used to fit. Raises ScheduleError for a target out of reach.
+    """
+    layers, horizon = calibration.shape.layers, calibration.horizon
+    kinds: dict[str, tuple[orders.Order, Callable[[int], decays.Decay], int]] = {
+        "early termination": (orders.top_first(layers), decays.constant, 0),
+        "Unified Layer Skipping": (orders.evenly_spaced(layers), decays.constant, 0),
+        "SkipDecode": (
+            orders.lowest_first(layers, SKIPDECODE_WARMUP),
+            lambda floor: decays.linear(floor // 2, floor, horizon),
+            horizon,
+        ),
+    }
+    solved = [
+        (name, target, _solve(target, calibration, order, decay, last))
+        for target in targets
+        for name, (order, decay, last) in kinds.items()
+    ]
+    bridges = _fit({block for _, _, schedule in solved for block in _blocks(schedule)}, calibration)
+    for name, target, schedule in solved:
+        note = f"bridges fitted on {sum(len(answer) - 1 for answer in calibration.answers)} tokens"
+        yield Contender(f"{name}, bridged", target, attach(schedule, bridges.__getitem__), is_rival=True, note=note)
+
+
+def attach(schedule: Schedule, bridge: Callable[[Layers], Bridge]) -> Schedule:
+    """The schedule with a bridge in place of every block of neighbouring layers that a plateau skips."""
+    named: dict[str, Bridge] = {}
+    plateaus = []
+    for index, plateau in enumerate(schedule.plateaus):
+        names = []
+        for block in _skipped_blocks(schedule, index):
+            name = f"{block[0]}-{block[1]}"
+            names.append(name)
+            named.setdefault(name, bridge(block))
+        plateaus.append(plateau._replace(bridges=tuple(names)))
+    return replace(schedule, plateaus=tuple(plateaus), bridges=named)
+
+
+def _solve(
+    target: float, calibration: Calibration, order: orders.Order, decay: Callable[[int], decays.Decay], horizon: int
+) -> Schedule:
+    """The schedule with the lowest floor that meets the target when its bridges are counted; without bridges."""
+    shape: ModelShape = calibration.shape
+    zeros = torch.zeros(shape.hidden, shape.hidden), torch.zeros(shape.hidden)
+    for floor in range(1, len(order) + 1):
+        schedule = Schedule.build(shape.layers, order, decay(floor), horizon)
+        counted = attach(schedule, lambda block: Bridge.affine(Block.of_layers(*block), *zeros))
+        if decode_flop_speedup(shape, counted, calibration.lengths) >= target:
+            return schedule
+    raise ScheduleError(f"a decode FLOP speed-up of {target:g}x cannot be met with bridges: ask for less")
+
+
+def _fit(blocks: set[Layers], calibration: Calibration) -> Mapping[Layers, Bridge]:
+    """Affine bridges by ridge regression on full-depth states."""
+    ends: dict[int, list[int]] = {}
+    for first, end in sorted(blocks):
+        ends.setdefault(first, []).append(end)
+    pairs = zip(calibration.prompts, calibration.answers, strict=True)
+    answers = [Answer(prompt, tokens) for prompt, tokens in pairs if len(tokens) > 1]
+    moments = collect_moments(calibration.engine, answers, ends, lambda *_: None)
+    return {(first, end): moments[first].fit(2 * end, RIDGE) for first, end in blocks}
+
+
+def _blocks(schedule: Schedule) -> set[Layers]:
+    return {block for index in range(len(schedule.plateaus)) for block in _skipped_blocks(schedule, index)}
+
+
+def _skipped_blocks(schedule: Schedule, plateau: int) -> list[Layers]:
+    """Runs of neighbouring skipped layers, lowest first; both units of a layer are skipped or none."""
+    skipped = sorted({unit.layer for unit in schedule.skipped_units(plateau)})
+    starts = [layer for layer in skipped if layer - 1 not in skipped]
+    ends = [layer + 1 for layer in skipped if layer + 1 not in skipped]
+    return list(zip(starts, ends, strict=True))

@@ -1,0 +1,168 @@
+"""Figures of the report as SVG texts, drawn by matplotlib."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from itertools import cycle
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from engine import Schedule
+from engine.plan import ApplyBridge, decode_plan
+from engine.unit import all_units
+from pipeline.evaluation.bootstrap import Estimate
+from pipeline.evaluation.figures import Figures
+
+INK, ACCENT, PALE, BRIDGE = "#24292f", "#2f6f4f", "#c9d8cf", "#d9a441"
+# Rivals: hues that stay apart for most colour-blind readers (Okabe and Ito's palette, without its green).
+RIVAL_COLORS = ("#0072b2", "#d55e00", "#cc79a7", "#56b4e9", "#7f7f7f", "#b8860b", "#5e4fa2", "#8c564b", "#333333")
+OWN_COLORS = (ACCENT, "#66a61e", "#1b4d3e", "#86c5a4")
+MARKERS = "osD^vP*Xh<>p"
+COLUMNS = 3  # small pictures side by side
+MAPPED_STEPS = 48  # of a schedule's map at most
+
+
+class Styles:
+    """Colour and marker of every method, the same in all figures."""
+
+    def __init__(self, found: Sequence[Figures]) -> None:
+        own, rivals, markers = cycle(OWN_COLORS), cycle(RIVAL_COLORS), cycle(MARKERS)
+        self._styles: dict[str, tuple[str, str, bool]] = {}
+        for each in found:
+            if each.name not in self._styles:
+                self._styles[each.name] = (next(rivals if each.is_rival else own), next(markers), each.is_rival)
+
+    def of(self, name: str) -> dict[str, object]:
+        """Keywords of a line."""
+        color, marker, is_rival = self._styles[name]
+        width, size = (1.1, 5) if is_rival else (2.2, 7)
+        return {"color": color, "marker": marker, "linewidth": width, "markersize": size, "zorder": 2 + (not is_rival)}
+
+
+def frontier(found: Sequence[Figures], styles: Styles, whole_sample: bool) -> str:
+    """Quality against FLOP speed-up, with intervals: share of full depth's ROUGE-L, and agreement."""
+    figure = Figure(figsize=(9.6, 5.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    judged = "to references" if any(each.share_of_full_depth["rouge_l"] for each in found) else "to full depth's output"
+    panels = [
+        (left, f"ROUGE-L {judged}, share of full depth", [_rouge_share(each) for each in found]),
+        (right, "agreement of the likeliest token, teacher-forced", [each.agreement for each in found]),
+    ]
+    for axes, title, qualities in panels:
+        _style(axes, title)
+        for name in dict.fromkeys(each.name for each in found):
+            points = [
+                (speed, quality)
+                for each, quality in zip(found, qualities, strict=True)
+                for speed in [each.sample_flop_speedup if whole_sample else each.decode_flop_speedup]
+                if each.name == name and quality is not None and speed is not None
+            ]
+            _line(axes, name, sorted(points), styles)
+        axes.axhline(1, color=PALE, linewidth=1, zorder=1)
+        axes.set_xlabel(f"{'whole-sample' if whole_sample else 'decode'} FLOP speed-up")
+        axes.set_ylim(-0.03, 1.12)
+        axes.set_xlim(left=0.98)
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    return _svg(figure)
+
+
+def agreement_by_step(found: Sequence[Figures], styles: Styles) -> str:
+    """One panel per target: where in the answer the likeliest token is still full depth's."""
+    scored = [each for each in found if each.agreement_by_step and each.name != "full depth"]
+    targets = sorted({each.target for each in scored}, key=lambda target: target or 0)
+    figure, panels = _grid(len(targets), 3.0)
+    for axes, target in zip(panels, targets, strict=False):
+        _style(axes, f"made for {target:g}x" if target else "no target")
+        for each in scored:
+            if each.target == target:
+                # Few answers are that long: the tail would be noise.
+                shown = [(step, share) for step, share, tokens in each.agreement_by_step if tokens >= 10]
+                steps, shares = (list(part) for part in zip(*shown, strict=True)) if shown else ([], [])
+                axes.plot(steps, shares, label=each.name, **(styles.of(each.name) | {"marker": ""}))  # type: ignore[arg-type]
+        axes.set_ylim(-0.03, 1.03)
+        axes.set_xlabel("decode step")
+    panels[0].set_ylabel("agreement")
+    labelled = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    return _svg(figure)
+
+
+def schedule_maps(named: Sequence[tuple[str, Schedule]]) -> str:
+    """Steps x units of every schedule: dark where a unit runs, amber where a bridge stands in, else white."""
+    figure, panels = _grid(len(named), 2.6)
+    colors = mpl.colors.ListedColormap(["#ffffff", BRIDGE, ACCENT])
+    for axes, (label, schedule) in zip(panels, named, strict=False):
+        grid = schedule_grid(schedule)
+        axes.imshow(
+            grid, origin="lower", aspect="auto", cmap=colors, vmin=0, vmax=2, interpolation="none",
+            extent=(0, grid.shape[1], 0, schedule.layers),
+        )  # fmt: skip
+        axes.set_title(label, loc="left", fontsize=9, color=INK)
+        axes.tick_params(labelsize=8)
+    for axes in panels[::COLUMNS]:
+        axes.set_ylabel("layer", fontsize=9)
+    for axes in panels[-COLUMNS:]:
+        axes.set_xlabel("decode step", fontsize=9)
+    legend = [Patch(facecolor=ACCENT, label="runs"), Patch(facecolor=BRIDGE, label="bridge"),
+              Patch(facecolor="#ffffff", edgecolor=PALE, label="skipped")]  # fmt: skip
+    figure.legend(handles=legend, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    return _svg(figure)
+
+
+def schedule_grid(schedule: Schedule) -> np.ndarray:
+    """[2 x layers, steps]: 2 where a unit runs, 1 where a bridge stands in for it, 0 where it is skipped bare."""
+    steps = min(MAPPED_STEPS, max(8, schedule.plateaus[-1].first_step * 4 // 3 + 1))
+    grid = np.zeros((2 * schedule.layers, steps))
+    for step in range(steps):
+        plateau = schedule.plateau_at(step)
+        active = set(schedule.active_units(plateau))
+        grid[:, step] = [2 * (unit in active) for unit in all_units(schedule.layers)]
+        for operation in decode_plan(schedule, plateau):
+            if isinstance(operation, ApplyBridge):
+                grid[[unit.place for unit in operation.bridge.block.units], step] = 1
+    return grid
+
+
+def _rouge_share(each: Figures) -> Estimate | None:
+    return each.share_of_full_depth["rouge_l"] or each.against_full_depth["rouge_l"]
+
+
+def _line(axes: Axes, name: str, points: Sequence[tuple[Estimate, Estimate]], styles: Styles) -> None:
+    x = [speed.value for speed, _ in points]
+    y = [quality.value for _, quality in points]
+    above = [quality.high - quality.value for _, quality in points]
+    below = [quality.value - quality.low for _, quality in points]
+    # A percentile interval may, by rounding, leave out a value that has no spread at all.
+    error = np.clip([below, above], 0, None) if points else None
+    axes.errorbar(x, y, error, label=name, capsize=2, elinewidth=0.9, **styles.of(name))  # type: ignore[arg-type]
+
+
+def _grid(count: int, height: float) -> tuple[Figure, list[Axes]]:
+    """`count` pictures in rows of COLUMNS, unused places hidden."""
+    columns = min(COLUMNS, max(1, count))
+    rows = -(-max(1, count) // columns)
+    figure = Figure(figsize=(9.6, height * rows + 0.5), layout="constrained")
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes in panels[count:]:
+        axes.set_visible(False)
+    return figure, panels
+
+
+def _style(axes: Axes, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=10, color=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _svg(figure: Figure) -> str:
+    sink = io.StringIO()
+    # Names inside one file must differ from figure to figure, yet the file must not change from run to run.
+    with mpl.rc_context({"svg.hashsalt": "skipdecode", "svg.fonttype": "path"}):
+        figure.savefig(sink, format="svg", metadata={"Date": None})
+    text = sink.getvalue()
+    return text[text.index("<svg") :]

@@ -1,0 +1,46 @@
+"""The contender: a schedule, or an adaptive rule, to judge against full depth."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass
+
+from engine import EarlyExit, Schedule
+
+FULL_DEPTH = "full depth"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to decode, under the name that the report shows."""
+
+    name: str  # the same at every target
+    target: float | None  # decode FLOP speed-up it was made for, where it was made for one
+    method: Schedule | EarlyExit
+    is_rival: bool = False
+    note: str = ""  # how it was fitted to its target
+
+    @classmethod
+    def full_depth(cls, layers: int) -> Contender:
+        """The reference of every comparison."""
+        return cls(FULL_DEPTH, None, Schedule.full_depth(layers))
+
+    @property
+    def label(self) -> str:
+        return self.name if self.target is None else f"{self.name}, {self.target:g}x"
+
+    @property
+    def identity(self) -> str:
+        """What decides its outputs, 16 hexadecimal digits: not its name, and no provenance."""
+        if isinstance(self.method, Schedule):
+            described = {k: v for k, v in self.method.to_dict().items() if k not in self.method.provenance}
+        else:
+            described = asdict(self.method)
+        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def slug(self) -> str:
+        """Its label as a file name, made unique by its identity."""
+        return f"{re.sub(r'[^a-z0-9.]+', '-', self.label.lower()).strip('-')}-{self.identity[:8]}"

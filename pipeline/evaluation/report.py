@@ -1,0 +1,84 @@
+"""report.html of a study: one file, no network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import Environment, PackageLoader
+
+from engine import Schedule
+from pipeline.evaluation import charts
+from pipeline.evaluation.bootstrap import Estimate
+from pipeline.evaluation.contender import Contender
+from pipeline.evaluation.figures import Figures
+
+REPORT_FILE = "report.html"
+TEXT_SHOWN = 500  # characters of a source text
+
+
+@dataclass(frozen=True)
+class Section:
+    """What the report says of one contender."""
+
+    figures: Figures
+    contender: Contender
+    worst: Sequence[Mapping[str, Any]]
+
+
+def render(sections: Sequence[Section], config: Mapping[str, Any]) -> str:
+    """The report as HTML; the first section is full depth."""
+    found = [section.figures for section in sections]
+    styles = charts.Styles(found)
+    scheduled = [(s.contender.label, s.contender.method) for s in sections[1:]]
+    maps = [(label, method) for label, method in scheduled if isinstance(method, Schedule)]
+    drawn = {
+        "Quality against compute, prompts included": charts.frontier(found, styles, whole_sample=True),
+        "Quality against compute, decoding alone": charts.frontier(found, styles, whole_sample=False),
+        "Agreement along the answer": charts.agreement_by_step(found, styles),
+        "Schedules": charts.schedule_maps(maps),
+    }
+    environment = Environment(loader=PackageLoader("pipeline.evaluation", "."), autoescape=True, trim_blocks=True)
+    environment.filters |= {"estimate": _estimate, "bare": _bare, "shorten": _shorten}
+    return environment.get_template("report.html.jinja").render(
+        full=found[0],
+        # By target, best first: what a reader compares stands together.
+        contenders=sorted(found[1:], key=lambda each: (each.target or 0, -_quality(each))),
+        headline=_headline(found),
+        charts=drawn,
+        sections=[section for section in sections[1:] if section.worst],
+        config=config,
+        has_references=any(each.share_of_full_depth["rouge_l"] for each in found),
+    )
+
+
+def _headline(found: Sequence[Figures]) -> str:
+    """The best of the schedules under judgement at each target, the whole-sample figure first."""
+    own = [each for each in found[1:] if not each.is_rival] or found[1:]
+    lines = []
+    for target in sorted({each.target for each in own}, key=lambda target: target or 0):
+        best = max((each for each in own if each.target == target), key=_quality)
+        lines.append(
+            f"{best.label}: FLOPs over full depth 1/{_bare(best.sample_flop_speedup)} with prompts, "
+            f"1/{_bare(best.decode_flop_speedup)} in decoding, at {_quality(best):.1%} of its ROUGE-L."
+        )
+    return "\n".join(lines)
+
+
+def _quality(each: Figures) -> float:
+    return (each.share_of_full_depth["rouge_l"] or each.against_full_depth["rouge_l"]).value
+
+
+def _estimate(value: Estimate | None) -> str:
+    return "-" if value is None else f"{value.value:.3f}\n{value.low:.3f} {value.high:.3f}"
+
+
+def _bare(value: Estimate | float | None) -> str:
+    if isinstance(value, Estimate):
+        value = value.value
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= TEXT_SHOWN else text[:TEXT_SHOWN].rsplit(" ", 1)[0] + " …"

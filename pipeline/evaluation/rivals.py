@@ -1,0 +1,205 @@
+"""Rivals: published ways to spend fewer decode FLOPs, each solved for a target on the lengths really generated.
+
+From which description each is built, and what of the original is unknown or left out, stands in the README.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from engine import (
+    EarlyExit,
+    Engine,
+    Generation,
+    ModelShape,
+    Sampling,
+    Schedule,
+    ScheduleError,
+    decays,
+    for_target_speedup,
+    orders,
+)
+from engine.early_exit import Kind, cheapest_check
+from pipeline.evaluation.contender import Contender
+
+log = logging.getLogger(__name__)
+
+WARMUPS = range(1, 7)  # bottom layers that SkipDecode always runs: the best on the calibration prompts is taken
+EXIT_PROMPTS = 16  # on which the threshold of an exit rule is solved, generating freely at each trial
+TOLERANCE = 0.01  # share of the target by which an exit rule may miss it
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What rivals may look at before they are judged: prompts apart from the test's, and full depth's answers."""
+
+    engine: Engine
+    sampling: Sampling
+    prompts: Sequence[Sequence[int]]
+    answers: Sequence[Sequence[int]]
+
+    @classmethod
+    def measure(cls, engine: Engine, sampling: Sampling, prompts: Sequence[Sequence[int]]) -> Calibration:
+        """Let full depth answer the prompts."""
+        found = sorted(engine.generate(prompts, sampling), key=lambda generation: generation.index)
+        return cls(engine, sampling, prompts, [generation.tokens for generation in found])
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.engine.shape
+
+    @property
+    def lengths(self) -> list[tuple[int, int]]:
+        """(prompt tokens, generated tokens) of each answer."""
+        return [(len(prompt), len(answer)) for prompt, answer in zip(self.prompts, self.answers, strict=True)]
+
+    @property
+    def horizon(self) -> int:
+        """Decode passes of the longest answer allowed."""
+        return self.sampling.max_new_tokens - 1
+
+    @cached_property
+    def similarity(self) -> orders.Order:
+        return orders.most_similar_first(self.engine.unit_similarity(self.prompts, self.answers))
+
+    def kl(self, schedules: Sequence[Schedule]) -> list[float]:
+        """Mean KL divergence from full depth per decode token."""
+        scores = self.engine.score(self.prompts, self.answers, schedules)
+        return [float(np.mean([kl for score in row for kl in score.kl])) for row in scores]
+
+
+Rival = Callable[[Calibration, float], Contender]
+
+
+def skipdecode(calibration: Calibration, target: float) -> Contender:
+    """Lowest layers above the warm-up first, linear decay over the horizon; best warm-up of 1 to 6 by KL.
+
+    The decay starts at half of its floor, as the paper's does: for 2x, 22 of 32 layers run at first and 11 at last.
+    """
+    horizon = calibration.horizon
+    schedule, note = _best_warmup(calibration, target, lambda floor: decays.linear(floor // 2, floor, horizon))
+    return _rival("SkipDecode", target, schedule, note)
+
+
+def early_termination(calibration: Calibration, target: float) -> Contender:
+    """The top layers never run, the same number at every step."""
+    order = orders.top_first(calibration.shape.layers)
+    return _rival("early termination", target, _solve(calibration, target, order))
+
+
+def unified_layer_skipping(calibration: Calibration, target: float) -> Contender:
+    """Evenly spaced layers, first and last kept, the same number at every step."""
+    order = orders.evenly_spaced(calibration.shape.layers)
+    return _rival("Unified Layer Skipping", target, _solve(calibration, target, order))
+
+
+def power_law(calibration: Calibration, target: float) -> Contender:
+    """SkipDecode's order, best warm-up of 1 to 6 by KL, with a power-law decay from full depth, exponent 0.5."""
+    horizon = calibration.horizon
+    schedule, note = _best_warmup(calibration, target, lambda floor: decays.power_law(0, floor, horizon))
+    return _rival("power-law decay", target, schedule, note)
+
+
+def most_similar_units(calibration: Calibration, target: float) -> Contender:
+    """AdaSkip's importance: single units whose output is most like their input, the same at every step."""
+    return _rival("AdaSkip", target, _solve(calibration, target, calibration.similarity))
+
+
+def calm_dec(calibration: Calibration, target: float) -> Contender:
+    """Softmax confidence, hidden-state propagation for missing keys and values."""
+    return _exits("CALM-DEC", calibration, target)
+
+
+def multi_layer_exit(calibration: Calibration, target: float) -> Contender:
+    """Softmax confidence, attention blocks above the exit run on."""
+    return _exits("multi-layer exit", calibration, target)
+
+
+RIVALS: dict[str, Rival] = {
+    "skipdecode": skipdecode,
+    "early-termination": early_termination,
+    "unified-layer-skipping": unified_layer_skipping,
+    "power-law": power_law,
+    "adaskip": most_similar_units,
+    "calm-dec": calm_dec,
+    "multi-layer-exit": multi_layer_exit,
+}
+
+
+def rivals(names: Sequence[str], targets: Sequence[float], calibration: Calibration) -> Iterator[Contender]:
+    """Each named rival at each target; one that cannot meet a target is left out, and said so."""
+    for target in targets:
+        for name in names:
+            try:
+                yield RIVALS[name](calibration, target)
+            except ScheduleError as error:
+                log.warning("%s at %gx is left out: %s", name, target, error)
+
+
+def _rival(name: str, target: float, method: Schedule | EarlyExit, note: str = "") -> Contender:
+    return Contender(name, target, method, is_rival=True, note=note)
+
+
+def _solve(calibration: Calibration, target: float, order: orders.Order) -> Schedule:
+    """The same units at every step."""
+    return for_target_speedup(target, calibration.lengths, calibration.shape, order)
+
+
+def _best_warmup(calibration: Calibration, target: float, decay: Callable[[int], decays.Decay]) -> tuple[Schedule, str]:
+    """The schedule of SkipDecode's order and this decay with the lowest calibration KL, and what was tried."""
+    options: dict[int, Schedule] = {}
+    for warmup in WARMUPS:
+        order = orders.lowest_first(calibration.shape.layers, min(warmup, calibration.shape.layers))
+        try:
+            options[warmup] = for_target_speedup(
+                target, calibration.lengths, calibration.shape, order, decay, calibration.horizon
+            )
+        except ScheduleError as error:
+            out_of_reach = error
+    if not options:
+        raise out_of_reach
+    kl = calibration.kl(list(options.values()))
+    best = min(zip(kl, options, strict=True))[1]
+    tried = ", ".join(f"{warmup}: {value:.2f}" for warmup, value in zip(options, kl, strict=True))
+    return options[best], f"warm-up {best}; calibration KL by warm-up: {tried}"
+
+
+def _exits(kind: Kind, calibration: Calibration, target: float) -> Contender:
+    """An exit rule of one check whose threshold meets the target on freely generated calibration answers."""
+    context = int(np.mean([prompt + generated / 2 for prompt, generated in calibration.lengths]))
+    check = cheapest_check(calibration.shape, kind, target, context)
+    confidences: list[float] = []
+    list(_generate(calibration, EarlyExit(kind, (check,), 2.0), confidences))
+    # Thresholds between the confidences seen: the share of tokens that leave falls along them.
+    thresholds = np.quantile(confidences, np.linspace(0, 1, 61))
+    low, high, best = 0, len(thresholds) - 1, (0.0, 0.0)
+    while low <= high:
+        middle = (low + high) // 2
+        speedup = _speedup(_generate(calibration, EarlyExit(kind, (check,), float(thresholds[middle])), []))
+        if speedup >= target * (1 - TOLERANCE):
+            best, low = (float(thresholds[middle]), speedup), middle + 1
+        else:
+            high = middle - 1
+    threshold, reached = best
+    if not reached:
+        raise ScheduleError(f"with a check after layer {check} it stays below {target:g}x at every threshold")
+    note = f"one check after {check} layers, threshold {threshold:.3f}, {reached:.2f}x on the calibration prompts"
+    return _rival(kind, target, EarlyExit(kind, (check,), threshold), note)
+
+
+def _generate(calibration: Calibration, rule: EarlyExit, confidences: list[float]) -> Iterator[Generation]:
+    prompts = calibration.prompts[:EXIT_PROMPTS]
+    return calibration.engine.generate_with_exits(
+        prompts, calibration.sampling, rule, len(prompts), on_confidences=confidences.extend
+    )
+
+
+def _speedup(generations: Iterator[Generation]) -> float:
+    found = list(generations)
+    full = sum(generation.flops_full_depth - generation.flops_prompt for generation in found)
+    return full / max(1, sum(generation.flops_decode for generation in found))

@@ -1,0 +1,183 @@
+"""The study: every contender on the same prompts, its outputs kept on disk so that nothing is computed twice."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from engine import BatchStats, EarlyExit, Engine, Generation, Sampling, Schedule
+from pipeline.evaluation.contender import Contender
+
+log = logging.getLogger(__name__)
+
+TIMING = b"timing"  # key of the timing in a file's metadata
+
+OUTPUTS = pa.schema(
+    [
+        ("id", pa.string()),
+        ("generation", pa.string()),
+        ("tokens", pa.list_(pa.int32())),
+        ("finish_reason", pa.string()),
+        ("prompt_tokens", pa.int32()),
+        ("generated_tokens", pa.int32()),
+        ("flops_prompt", pa.int64()),
+        ("flops_decode", pa.int64()),
+        ("flops_full_depth", pa.int64()),
+        ("mean_active_layers", pa.float32()),
+        # Teacher-forced on the row's full-depth answer, by decode step; null for adaptive rules.
+        ("kl", pa.list_(pa.float32())),
+        ("agrees", pa.list_(pa.bool_())),
+    ]
+)
+COSTS = OUTPUTS.names[3:10]  # fields of a generation that are copied as they are
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A held-out row."""
+
+    id: str
+    text: str
+    reference: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How long one batch of prompts decoded under one contender."""
+
+    session: str  # only times of one session compare
+    decode_passes: int
+    decode_seconds: float
+
+
+@dataclass(frozen=True)
+class Study:
+    """Outputs under `directory`, one file per contender and batch of prompts.
+
+    Full depth answers first, schedules share its prompt pass, and their teacher-forced scores are taken on its answers.
+    """
+
+    directory: Path
+    model_identity: str
+    sampling: Sampling
+    batch_size: int
+    prompts: Sequence[Prompt]
+
+    def run(self, engine: Engine, contenders: Sequence[Contender]) -> None:
+        """Compute what is missing. The first contender is full depth."""
+        session = uuid.uuid4().hex
+        batches = list(self._batches())
+        missing = {
+            number: [c for c in contenders if not self._file(c, batch).exists()] for number, batch in enumerate(batches)
+        }
+        left = sum(map(len, missing.values()))
+        log.info(
+            "%d prompts under %d contenders: %d of %d outputs are there already",
+            len(self.prompts), len(contenders), len(batches) * len(contenders) - left, len(batches) * len(contenders),
+        )  # fmt: skip
+        started, done = time.monotonic(), 0
+        for number, batch in enumerate(batches):
+            if not missing[number]:
+                continue
+            self._run_batch(engine, batch, contenders[0], missing[number], session)
+            done += len(missing[number])
+            seconds = (time.monotonic() - started) / done * (left - done)
+            log.info(
+                "batch %d of %d done, %d outputs to go, about %s left",
+                number + 1, len(batches), left - done, timedelta(seconds=round(seconds)),
+            )  # fmt: skip
+
+    def outputs(self, contender: Contender) -> pa.Table:
+        """All of a contender's rows, in the prompts' order."""
+        return pa.concat_tables(
+            pq.read_table(self._file(contender, batch), schema=OUTPUTS) for batch in self._batches()
+        )
+
+    def timings(self, contender: Contender) -> list[Timing]:
+        """One per batch of prompts."""
+        metadata = [pq.read_schema(self._file(contender, batch)).metadata[TIMING] for batch in self._batches()]
+        return [Timing(**json.loads(text)) for text in metadata]
+
+    def _run_batch(
+        self, engine: Engine, batch: Sequence[Prompt], full: Contender, missing: Sequence[Contender], session: str
+    ) -> None:
+        prompts = [prompt.tokens for prompt in batch]
+        scheduled = [(c, c.method) for c in missing if isinstance(c.method, Schedule)]
+        stats: dict[int, list[BatchStats]] = {}
+        generations: dict[int, list[Generation]] = {}
+        schedules = [schedule for _, schedule in scheduled]
+        for index, generation in engine.generate_each(
+            prompts, self.sampling, schedules, self.batch_size,
+            on_batch=lambda index, batch_stats: stats.setdefault(index, []).append(batch_stats),
+        ):  # fmt: skip
+            generations.setdefault(index, []).append(generation)
+        answers = self._answers(batch, full, [generations[i] for i, (c, _) in enumerate(scheduled) if c == full])
+        scores = engine.score(prompts, answers, schedules) if schedules else []
+        for index, (contender, _) in enumerate(scheduled):
+            rows = sorted(generations[index], key=lambda generation: generation.index)
+            forced = [{"kl": list(score.kl), "agrees": list(score.agrees)} for score in scores[index]]
+            passes = sum(generation.generated_tokens - 1 for generation in rows)
+            timing = Timing(session, passes, sum(batch_stats.decode_seconds for batch_stats in stats[index]))
+            self._write(contender, batch, rows, forced, timing)
+        for contender in missing:
+            if isinstance(contender.method, EarlyExit):
+                found = engine.generate_with_exits(prompts, self.sampling, contender.method, self.batch_size)
+                rows = sorted(found, key=lambda generation: generation.index)
+                self._write(contender, batch, rows, [{}] * len(rows), Timing(session, 0, 0.0))
+
+    def _answers(
+        self, batch: Sequence[Prompt], full: Contender, computed: Sequence[Sequence[Generation]]
+    ) -> list[list[int]]:
+        """Full depth's tokens for each prompt: of this session, or of an earlier one."""
+        for generations in computed:
+            return [list(generation.tokens) for generation in sorted(generations, key=lambda g: g.index)]
+        answers: list[list[int]] = pq.read_table(self._file(full, batch), columns=["tokens"])["tokens"].to_pylist()
+        return answers
+
+    def _write(
+        self,
+        contender: Contender,
+        batch: Sequence[Prompt],
+        generations: Sequence[Generation],
+        forced: Sequence[dict[str, Any]],
+        timing: Timing,
+    ) -> None:
+        records = [
+            {
+                "id": prompt.id,
+                "generation": generation.text,
+                "tokens": list(generation.tokens),
+                **{name: getattr(generation, name) for name in COSTS},
+                **scores,
+            }
+            for prompt, generation, scores in zip(batch, generations, forced, strict=True)
+        ]
+        table = pa.Table.from_pylist(records, OUTPUTS).replace_schema_metadata({TIMING: json.dumps(asdict(timing))})
+        file = self._file(contender, batch)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scratch = file.with_suffix(".part")
+        pq.write_table(table, scratch)
+        scratch.replace(file)
+
+    def _batches(self) -> Iterator[Sequence[Prompt]]:
+        for first in range(0, len(self.prompts), self.batch_size):
+            yield self.prompts[first : first + self.batch_size]
+
+    def _file(self, contender: Contender, batch: Sequence[Prompt]) -> Path:
+        """Where a contender's outputs for a batch lie: the name holds all that decides them."""
+        rows = [[prompt.id, list(prompt.tokens)] for prompt in batch]
+        decided = json.dumps([self.model_identity, self.sampling.to_dict(), contender.identity, rows])
+        name = hashlib.sha256(decided.encode()).hexdigest()[:16]
+        return self.directory / contender.slug / f"{name}.parquet"

@@ -1,0 +1,212 @@
+"""Bridges are the ridge regressions they claim to be, and the schedules made of them hold what they promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations_with_replacement
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine import Block, Engine, Ledger, Plateau, Sampling, Schedule, ScheduleError, decode_flop_speedup
+from engine.calibration.bridged import Bridges, Candidate
+from engine.calibration.calibrate import Calibration
+from engine.calibration.collect import answer_prompts, chunks, collect_moments
+from engine.calibration.growth import best_growths
+from engine.calibration.moments import Moments
+from engine.calibration.quality import Judge, Quality
+from engine.kernels import Kernels
+from engine.teacher_forcing import Answer
+
+WIDTH, LAYERS = 12, 8
+CPU = torch.device("cpu")
+START, END = 4, 10  # places
+
+
+def quiet(stage: str, done: int, total: int) -> None:
+    """Nobody watches."""
+
+
+def random_states(count: int, seed: int = 0) -> dict[int, Tensor]:
+    """States at two places; a few entries are far larger than the others, as in real models."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, WIDTH, generator=draw) * torch.logspace(-1, 2, WIDTH) + 3
+    y = torch.randn(count, WIDTH, generator=draw)
+    return {START: x, END: x + 0.1 * x @ torch.randn(WIDTH, WIDTH, generator=draw) + y + 1}
+
+
+def moments_of(*parts: dict[int, Tensor]) -> Moments:
+    moments = Moments(START, (END,), WIDTH, CPU)
+    for part in parts:
+        moments.add(part)
+    return moments
+
+
+@pytest.mark.parametrize("ridge", [1e-4, 1e-2])
+def test_a_bridge_is_the_ridge_regression_of_its_tokens(ridge: float) -> None:
+    states = random_states(400)
+    bridge = moments_of({place: x[:150] for place, x in states.items()}, {p: x[150:] for p, x in states.items()}).fit(
+        END, ridge
+    )
+    x, y = states[START].double(), (states[END].double() - states[START].double())
+    xc, yc = x - x.mean(0), y - y.mean(0)
+    penalty = ridge * xc.square().sum() / WIDTH
+    # The same problem as ordinary least squares on rows that pull the weights to zero.
+    rows = torch.cat([xc, penalty.sqrt() * torch.eye(WIDTH, dtype=torch.float64)])
+    weight = torch.linalg.lstsq(rows, torch.cat([yc, torch.zeros(WIDTH, WIDTH, dtype=torch.float64)])).solution
+    torch.testing.assert_close(bridge.tensors["weight"].double(), weight, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(bridge.tensors["bias"].double(), y.mean(0) - x.mean(0) @ weight, rtol=1e-4, atol=1e-4)
+    assert bridge.block == Block.of_layers(2, 5)
+
+
+def test_a_bridge_fitted_over_nothing_is_the_identity() -> None:
+    x = random_states(100)[START]
+    moments = Moments(START, (START,), WIDTH, CPU)
+    moments.add({START: x})
+    bridge = moments.fit(START, 1e-3)
+    assert torch.equal(bridge.compiled(Kernels(), torch.float32, CPU)(x), x)
+
+
+def test_merged_moments_are_those_of_all_tokens() -> None:
+    first, second = random_states(120, seed=1), random_states(80, seed=2)
+    merged = moments_of(first).merged(moments_of(second)).fit(END, 1e-3)
+    together = moments_of({place: torch.cat([first[place], second[place]]) for place in first}).fit(END, 1e-3)
+    torch.testing.assert_close(merged.tensors["weight"], together.tensors["weight"])
+
+
+@pytest.fixture(scope="module")
+def tiny(make_checkpoint: Callable[..., Path]) -> Engine:
+    return Engine.load(str(make_checkpoint(num_hidden_layers=LAYERS, eos=[3, 40, 77])), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def answers(tiny: Engine) -> list[Answer]:
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.randint(3, 20, (120,), generator=draw).tolist()
+    prompts = [torch.randint(1, 96, (length,), generator=draw).tolist() for length in lengths]
+    return answer_prompts(tiny, prompts, Sampling(max_new_tokens=24, temperature=1.0), 32, quiet)
+
+
+def test_answers_are_the_full_models_and_those_without_a_decode_pass_are_left_out(
+    tiny: Engine, answers: list[Answer]
+) -> None:
+    prompts = [list(answer.prompt) for answer in answers]
+    assert all(answer.passes > 0 for answer in answers)
+    again = answer_prompts(tiny, prompts, Sampling(max_new_tokens=24), 32, quiet)
+    for answer in again:
+        [generation] = tiny.generate([answer.prompt], Sampling(max_new_tokens=24))
+        assert tuple(answer.tokens) == generation.tokens
+
+
+def test_states_are_collected_whatever_the_chunks(tiny: Engine, answers: list[Answer]) -> None:
+    assert [answer for chunk in chunks(answers) for answer in chunk] == answers
+    moments = collect_moments(tiny, answers, {2: [4, 6]}, quiet)[2]
+    kept: dict[int, Tensor] = {}
+    with torch.inference_mode():
+        forced = tiny.teacher_forced(answers)
+        forced.hidden(Schedule.full_depth(LAYERS), {}, observe=lambda place, x: kept.__setitem__(place, x))
+    direct = Moments(4, (8, 12), tiny.shape.hidden, CPU)
+    direct.add(kept)
+    assert moments.count == forced.tokens
+    for end in (8, 12):
+        torch.testing.assert_close(
+            moments.fit(end, 1e-3).tensors["weight"], direct.fit(end, 1e-3).tensors["weight"], rtol=1e-3, atol=1e-4
+        )
+
+
+def test_a_judge_finds_no_fault_with_full_depth_and_more_with_more_skipping(
+    tiny: Engine, answers: list[Answer]
+) -> None:
+    bridges = Bridges(collect_moments(tiny, answers[:80], {2: [3, 4, 5, 6, 7]}, quiet))
+    with torch.inference_mode():
+        judges = [Judge(tiny.teacher_forced(answers[80:]), LAYERS, places) for places in ((), (4,))]
+        full = judges[0].judge(Schedule.full_depth(LAYERS), {})
+        assert full.mean_kl < 1e-4
+        assert full.agreement == 1.0
+        losses = []
+        for skipped in (1, 3, 5):
+            schedule = bridges.schedule(LAYERS, Candidate.constant(2, skipped))
+            quality, resumed = (judge.judge(schedule, tiny.compiled_bridges(schedule)) for judge in judges)
+            torch.testing.assert_close(quality.kl, resumed.kl, rtol=1e-3, atol=1e-4)
+            losses.append(quality.mean_kl)
+    assert losses == sorted(losses)
+    assert losses[0] > 0.01
+
+
+def test_intervals_hold_the_mean_and_narrow_with_more_answers() -> None:
+    draw = torch.Generator().manual_seed(0)
+    kl, sample = torch.rand(4000, generator=draw), torch.arange(400).repeat_interleave(10)
+    wide = Quality(kl[:400], kl[:400] < 0.5, sample[:400]).figures()
+    narrow = Quality(kl, kl < 0.5, sample).figures()
+    for name in ("kl", "agreement"):
+        for figures in (wide, narrow):
+            low, high = figures[f"{name}_interval"]  # type: ignore[misc]
+            assert low < figures[name] < high
+        assert np.ptp(narrow[f"{name}_interval"]) < 0.5 * np.ptp(wide[f"{name}_interval"])
+
+
+def test_the_best_growth_is_the_best_of_all(tiny: Engine) -> None:
+    """Held against every growth there is, priced with the ledger itself."""
+    steps = np.tile(np.arange(6), 40)
+    draw = np.random.default_rng(0)
+    depths = [0, 1, 2, 4]
+    losses = {
+        depth: torch.tensor(draw.random(len(steps)) * depth * (1 + (depth > 1) * (steps < 2))) for depth in depths
+    }
+    qualities = {d: Quality(losses[d], losses[d] < 1, torch.zeros(len(steps), dtype=torch.long)) for d in depths}
+    lengths = [(9, 7), (4, 3), (12, 5)]
+
+    def ledger(growth: tuple[int, ...]) -> Ledger:
+        order = tuple(unit for layer in range(2, 6) for unit in Block.of_layers(layer, layer + 1).units)
+        plateaus = tuple(Plateau(step, 2 * skipped) for step, skipped in enumerate(growth))
+        return Ledger(tiny.shape, Schedule(LAYERS, order, plateaus))
+
+    def loss(growth: tuple[int, ...]) -> float:
+        passes = [sum(generated - 1 > step for _, generated in lengths) for step in range(6)]
+        return sum(passes[t] * float(losses[growth[t]].numpy()[steps == t].mean()) for t in range(6))
+
+    full = sum(ledger((0,) * 6).decode(*sample) for sample in lengths)
+    budget = int(full / 1.3)
+    ledgers = {depth: ledger((depth,)) for depth in depths}
+    [found] = best_growths(qualities, steps, ledgers, lengths, budget, count=1)
+    found_steps = tuple(max(skipped for first, skipped in found if first <= step) for step in range(6))
+    affordable = [
+        growth
+        for growth in combinations_with_replacement(depths, 6)
+        if sum(ledger(growth).decode(*sample) for sample in lengths) <= budget
+        and len(set(growth)) <= 4
+        and growth[4] == growth[5]  # no plateau may start at step 5
+    ]
+    assert loss(found_steps) == pytest.approx(min(map(loss, affordable)))
+
+
+def test_calibrated_schedules_meet_their_targets_and_beat_bare_skipping(tiny: Engine, answers: list[Answer]) -> None:
+    calibration = Calibration(tiny, answers, [1.2, 1.5], quiet)
+    lengths = [(len(answer.prompt), len(answer.tokens)) for answer in answers]
+    losses = []
+    for found in calibration.run():
+        figures = found.schedule.provenance
+        assert decode_flop_speedup(tiny.shape, found.schedule, lengths) >= found.target
+        assert figures["decode_flop_speedup"] == pytest.approx(
+            decode_flop_speedup(tiny.shape, found.schedule, lengths), abs=1e-4
+        )
+        found.schedule.check_fits(tiny.shape)
+        losses.append(found.quality.mean_kl)
+        bare = replace(
+            found.schedule, plateaus=tuple(p._replace(bridges=()) for p in found.schedule.plateaus), bridges={}
+        )
+        with torch.inference_mode():
+            judge = Judge(tiny.teacher_forced(answers[-18:]), LAYERS)
+            assert judge.judge(bare, {}).mean_kl > found.quality.mean_kl
+    assert losses == sorted(losses)
+
+
+def test_too_few_answers_or_too_high_a_target_are_said(tiny: Engine, answers: list[Answer]) -> None:
+    with pytest.raises(ScheduleError, match=r"needs 20 answers .* got 5"):
+        Calibration(tiny, answers[:5], [1.2], quiet)
+    with pytest.raises(ScheduleError, match="of 9x cannot be met"):
+        Calibration(tiny, answers, [9.0], quiet)

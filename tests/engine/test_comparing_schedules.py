@@ -1,0 +1,165 @@
+"""Comparing schedules cheaply gives what running each of them alone gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import engine.batch
+from engine import BatchStats, Engine, PromptError, Sampling, Schedule, ScheduleError, decays, orders, recipes
+from engine.sampling import Sampler
+
+Schedules = Callable[..., st.SearchStrategy[Schedule]]
+LAYERS = 5
+NO_SCHEDULE = recipes.skipdecode(LAYERS, warmup=1, max_active=5, min_active=5, horizon=1)
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2", "opt"])
+def tiny(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Path]) -> Engine:
+    """Plain attention; sliding windows with soft caps; learned positions."""
+    family = {
+        "llama": {},
+        "gemma2": {"sliding_window": 6, "head_dim": 8, "query_pre_attn_scalar": 8},
+        "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    }[request.param]
+    directory = make_checkpoint(family=request.param, num_hidden_layers=LAYERS, eos=[3, 19, 35], **family)
+    return Engine.load(str(directory), device="cpu")
+
+
+def random_prompts(lengths: list[int], seed: int) -> list[list[int]]:
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, 96, (length,), generator=draw).tolist() for length in lengths]
+
+
+@settings(max_examples=15)
+@given(
+    data=st.data(),
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=7),
+    batch_size=st.integers(1, 7),
+    temperature=st.sampled_from([0.0, 1.5]),
+    copies=st.integers(1, 2),
+)
+def test_one_prompt_pass_for_all_schedules_gives_what_a_call_for_each_gives(
+    tiny: Engine,
+    schedules: Schedules,
+    data: st.DataObject,
+    lengths: list[int],
+    batch_size: int,
+    temperature: float,
+    copies: int,
+) -> None:
+    several = [None, *data.draw(st.lists(schedules(LAYERS, 32), min_size=1, max_size=3))]
+    sampling = Sampling(
+        max_new_tokens=14, temperature=temperature, repetition_penalty=1.2, samples_per_prompt=copies, seed=5
+    )
+    prompts = random_prompts(lengths, seed=sum(lengths))
+    stats: list[tuple[int, BatchStats]] = []
+    together = list(
+        tiny.generate_each(prompts, sampling, several, batch_size, on_batch=lambda *batch: stats.append(batch))
+    )
+    for index, schedule in enumerate(several):
+        alone_stats: list[BatchStats] = []
+        alone = list(tiny.generate(prompts, sampling, schedule, batch_size, on_batch=alone_stats.append))
+        assert [generation for which, generation in together if which == index] == alone
+        mine = [batch for which, batch in stats if which == index]
+        assert [_untimed(batch) for batch in mine] == [_untimed(batch) for batch in alone_stats]
+
+
+def _untimed(stats: BatchStats) -> BatchStats:
+    return replace(stats, prefill_seconds=0.0, decode_seconds=0.0)
+
+
+def logits_of(engine_: Engine, prompts: list[list[int]], sampling: Sampling, schedule: Schedule) -> list[list[Tensor]]:
+    """[prompt][step]: what each token was chosen from, in cached decoding."""
+    found: list[list[Tensor]] = [[] for _ in prompts]
+
+    class Tapped(Sampler):
+        def choose(self, logits: Tensor, step: int) -> Tensor:
+            found[len(done)].append(logits[0].clone())
+            return super().choose(logits, step)
+
+    done: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.batch, "Sampler", Tapped)
+        for prompt in prompts:
+            list(engine_.generate([prompt], sampling, schedule))
+            done.append(1)
+    return found
+
+
+@settings(max_examples=25)
+@given(data=st.data(), lengths=st.lists(st.integers(1, 20), min_size=1, max_size=5), seed=st.integers(0, 100))
+def test_a_score_compares_the_logits_of_cached_decoding(
+    tiny: Engine, schedules: Schedules, data: st.DataObject, lengths: list[int], seed: int
+) -> None:
+    schedule = data.draw(schedules(LAYERS, 32))
+    prompts = random_prompts(lengths, seed)
+    sampling = Sampling(max_new_tokens=14)
+    answers = [list(g.tokens) for prompt in prompts for g in tiny.generate([prompt], sampling)]
+    full = logits_of(tiny, prompts, sampling, NO_SCHEDULE)
+    forced = _forced_logits(tiny, prompts, answers, schedule)
+    (scores,) = tiny.score(prompts, answers, [schedule])
+    for answer, expected, ours, score in zip(answers, full, forced, scores, strict=True):
+        assert len(score.kl) == len(score.agrees) == len(answer) - 1
+        for step, (kl, agrees) in enumerate(zip(score.kl, score.agrees, strict=True)):
+            p, q = expected[step + 1].log_softmax(-1), ours[step + 1].log_softmax(-1)
+            assert kl == pytest.approx(float((p.exp() * (p - q)).sum()), abs=1e-4, rel=1e-4)
+            assert agrees == bool(p.argmax() == q.argmax())
+
+
+def _forced_logits(
+    engine_: Engine, prompts: list[list[int]], answers: list[list[int]], schedule: Schedule
+) -> list[list[Tensor]]:
+    """Logits of cached decoding under a schedule that is made to write the given answers."""
+    found: list[list[Tensor]] = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        seen: list[Tensor] = []
+
+        class Forced(Sampler):
+            def choose(
+                self, logits: Tensor, step: int, seen: list[Tensor] = seen, answer: list[int] = answer
+            ) -> Tensor:
+                seen.append(logits[0].clone())
+                return torch.tensor([answer[step]])
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.batch, "Sampler", Forced)
+            list(engine_.generate([prompt], Sampling(max_new_tokens=len(answer)), schedule))
+        found.append(seen)
+    return found
+
+
+def test_full_depth_scores_itself_perfectly_and_worse_schedules_worse(packaged: Engine, chats: list[list[int]]) -> None:
+    prompts = sorted(chats, key=len)[::25]
+    found = sorted(packaged.generate(prompts, Sampling(max_new_tokens=12)), key=lambda generation: generation.index)
+    answers = [generation.tokens for generation in found]
+    four, twelve = (
+        Schedule.build(30, orders.lowest_first(30, 4), decays.constant(floor), horizon=0) for floor in (4, 12)
+    )
+    scores = packaged.score(prompts, answers, [Schedule.full_depth(30), four, twelve])
+    kl = [sum(sum(score.kl) for score in row) / sum(len(score.kl) for score in row) for row in scores]
+    agreement = [sum(sum(score.agrees) for score in row) / sum(len(score.kl) for score in row) for row in scores]
+    assert kl[0] < 1e-4 < 0.05 < kl[1] < 0.6 < 2 < kl[2]
+    assert agreement[0] == 1.0 > agreement[1] > 0.6 > 0.4 > agreement[2]
+
+
+def test_an_answer_without_decode_steps_has_no_score(tiny: Engine) -> None:
+    [[one, several, none]] = tiny.score([[5], [6, 7], [8]], [[9], [9, 9, 9], []], [NO_SCHEDULE])
+    assert (one.kl, one.agrees, none.kl) == ((), (), ())
+    assert len(several.kl) == 2
+
+
+def test_what_cannot_be_compared_is_said_before_anything_runs(tiny: Engine) -> None:
+    with pytest.raises(ScheduleError, match="is for a model of 7 layers"):
+        tiny.generate_each([[1]], None, [None, Schedule.full_depth(7)])
+    with pytest.raises(ScheduleError, match="is for a model of 7 layers"):
+        tiny.score([[1]], [[1, 2]], [Schedule.full_depth(7)])
+    with pytest.raises(PromptError, match="empty"):
+        tiny.score([[]], [[1, 2]], [NO_SCHEDULE])

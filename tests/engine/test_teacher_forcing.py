@@ -1,0 +1,94 @@
+"""One teacher-forced pass over known answers gives the logits that decoding them step by step gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import engine.batch
+from engine import Engine, Sampling, Schedule
+from engine.sampling import Sampler
+from engine.teacher_forcing import Answer
+
+LAYERS = 5
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma2": {  # sliding windows, soft caps
+        "head_dim": 8,
+        "sliding_window": 6,
+        "attn_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 8,
+    },
+    "opt": {"word_embed_proj_dim": 32, "ffn_dim": 48, "dropout": 0.0},
+}
+
+
+class KeptLogits(Sampler):
+    """The real sampler; keeps the logits of a batch of one, step by step."""
+
+    kept: list[Tensor]
+
+    def choose(self, logits: Tensor, step: int) -> Tensor:
+        self.kept.append(logits[0].clone())
+        return super().choose(logits, step)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Path]) -> Engine:
+    name: str = request.param
+    return Engine.load(str(make_checkpoint(family=name, num_hidden_layers=LAYERS, **MODELS[name])), device="cpu")
+
+
+@settings(max_examples=15)
+@given(
+    data=st.data(),
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    new_tokens=st.integers(2, 14),
+)
+def test_teacher_forcing_is_decoding(
+    model: Engine,
+    schedules: Callable[..., st.SearchStrategy[Schedule]],
+    data: st.DataObject,
+    lengths: list[int],
+    new_tokens: int,
+) -> None:
+    schedule = data.draw(schedules(LAYERS, hidden=model.shape.hidden))
+    draw = torch.Generator().manual_seed(sum(lengths))
+    answers, decoded = [], []
+    sampling = Sampling(max_new_tokens=new_tokens, min_new_tokens=2, temperature=1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.batch, "Sampler", KeptLogits)
+        for length in lengths:
+            prompt = torch.randint(1, 96, (length,), generator=draw).tolist()
+            KeptLogits.kept = []
+            [generation] = model.generate([prompt], sampling, schedule)
+            answers.append(Answer(prompt, generation.tokens))
+            decoded += KeptLogits.kept[1 : len(generation.tokens)]
+    with torch.inference_mode():
+        forced = model.teacher_forced(answers)
+        hidden = forced.hidden(schedule, model.compiled_bridges(schedule))
+        logits = torch.cat([part for _, part in forced.logits(hidden)])
+    expected = torch.stack(decoded)
+    assert forced.tokens == len(expected)
+    assert forced.next_token.tolist() == [token for answer in answers for token in answer.tokens[1:]]
+    assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_a_pass_goes_on_from_a_kept_state(model: Engine) -> None:
+    draw = torch.Generator().manual_seed(0)
+    answers = [Answer(*torch.randint(1, 96, (2, 9), generator=draw).tolist()) for _ in range(3)]
+    full, states = Schedule.full_depth(LAYERS), {}
+    with torch.inference_mode():
+        forced = model.teacher_forced(answers)
+        hidden = forced.hidden(full, {}, observe=lambda place, x: states.__setitem__(place, x.clone()))
+        assert sorted(states) == list(range(2 * LAYERS + 1))
+        torch.testing.assert_close(states[2 * LAYERS], hidden)
+        for place in (3, 6):
+            torch.testing.assert_close(forced.hidden(full, {}, start=(place, states[place])), hidden)

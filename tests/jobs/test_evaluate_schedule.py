@@ -1,0 +1,94 @@
+"""The evaluation job from its command line to its three files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from engine import recipes
+from jobs import evaluate_schedule
+from jobs.evaluate_schedule import main
+
+CORPUS = "infra/demo/package_descriptions.parquet"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr("sys.argv", ["evaluate_schedule.py", *arguments])
+    return main()
+
+
+@pytest.fixture
+def schedules(tmp_path: Path) -> Path:
+    """A directory of two targets, as calibrating writes."""
+    for target, active in ((1.1, 26), (1.6, 14)):
+        recipe = recipes.skipdecode(30, warmup=4, max_active=active, min_active=active, horizon=1)
+        described = recipe.to_dict() | {"name": "plain", "target_speedup": target}
+        directory = tmp_path / "calibrated" / f"{target}x"
+        directory.mkdir(parents=True)
+        (directory / "schedule.json").write_text(json.dumps(described))
+    return tmp_path / "calibrated"
+
+
+def test_a_rerun_extends_what_is_there_and_the_report_stands_alone(
+    tmp_path: Path, schedules: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    arguments = [
+        "--input", CORPUS, "--output", str(out), "--schedules", str(schedules), "--part", "all", "--rows", "4",
+        "--batch-size", "2", "--max-new-tokens", "6", "--threads", "2",
+    ]  # fmt: skip
+    assert run(monkeypatch, *arguments) == 0
+    assert "plain, 1.6x" in capsys.readouterr().out
+    computed = {file: file.stat().st_mtime_ns for file in (out / "work").rglob("*.parquet")}
+    assert len(computed) == 3 * 2
+    rivals = ["--rivals", "early-termination", "--target-speedups", "1.6", "--calibration-rows", "2"]
+    assert run(monkeypatch, *arguments, *rivals) == 0
+    assert {file: file.stat().st_mtime_ns for file in computed} == computed
+    results = json.loads((out / "figures.json").read_text())
+    labels = [each["label"] for each in results["contenders"]]
+    assert labels == ["full depth", "plain, 1.1x", "plain, 1.6x", "early termination, 1.6x"]
+    assert all(each["rows"] == 4 for each in results["contenders"])
+    value, low, high = results["contenders"][1]["share_of_full_depth"]["rouge_l"]
+    assert low <= value <= high
+    table = pq.read_table(out / "outputs.parquet")
+    assert table.num_rows == 4 * 4
+    assert set(table["contender"].to_pylist()) == set(labels)
+    html = (out / "report.html").read_text()
+    assert html.count("<svg") == 4
+    assert "plain, 1.6x" in html
+    for outside in ("<script", "<link", "src=", "url(http", "@import"):
+        assert outside not in html
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "name something to judge"),
+        (["--rivals", "magic"], "rival 'magic' is not known: known are skipdecode"),
+        (["--rivals", "all", "--target-speedups", "0.5"], "must be above 1"),
+        (["--schedules", "nowhere.json"], "'nowhere.json' cannot be read"),
+        (["--schedules", "infra"], "'infra' holds no schedule.json"),
+        (["--rivals", "all", "--text-column", "body"], "body"),
+        (["--rivals", "all", "--prompt", "Summarize."], "has no {text} field"),
+    ],
+)
+def test_a_mistake_is_one_line_before_any_model_is_loaded(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    said: str,
+) -> None:
+    monkeypatch.setattr(evaluate_schedule.Engine, "load", lambda *_: pytest.fail("a model was loaded"))
+    given = ["--input", CORPUS, "--output", str(tmp_path / "out"), *arguments]
+    try:
+        code = run(monkeypatch, *given)
+    except SystemExit as exit_:
+        code = int(str(exit_.code))
+    assert code in (1, 2)
+    errors = [line for line in capsys.readouterr().err.splitlines() if ": error: " in line]
+    assert len(errors) == 1
+    assert said in errors[0]

@@ -1,0 +1,66 @@
+"""Every rival is solved for the target it is judged at, on the lengths really generated."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from engine import EarlyExit, Engine, Sampling, Schedule, decode_flop_speedup
+from engine.schedule import Plateau
+from pipeline.evaluation import rivals as module
+from pipeline.evaluation.rivals import RIVALS, TOLERANCE, Calibration, rivals, skipdecode
+
+TARGETS = [1.3, 1.6]
+
+
+@pytest.fixture(scope="module")
+def calibration(packaged: Engine, texts: list[str]) -> Calibration:
+    prompts = [packaged.tokenizer.encode_chat(text) for text in sorted(texts, key=len)[:4]]
+    return Calibration.measure(packaged, Sampling(max_new_tokens=10), prompts)
+
+
+@pytest.mark.parametrize("name", [name for name in RIVALS if name not in ("calm-dec", "multi-layer-exit")])
+def test_a_rival_meets_its_target_and_no_milder_one_would(calibration: Calibration, name: str) -> None:
+    for target in TARGETS:
+        rival = RIVALS[name](calibration, target)
+        schedule = rival.method
+        assert isinstance(schedule, Schedule)
+        assert (rival.target, rival.is_rival) == (target, True)
+        assert decode_flop_speedup(calibration.shape, schedule, calibration.lengths) >= target
+        # One unit or layer less at each step does not.
+        group = 1 if name == "adaskip" else 2
+        plateaus = tuple(Plateau(p.first_step, max(0, p.skipped - group)) for p in schedule.plateaus)
+        milder = Schedule(schedule.layers, schedule.skip_order, plateaus)
+        assert decode_flop_speedup(calibration.shape, milder, calibration.lengths) < target
+
+
+def test_skipdecode_takes_the_warm_up_with_the_lowest_kl(calibration: Calibration) -> None:
+    rival = skipdecode(calibration, 1.3)
+    assert isinstance(rival.method, Schedule)
+    listed = dict(pair.split(": ") for pair in rival.note.split("by warm-up: ")[1].split(", "))
+    assert list(listed) == ["1", "2", "3", "4", "5", "6"]
+    best = min(listed, key=lambda warmup: float(listed[warmup]))
+    assert rival.note.startswith(f"warm-up {best};")
+    assert rival.method.skip_order[0].layer == int(best)
+
+
+@pytest.mark.parametrize("name", ["calm-dec", "multi-layer-exit"])
+def test_an_exit_rule_meets_its_target_on_what_it_generates(calibration: Calibration, name: str) -> None:
+    rival = RIVALS[name](calibration, 1.3)
+    assert isinstance(rival.method, EarlyExit)
+    found = list(
+        calibration.engine.generate_with_exits(
+            calibration.prompts, calibration.sampling, rival.method, len(calibration.prompts)
+        )
+    )
+    full = sum(generation.flops_full_depth - generation.flops_prompt for generation in found)
+    assert full / sum(generation.flops_decode for generation in found) >= 1.3 * (1 - TOLERANCE)
+
+
+def test_a_target_out_of_reach_leaves_the_rival_out_and_says_so(
+    calibration: Calibration, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger=module.__name__):
+        assert list(rivals(["early-termination"], [40.0], calibration)) == []
+    assert "early-termination at 40x is left out" in caplog.text

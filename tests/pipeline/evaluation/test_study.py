@@ -1,0 +1,144 @@
+"""A study keeps what it has computed, and its figures are those of the outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from engine import EarlyExit, Engine, Generation, Sampling, Schedule, decays, orders, recipes
+from pipeline.evaluation.bootstrap import Bootstrap
+from pipeline.evaluation.contender import Contender
+from pipeline.evaluation.figures import combined, figures, read_outputs, worst
+from pipeline.evaluation.study import Prompt, Study
+
+SAMPLING = Sampling(max_new_tokens=10)
+
+
+class NoEngine:
+    """What must not be asked for anything."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"engine.{name} was used though everything is computed")
+
+
+def contenders() -> list[Contender]:
+    shallow = Schedule.build(30, orders.lowest_first(30, 4), decays.constant(4), horizon=0)
+    return [
+        Contender.full_depth(30),
+        Contender("four skipped", 1.1, shallow),
+        Contender("half", 1.6, recipes.early_termination(30, 15), is_rival=True, note="for contrast"),
+        Contender("CALM-DEC", None, EarlyExit("CALM-DEC", (20,), 0.5), is_rival=True),
+    ]
+
+
+@pytest.fixture(scope="module")
+def prompts(packaged: Engine, texts: list[str]) -> list[Prompt]:
+    shortest = sorted(texts, key=len)[:5]
+    encode = packaged.tokenizer.encode_chat
+    return [Prompt(f"row {i}", text, text.split(".")[0], tuple(encode(text))) for i, text in enumerate(shortest)]
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory, packaged: Engine, prompts: list[Prompt]) -> Study:
+    made = Study(tmp_path_factory.mktemp("study"), "packaged", SAMPLING, 3, prompts)
+    made.run(packaged, contenders())
+    return made
+
+
+def in_order(found: Sequence[Generation]) -> list[Generation]:
+    return sorted(found, key=lambda generation: generation.index)
+
+
+def test_outputs_are_those_of_the_engine(study: Study, packaged: Engine, prompts: list[Prompt]) -> None:
+    tokens = [prompt.tokens for prompt in prompts]
+    for contender in contenders():
+        rows = study.outputs(contender).to_pylist()
+        assert [row["id"] for row in rows] == [prompt.id for prompt in prompts]
+        if isinstance(contender.method, Schedule):
+            alone = in_order(list(packaged.generate(tokens, SAMPLING, contender.method, batch_size=3)))
+        else:
+            alone = in_order(list(packaged.generate_with_exits(tokens, SAMPLING, contender.method, batch_size=3)))
+        for row, generation in zip(rows, alone, strict=True):
+            assert row["tokens"] == list(generation.tokens)
+            assert row["generation"] == generation.text
+            assert row["flops_decode"] == generation.flops_decode
+
+
+def test_nothing_is_computed_twice(study: Study) -> None:
+    study.run(cast(Engine, NoEngine()), contenders())
+
+
+def test_an_interrupted_study_goes_on_where_it_was(
+    tmp_path: Path, study: Study, packaged: Engine, prompts: list[Prompt]
+) -> None:
+    """The second half of the prompts and a new contender are all that is left to do."""
+    part = Study(tmp_path, "packaged", SAMPLING, 3, prompts[:3])
+    part.run(packaged, contenders()[:2])
+    files = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.parquet")}
+    assert len(files) == 2
+    whole = Study(tmp_path, "packaged", SAMPLING, 3, prompts)
+    whole.run(packaged, contenders()[:3])
+    assert len(list(tmp_path.rglob("*.parquet"))) == 6
+    assert {file: file.stat().st_mtime_ns for file in files} == files
+    for contender in contenders()[:3]:
+        columns = ["tokens", "flops_decode", "agrees"]
+        again, once = (each.outputs(contender).select(columns).to_pylist() for each in (whole, study))
+        assert again == once
+
+
+def test_another_model_sampling_or_prompt_is_another_output(study: Study, packaged: Engine) -> None:
+    full = contenders()[:1]
+    for other in (
+        Study(study.directory, "another", SAMPLING, 3, study.prompts),
+        Study(study.directory, "packaged", Sampling(max_new_tokens=11), 3, study.prompts),
+        Study(study.directory, "packaged", SAMPLING, 3, study.prompts[1:]),
+    ):
+        with pytest.raises(AssertionError, match="was used"):
+            other.run(cast(Engine, NoEngine()), full)
+
+
+def test_figures_of_full_depth_are_perfect_and_the_rest_follow_the_ledger(study: Study) -> None:
+    outputs = read_outputs(study, contenders())
+    bootstrap = Bootstrap(len(study.prompts))
+    full, four, half, calm = (figures(each, outputs[0], bootstrap) for each in outputs)
+    assert full.decode_flop_speedup == full.sample_flop_speedup == full.agreement == (1, 1, 1)
+    assert full.share_of_full_depth["rouge_l"] == (1, 1, 1)
+    assert full.exact_match == full.length_ratio == (1, 1, 1)
+    assert full.measured_speedup == 1
+    assert full.kl is not None
+    assert full.kl.value < 1e-4
+    assert four.agreement is not None
+    assert half.agreement is not None
+    assert 1 > four.agreement.value > half.agreement.value
+    assert four.decode_flop_speedup is not None
+    assert four.sample_flop_speedup is not None
+    rows = study.outputs(contenders()[1]).to_pylist()
+    spent = sum(row["flops_decode"] for row in rows)
+    whole = sum(row["flops_full_depth"] - row["flops_prompt"] for row in rows)
+    assert four.decode_flop_speedup.value == pytest.approx(whole / spent)
+    assert 1 < four.sample_flop_speedup.value < four.decode_flop_speedup.value
+    assert calm.agreement is None
+    assert calm.measured_speedup is None
+    assert [step for step, _, _ in four.agreement_by_step] == list(range(9))
+
+
+def test_times_of_different_sessions_are_not_compared(tmp_path: Path, packaged: Engine, prompts: list[Prompt]) -> None:
+    later = Study(tmp_path, "packaged", SAMPLING, 3, prompts[:2])
+    later.run(packaged, contenders()[:1])
+    later.run(packaged, contenders()[:2])
+    outputs = read_outputs(later, contenders()[:2])
+    assert figures(outputs[1], outputs[0], Bootstrap(2)).measured_speedup is None
+
+
+def test_the_worst_sample_comes_first_and_the_table_holds_all(study: Study) -> None:
+    outputs = read_outputs(study, contenders())
+    rows = worst(outputs[2], outputs[0], count=3)
+    losses = [row["full_rouge_l"] - row["rouge_l"] for row in rows]
+    assert losses == sorted(losses, reverse=True)
+    assert len(rows) == 3
+    table = combined(outputs)
+    assert table.num_rows == 4 * len(study.prompts)
+    assert table["rouge_l_to_full_depth"].to_pylist()[: len(study.prompts)] == [1.0] * len(study.prompts)

@@ -1,0 +1,145 @@
+"""The quality guard: which rows it looks at, what it measures, and when it is sure."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pydantic import ValidationError
+
+from engine import Engine, Ledger, Sampling, Schedule, decays, orders
+from pipeline.audit import CONFIDENCE, FEWEST, Auditor, audit_estimate, fails_audit, is_audited
+from pipeline.commit import Totals
+from pipeline.config import JobConfig
+from pipeline.row_generator import DeviceBroken, RowGenerator
+from pipeline.rows import ERROR, TOKENS, TRUNCATED, generate
+
+IDS = [f"part-0.parquet:{row}" for row in range(20_000)]
+SAMPLING = Sampling(max_new_tokens=12)
+
+
+def test_the_sample_is_the_fraction_and_the_same_every_time() -> None:
+    audited = [is_audited(row, 0.01) for row in IDS]
+    assert 150 < sum(audited) < 250
+    assert [is_audited(row, 0.01) for row in IDS] == audited
+    assert not any(is_audited(row, 0.0) for row in IDS)
+    assert all(is_audited(row, 1.0) for row in IDS)
+    assert all(is_audited(row, 0.05) for row, was in zip(IDS, audited, strict=True) if was)
+
+
+def totals_of(rouge: list[float]) -> Totals:
+    return Totals(audited=len(rouge), audit_rouge=sum(rouge), audit_rouge_squares=sum(value**2 for value in rouge))
+
+
+def test_a_good_schedule_is_hardly_ever_stopped_and_a_bad_one_soon() -> None:
+    """Looked at after every row, over 500 rows: outputs of mean 0.70 against minima of 0.70, 0.60, and 0.85."""
+    draw = np.random.default_rng(0)
+    stops: dict[float, list[int]] = {0.70: [], 0.60: [], 0.85: []}
+    for _ in range(100):
+        rouge = draw.beta(3.5, 1.5, 500).tolist()
+        for minimum, found in stops.items():
+            total = Totals()
+            for count, value in enumerate(rouge, 1):
+                total.add(totals_of([value]))
+                if fails_audit(total, minimum):
+                    found.append(count)
+                    break
+    assert len(stops[0.70]) <= 6
+    assert not stops[0.60]
+    assert len(stops[0.85]) == 100
+    assert np.median(stops[0.85]) < 80
+
+
+def test_a_few_equal_rows_are_not_believed_at_once() -> None:
+    assert not fails_audit(totals_of([0.0] * (FEWEST - 1)), 0.5)
+    assert not fails_audit(totals_of([0.5] * FEWEST), 0.55)
+    assert fails_audit(totals_of([0.0] * 2 * FEWEST), 0.5)
+    assert not fails_audit(totals_of([0.0] * 2 * FEWEST), None)
+    assert not fails_audit(totals_of([0.9] * 1000), 0.5)
+    assert CONFIDENCE > 2.5
+
+
+def test_a_minimum_without_an_audit_is_a_mistake() -> None:
+    with pytest.raises(ValidationError, match="needs an audit_fraction above 0"):
+        JobConfig(input="in", output="out", min_audit_rouge=0.9)
+
+
+def prepared(prompts: list[list[int] | None]) -> pa.Table:
+    errors = [None if prompt else "text is null" for prompt in prompts]
+    tokens = pa.array(prompts, pa.list_(pa.int32()))
+    return pa.table({TOKENS: tokens, TRUNCATED: [False] * len(prompts), ERROR: pa.array(errors, pa.string())})
+
+
+def audit_of(engine: Engine, schedule: Schedule, prompts: list[list[int] | None], fraction: float) -> dict[str, float]:
+    table, ids = prepared(prompts), IDS[: len(prompts)]
+    output = generate(table, ids, RowGenerator(engine, SAMPLING, schedule, 4))
+    return Auditor(engine, engine.shape, SAMPLING, schedule, 4, fraction).audit(table, ids, output)
+
+
+@pytest.fixture(scope="module")
+def prompts(packaged: Engine, texts: list[str]) -> list[list[int] | None]:
+    """Five rows, one of them without a prompt."""
+    short = [packaged.tokenizer.encode_chat(text) for text in sorted(texts, key=len)[:4]]
+    return [*short[:2], None, *short[2:]]
+
+
+def test_the_audit_tells_a_good_schedule_from_a_bad_one(packaged: Engine, prompts: list[list[int] | None]) -> None:
+    two, twenty = (
+        Schedule.build(30, orders.lowest_first(30, 4), decays.constant(floor), horizon=0) for floor in (2, 20)
+    )
+    good, bad = (audit_of(packaged, schedule, prompts, 1.0) for schedule in (two, twenty))
+    assert good["audited"] == bad["audited"] == 4
+    assert good["audit_rouge"] / 4 > 0.6 > 0.3 > bad["audit_rouge"] / 4
+    assert good["audit_agreeing"] / good["audit_steps"] > 0.75 > 0.4 > bad["audit_agreeing"] / bad["audit_steps"]
+    assert "(4 rows)" in audit_estimate(Totals(rows=5, **good))  # type: ignore[arg-type]
+
+
+def test_the_audit_names_what_it_cost(packaged: Engine, prompts: list[list[int] | None]) -> None:
+    schedule = Schedule.build(30, orders.lowest_first(30, 4), decays.constant(2), horizon=0)
+    found = audit_of(packaged, schedule, prompts, 1.0)
+    shape, expected = packaged.shape, 0
+    ledger = Ledger(shape, schedule)
+    full = [prompt for prompt in prompts if prompt]
+    for generation in packaged.generate(full, SAMPLING):
+        n, g = generation.prompt_tokens, generation.generated_tokens
+        whole = ledger.full_depth.prompt(n) + ledger.full_depth.decode(n, g)
+        # Generated, then scored: the scoring pass needs no logits of the prompt's last token.
+        expected += whole + (whole - 2 * shape.head_parameters) + ledger.decode(n, g)
+    assert found["flops_audit"] == expected
+
+
+def test_nothing_is_audited_at_full_depth_or_outside_the_sample(
+    packaged: Engine, prompts: list[list[int] | None]
+) -> None:
+    schedule = Schedule.build(30, orders.lowest_first(30, 4), decays.constant(2), horizon=0)
+    assert audit_of(packaged, Schedule.full_depth(30), prompts, 1.0) == {}
+    assert audit_of(packaged, schedule, prompts, 0.0) == {}
+
+
+class Failing:
+    """An engine that fails as it is told."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def generate(self, *_: object) -> object:
+        raise self._error
+
+    score = generate
+
+
+@pytest.mark.parametrize("error", [MemoryError(), ValueError("odd prompt")])
+def test_an_audit_that_fails_costs_no_output(packaged: Engine, error: Exception) -> None:
+    schedule = Schedule.build(30, orders.lowest_first(30, 4), decays.constant(2), horizon=0)
+    auditor = Auditor(Failing(error), packaged.shape, SAMPLING, schedule, 4, 1.0)  # type: ignore[arg-type]
+    output = pa.table({"error": pa.nulls(2, pa.string()), "generation": ["a", "b"]})
+    assert auditor.audit(prepared([[1], [2]]), IDS[:2], output) == {}
+
+
+def test_a_broken_device_is_not_hidden(packaged: Engine) -> None:
+    schedule = Schedule.build(30, orders.lowest_first(30, 4), decays.constant(2), horizon=0)
+    failing = Failing(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    auditor = Auditor(failing, packaged.shape, SAMPLING, schedule, 4, 1.0)  # type: ignore[arg-type]
+    output = pa.table({"error": pa.nulls(2, pa.string()), "generation": ["a", "b"]})
+    with pytest.raises(DeviceBroken):
+        auditor.audit(prepared([[1], [2]]), IDS[:2], output)
