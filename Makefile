@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install demo local test chaos lint benchmark quality-report clean
+.PHONY: help install demo local test chaos scale lint benchmark quality-report clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -29,6 +29,9 @@ test: lint  ## lint, types and the whole suite
 
 chaos: install  ## 200 random fault schedules on real parts, an hour or two; replay one with CHAOS='--schedules 1 --seed N'
 	PYTHONPATH=.:tests:tests/pipeline:tests/faults $(BIN)/python tests/faults/chaos.py $(CHAOS)
+
+scale: install  ## 10 million rows through the pipeline and 100,000 commits resumed, on an engine double; prints figures
+	PYTHONPATH=.:tests:tests/pipeline $(BIN)/python tests/pipeline/scale.py $(SCALE)
 
 lint: install
 	$(BIN)/ruff check .

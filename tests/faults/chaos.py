@@ -32,7 +32,7 @@ from trial import IMPORTS, Trial, kill_replicas
 from jobs.command_line import FAILED_EXIT
 from pipeline.errors import JobStopped
 
-SESSION_LIMIT_S = 240.0  # what takes longer hangs
+SESSION_LIMIT_S = 360.0  # what takes longer hangs
 MOST_SESSIONS = 8
 PACE_S = 0.05  # per batch, so that something is in flight when something dies
 

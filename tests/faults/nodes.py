@@ -10,6 +10,7 @@ import threading
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from trial import BUSY_MACHINE
 
 FAST_DEATHS = {"health_check_period_ms": 500, "health_check_timeout_ms": 2000, "health_check_failure_threshold": 3}
 
@@ -22,7 +23,7 @@ class Nodes:
         # A folder of its own: in Ray's, other programs on this machine would find the cluster, and join it.
         self._folder = tempfile.mkdtemp(prefix="ray")
         self._patch = pytest.MonkeyPatch()
-        for name, value in {**environment, "RAY_TMPDIR": self._folder}.items():
+        for name, value in {**environment, **BUSY_MACHINE, "RAY_TMPDIR": self._folder}.items():
             self._patch.setenv(name, value)
         arguments = {"num_cpus": 2, "object_store_memory": 200 << 20, "include_dashboard": False}
         self._cluster = Cluster(

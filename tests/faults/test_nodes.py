@@ -11,7 +11,7 @@ from nodes import Nodes
 from servers import S3Server
 from trial import IMPORTS, Trial
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

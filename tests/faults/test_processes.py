@@ -13,9 +13,9 @@ from trial import Trial, kill_replicas, own_processes
 
 from jobs.command_line import STOPPED_EXIT
 
-pytestmark = [pytest.mark.usefixtures("ray_node"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.usefixtures("ray_node"), pytest.mark.timeout(600)]
 
-LIMIT_S = 150
+LIMIT_S = 280
 UNIT_TOKENS = 4 * 12
 
 

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from engine_double import ByteTokenizer, Echo, EchoBackend, NoEngineBackend
 from servers import BUCKET, S3Server
 
-from pipeline.commit import COMMITS, SUCCESS_FILE, commit_unit, read_commits
+from pipeline.commit import COMMITS, SNAPSHOT_EVERY, SUCCESS_FILE, commit_unit, read_commits, write_snapshot
 from pipeline.config import JobConfig
 from pipeline.fit import choose_schedule
 from pipeline.plan import make_plan
@@ -108,11 +108,10 @@ def resuming(folder: Path, output: str, units: int) -> dict[str, Any]:
     prepared = prepare(pa.table({"text": ["x"]}), plan.kept, "text", TEMPLATE, ByteTokenizer(), 1)
     rows = generate(prepared, ["x"], RowGenerator(Echo(), config.sampling(), None, 1))
     commit = commit_unit(storage, first, rows, 0, 0.0, claim.run)
-    records = {
-        storage.path(f"{COMMITS}/{unit.id}.json"): replace(commit, unit=unit.id, start=unit.start).to_json()
-        for unit in plan.units[1:]
-    }
-    storage.fs.pipe(records)
+    commits = [replace(commit, unit=unit.id, start=unit.start) for unit in plan.units]
+    storage.fs.pipe({storage.path(f"{COMMITS}/{copy.unit}.json"): copy.to_json() for copy in commits[1:]})
+    # As a driver leaves it that was killed just before its next snapshot.
+    write_snapshot(storage, commits[: 1 - SNAPSHOT_EVERY])
     memory = DriverMemory()
     start = time.monotonic()
     assert run_job(config, backend).rows_resumed == units
