@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install demo test lint benchmark quality-report clean
+.PHONY: help install demo test chaos lint benchmark quality-report clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -23,6 +23,9 @@ demo: install  ## summarise 100 real texts with the packaged model; prints the r
 
 test: lint  ## lint, types and the whole suite
 	$(BIN)/python -m pytest
+
+chaos: install  ## 200 random fault schedules on real parts, an hour or two; replay one with CHAOS='--schedules 1 --seed N'
+	PYTHONPATH=.:tests:tests/pipeline:tests/faults $(BIN)/python tests/faults/chaos.py $(CHAOS)
 
 lint: install
 	$(BIN)/ruff check .

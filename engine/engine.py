@@ -103,7 +103,7 @@ class Engine:
         config: Any = checkpoint.read_config(str(directory))
         chosen = kernels or kernels_for(where, precision)
         family = family_of(config)
-        with torch.inference_mode():
+        with torch.no_grad():  # no inference tensors: bridges are trained through these weights
             weights = checkpoint.Weights(directory, precision)
             decoder = family.decoder(config, family.shape(config), weights, chosen, where)
         return cls(decoder, Tokenizer(directory), chosen, precision, where)
@@ -230,11 +230,6 @@ class Engine:
             bridges = self.compiled_bridges(*schedules)
             return score(self.teacher_forced, pairs, schedules, bridges, self.shape.layers)
 
-    def _ledger(self, schedule: Schedule | None) -> Ledger:
-        schedule = schedule or Schedule.full_depth(self.shape.layers)
-        schedule.check_fits(self.shape)
-        return Ledger(self.shape, schedule)
-
     def fitting_batch_size(
         self, prompt_tokens: int, sampling: Sampling | None = None, schedule: Schedule | None = None
     ) -> int:
@@ -250,6 +245,11 @@ class Engine:
         schedule = schedule or Schedule.full_depth(self.shape.layers)
         element_bytes = self._dtype.itemsize
         return rows_that_fit(free, self._device.type, self.shape, schedule, prompt_tokens, new_tokens, element_bytes)
+
+    def _ledger(self, schedule: Schedule | None) -> Ledger:
+        schedule = schedule or Schedule.full_depth(self.shape.layers)
+        schedule.check_fits(self.shape)
+        return Ledger(self.shape, schedule)
 
     def compiled_bridges(self, *schedules: Schedule) -> Mapping[Bridge, BridgeMap]:
         """The schedules' bridges on this device; those of the call before are kept where they are the same."""

@@ -19,17 +19,17 @@ from rich.table import Table
 
 from engine import Engine, ModelShape, Schedule, ScheduleError, describe, model_identity
 from engine.tokenizer import Tokenizer
-from evaluation.bootstrap import Bootstrap, Estimate
-from evaluation.bridged_rivals import bridged_rivals
-from evaluation.contender import Contender
-from evaluation.figures import Figures, combined, figures, read_outputs, worst
-from evaluation.report import REPORT_FILE, Section, render
-from evaluation.rivals import RIVALS, Calibration, rivals
-from evaluation.study import Prompt, Study
 from jobs import command_line
 from jobs.corpus_split import Part, rows_of_part
 from pipeline.config import AnswerConfig
 from pipeline.errors import JobError, one_line
+from pipeline.evaluation.bootstrap import Bootstrap, Estimate
+from pipeline.evaluation.bridged_rivals import bridged_rivals
+from pipeline.evaluation.contender import Contender
+from pipeline.evaluation.figures import Figures, combined, figures, read_outputs, worst
+from pipeline.evaluation.report import REPORT_FILE, Section, render
+from pipeline.evaluation.rivals import RIVALS, Calibration, rivals
+from pipeline.evaluation.study import Prompt, Study
 from pipeline.fit import longest_prompt
 from pipeline.template import PromptTemplate, RowError
 

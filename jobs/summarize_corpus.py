@@ -38,7 +38,7 @@ def main() -> int:
 def summarize(config: SummarizeCorpus) -> None:
     result = run_job(config)
     table = Table(show_header=False, title=f"{result.output}: done in {result.seconds:.0f} s", title_justify="left")
-    for name, value in summary(result.totals, result.shape).items():
+    for name, value in summary(result.totals, result.shape.layers).items():
         table.add_row(name, value)
     console = Console()
     console.print(table)

@@ -73,7 +73,7 @@ class Auditor:
 
     def _compare(self, prompts: list[list[int]], ids: Sequence[str], output: pa.Table) -> dict[str, float]:
         # Not at the top: the metrics take seconds to import, and read and commit tasks do without them.
-        from evaluation.metrics import rouge_l
+        from pipeline.evaluation.metrics import rouge_l
 
         answers = self._full_depth.generate(prompts, ids)
         pairs = [

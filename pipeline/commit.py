@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import json
 import uuid
+import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -15,11 +17,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipeline.errors import JobError
+from pipeline.errors import JobError, one_line
 from pipeline.storage import Storage
 from pipeline.unit import WorkUnit
 
 DATA, COMMITS, SUCCESS_FILE = "data", "_commits", "_SUCCESS.json"
+SNAPSHOT_FILE = "_snapshot.json.gz"  # commit records once more, in one object
+SNAPSHOT_EVERY = 5_000  # commits
 LISTING_THREADS = 32
 
 
@@ -80,7 +84,7 @@ class Commit:
     size: int  # in bytes
     path: str  # of the input file
     start: int
-    run: str = ""  # fingerprint
+    run: str = ""  # its claim on the output
     totals: Totals = field(default_factory=Totals)
 
     def to_json(self) -> bytes:
@@ -88,8 +92,19 @@ class Commit:
 
     @classmethod
     def from_json(cls, content: bytes) -> Commit:
-        data = json.loads(content)
+        return cls.from_dict(json.loads(content))
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Commit:
         return cls(**{**data, "totals": Totals(**data["totals"])})
+
+
+def total(commits: Iterable[Commit]) -> Totals:
+    """Sums over commits."""
+    totals = Totals()
+    for commit in commits:
+        totals.add(commit.totals)
+    return totals
 
 
 def commit_unit(
@@ -132,10 +147,7 @@ def commit_unit(
         raise JobError(f"{name} of {storage.url!r} was refused as existing, yet is not there: who deletes it?")
     held = Commit.from_json(standing)
     if held.run != run:
-        raise JobError(
-            f"{name} of {storage.url!r} is by run {held.run}, this is {run}: a process of that run still writes "
-            "here; end it, then start this job with --fresh"
-        )
+        raise _foreign(storage, held, run)
     return held
 
 
@@ -143,11 +155,65 @@ def checksum(content: bytes) -> str:
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
-def read_commits(storage: Storage) -> list[Commit]:
-    """All commits of an output, by unit."""
+def read_commits(storage: Storage, run: str | None = None) -> list[Commit]:
+    """All commits of an output, by unit. Raises JobError if one is by another run than `run`, or is no commit.
+
+    Those that a snapshot holds unchanged are not read again; when many were, a new one is written.
+    """
+    stamps = storage.stamps(COMMITS, ".json")
+    held = {name: record for name, record in _read_snapshot(storage).items() if stamps.get(name) == record["stamp"]}
+    names = [name for name in stamps if name not in held]
     with ThreadPoolExecutor(LISTING_THREADS) as pool:
-        contents = list(pool.map(storage.read, storage.names(COMMITS, ".json")))
-    return [Commit.from_json(content) for content in contents if content is not None]
+        found = dict(zip(names, pool.map(lambda name: _read_commit(storage, name), names), strict=True))
+    found |= {name: Commit.from_dict(record["commit"]) for name, record in held.items()}
+    commits = [found[name] for name in stamps]
+    for commit in commits:
+        if run is not None and commit.run != run:
+            raise _foreign(storage, commit, run)
+    if len(names) >= SNAPSHOT_EVERY:
+        _write_snapshot(storage, stamps, found)
+    return commits
+
+
+def write_snapshot(storage: Storage, commits: Iterable[Commit]) -> None:
+    """Let the next session read these commits at once: one by one, 100,000 take minutes on object storage."""
+    known = {f"{COMMITS}/{commit.unit}.json": commit for commit in commits}
+    _write_snapshot(storage, storage.stamps(COMMITS, ".json"), known)
+
+
+def _write_snapshot(storage: Storage, stamps: dict[str, str], commits: dict[str, Commit]) -> None:
+    records = {
+        name: {"stamp": stamps[name], "commit": asdict(commit)} for name, commit in commits.items() if name in stamps
+    }
+    storage.write(SNAPSHOT_FILE, gzip.compress(json.dumps(records).encode(), compresslevel=1))
+
+
+def _read_snapshot(storage: Storage) -> dict[str, Any]:
+    """By name of the record; {} if there is none, or one that is damaged: the records themselves are what counts."""
+    content = storage.read(SNAPSHOT_FILE)
+    try:
+        return dict(json.loads(gzip.decompress(content))) if content else {}
+    except (OSError, EOFError, zlib.error, ValueError):
+        return {}
+
+
+def _read_commit(storage: Storage, name: str) -> Commit:
+    content = storage.read(name)
+    if content is None:
+        raise JobError(f"{name} of {storage.url!r} was listed, yet is not there: who deletes it?")
+    try:
+        return Commit.from_json(content)
+    except (ValueError, TypeError, KeyError) as error:
+        raise JobError(
+            f"{name} of {storage.url!r} is no commit record ({one_line(error)}): delete it, and its unit is done again"
+        ) from error
+
+
+def _foreign(storage: Storage, commit: Commit, run: str) -> JobError:
+    return JobError(
+        f"the commit of unit {commit.unit} in {storage.url!r} is by run {commit.run}, this is {run}: a process of "
+        "that run still wrote here; end it, then start this job with --fresh"
+    )
 
 
 def sweep_orphans(storage: Storage, commits: Iterable[Commit]) -> int:

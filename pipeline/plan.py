@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from pipeline.config import JobConfig
 from pipeline.errors import JobError, one_line
-from pipeline.storage import Storage
+from pipeline.storage import Storage, stamp
 from pipeline.template import PromptTemplate
 from pipeline.unit import WorkUnit
 
@@ -134,8 +134,7 @@ def _read_footer(storage: Storage, path: str) -> InputFile:
         raise JobError(
             f"input file {path!r} cannot be read as Parquet ({one_line(error)}): repair it or take it out"
         ) from error
-    stamp = info.get("ETag") or info.get("mtime") or info.get("LastModified") or ""
-    return InputFile(path, f"{info['size']}:{stamp}", groups, schema)
+    return InputFile(path, stamp(info), groups, schema)
 
 
 def _column_types(files: Sequence[InputFile]) -> dict[str, pa.DataType]:

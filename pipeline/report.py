@@ -52,7 +52,7 @@ def write_report(
         shape=shape,
         totals=totals,
         config=config.model_dump(mode="json", exclude_none=True),
-        facts=summary(totals, shape),
+        facts=summary(totals, shape.layers),
         charts=charts,
         label=label,
         samples=_pick(generated, SAMPLES),
@@ -61,7 +61,7 @@ def write_report(
     storage.write(REPORT_FILE, html.encode())
 
 
-def summary(totals: Totals, shape: ModelShape) -> dict[str, str]:
+def summary(totals: Totals, layers: int) -> dict[str, str]:
     """The run in a dozen lines, for the report and the terminal."""
     saved = totals.flops_full_depth - totals.flops
     good = totals.rows - totals.errors
@@ -74,7 +74,7 @@ def summary(totals: Totals, shape: ModelShape) -> dict[str, str]:
         "output tokens": f"{totals.generated_tokens:,} ({_per(totals.generated_tokens, good)} per row)",
         "ended by themselves": f"{totals.stopped / good:.1%} of rows" if good else "no rows",
         "output tokens/s": f"{tokens_per_second:.1f} per replica while generating",
-        "mean active layers": f"{totals.mean_active_layers:.2f} of {shape.layers}",
+        "mean active layers": f"{totals.mean_active_layers:.2f} of {layers}",
         "prompt FLOPs": f"{totals.flops_prompt / 1e12:.3f} T (full depth)",
         "decode FLOPs": f"{totals.flops_decode / 1e12:.3f} T, {totals.decode_speedup:.3f}x less than full depth",
         "whole-sample FLOPs": f"{totals.flops / 1e12:.3f} T, {totals.sample_speedup:.3f}x less than full depth",

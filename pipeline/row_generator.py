@@ -33,16 +33,16 @@ class Generator(Protocol):
         on_batch: Callable[[BatchStats], None] | None = None,
     ) -> Iterator[Generation]: ...
 
+    def fitting_batch_size(
+        self, prompt_tokens: int, sampling: Sampling | None = None, schedule: Schedule | None = None
+    ) -> int: ...
+
     def score(
         self,
         prompts: Sequence[Sequence[int]],
         answers: Sequence[Sequence[int]],
         schedules: Sequence[Schedule],
     ) -> list[list[AnswerScore]]: ...
-
-    def fitting_batch_size(
-        self, prompt_tokens: int, sampling: Sampling | None = None, schedule: Schedule | None = None
-    ) -> int: ...
 
 
 class DeviceBroken(RuntimeError):

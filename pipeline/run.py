@@ -10,7 +10,7 @@ from pathlib import Path
 from engine import ModelShape
 from pipeline.backend import Backend, SkipDecodeBackend
 from pipeline.cluster import connect
-from pipeline.commit import SUCCESS_FILE, Commit, Totals, read_commits, sweep_orphans, write_success
+from pipeline.commit import SUCCESS_FILE, Commit, Totals, read_commits, sweep_orphans, total, write_success
 from pipeline.config import JobConfig
 from pipeline.errors import JobError, UnitsFailed
 from pipeline.failed import FAILED, FailedUnit, forget_failures
@@ -64,9 +64,9 @@ def run_job(config: JobConfig, backend: Backend | None = None) -> RunResult:
     run = fingerprint(description)
     if config.fresh:
         discard_run(storage)
-    resuming = claim_output(storage.at_first(), description)
-    commits = read_commits(storage) if resuming else []
-    before = _total(commits)
+    claim = claim_output(storage.at_first(), description)
+    commits = read_commits(storage, claim.run) if claim.resuming else []
+    before = total(commits)
     log.info(
         "run %s: %d rows in %d units of %d files, %d rows already committed",
         run, plan.rows, len(plan.units), len(plan.files), before.rows,
@@ -77,12 +77,12 @@ def run_job(config: JobConfig, backend: Backend | None = None) -> RunResult:
     pending = [unit for unit in plan.units if unit.id not in done_units]
     session = Done()
     if pending:
-        task = Task(config, backend, template, schedule, plan.read_columns, plan.kept, longest, run)
-        session = _generate(task, plan, pending, before)
-        commits += session.commits
+        task = Task(config, backend, template, schedule, plan.read_columns, plan.kept, longest, claim.run)
+        session = _generate(task, plan, pending, commits)
+        commits = commits + session.commits
     commits.sort(key=lambda commit: commit.unit)
-    totals = _total(commits)
-    if resuming:
+    totals = total(commits)
+    if claim.resuming:
         forget_failures(storage, (commit.unit for commit in commits))
     report = f"{storage.url.rstrip('/')}/{REPORT_FILE}"
     if session.failed:
@@ -90,6 +90,7 @@ def run_job(config: JobConfig, backend: Backend | None = None) -> RunResult:
         raise UnitsFailed(_say_failed(session.failed, plan, config.output))
     if totals.rows != plan.rows:
         raise JobError(f"{totals.rows} of {plan.rows} rows are committed: start the job again to resume it")
+    claim.check(storage)
     swept = sweep_orphans(storage, commits)
     if swept:
         log.info("removed %d data files that no commit names", swept)
@@ -100,18 +101,11 @@ def run_job(config: JobConfig, backend: Backend | None = None) -> RunResult:
     return RunResult(config.output, report, before.rows, totals, shape, seconds, session.seconds)
 
 
-def _generate(task: Task, plan: Plan, pending: list[WorkUnit], before: Totals) -> Done:
+def _generate(task: Task, plan: Plan, pending: list[WorkUnit], before: list[Commit]) -> Done:
     connect(task.config.ray_address)
     # After connecting, for Ray sets handlers of its own.
     with Interruption() as interruption:
         return Session(task, plan, before, interruption).run(pending)
-
-
-def _total(commits: list[Commit]) -> Totals:
-    totals = Totals()
-    for commit in commits:
-        totals.add(commit.totals)
-    return totals
 
 
 def _say_failed(failed: list[FailedUnit], plan: Plan, output: str) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import uuid
+from dataclasses import dataclass
 from typing import Any
 
 import engine
 from engine import Schedule
-from pipeline.commit import COMMITS, DATA, SUCCESS_FILE
+from pipeline.commit import COMMITS, DATA, SNAPSHOT_FILE, SUCCESS_FILE
 from pipeline.config import JobConfig
-from pipeline.errors import JobError
+from pipeline.errors import JobError, one_line
 from pipeline.failed import FAILED
 from pipeline.plan import Plan
 from pipeline.report import REPORT_FILE
@@ -40,18 +42,55 @@ def fingerprint(description: dict[str, Any]) -> str:
     return _digest(description)[:16]
 
 
-def claim_output(storage: Storage, description: dict[str, Any]) -> bool:
-    """Make the output this run's; True if it already was and the run resumes.
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """An output as the property of a run, from its first session until --fresh discards it."""
+
+    # Its commits carry this name, so that a process left over from before a --fresh can add nothing to what came after.
+    run: str
+    resuming: bool  # it was this run's before
+
+    def check(self, storage: Storage) -> None:
+        """Raises JobError if the output has been given to another run since. StorageGone."""
+        record = read_run(storage)
+        if record is None or claim_name(record) != self.run:
+            raise JobError(
+                f"output {storage.url!r} was discarded by another job with --fresh while run {self.run} wrote to it: "
+                "let one job at a time use an output"
+            )
+
+
+def read_run(storage: Storage) -> dict[str, Any] | None:
+    """The record of the run that an output belongs to. Raises JobError if it is no record; StorageGone."""
+    content = storage.read(RUN_FILE)
+    if content is None:
+        return None
+    try:
+        record = json.loads(content)
+        return {"fingerprint": record["fingerprint"], **record}
+    except (ValueError, TypeError, KeyError) as error:
+        raise JobError(
+            f"{RUN_FILE} of {storage.url!r} is damaged ({one_line(error)}): discard the run with --fresh"
+        ) from error
+
+
+def claim_name(record: dict[str, Any]) -> str:
+    """What the commits of a run are signed with."""
+    return f"{record.get('fingerprint')}-{record.get('claim')}"
+
+
+def claim_output(storage: Storage, description: dict[str, Any]) -> Claim:
+    """Make the output this run's.
 
     Raises:
         JobError: the output belongs to another run; says what differs. StorageGone.
     """
-    record = {"fingerprint": fingerprint(description), **description}
+    record = {"fingerprint": fingerprint(description), "claim": uuid.uuid4().hex[:8], **description}
     if storage.write_if_absent(RUN_FILE, json.dumps(record, indent=1).encode()):
-        return False
-    existing = json.loads(storage.read(RUN_FILE) or b"{}")
+        return Claim(claim_name(record), resuming=False)
+    existing = read_run(storage) or {}
     if existing.get("fingerprint") == record["fingerprint"]:
-        return True
+        return Claim(claim_name(existing), resuming=True)
     changes = _changes(existing, json.loads(json.dumps(description)))
     parts = list(dict.fromkeys(name.split(".")[0] for name, _, _ in changes))
     details = ", ".join(f"{name} {_short(was)} -> {_short(now)}" for name, was, now in changes)
@@ -63,7 +102,7 @@ def claim_output(storage: Storage, description: dict[str, Any]) -> bool:
 
 def discard_run(storage: Storage) -> None:
     """Delete whatever run an output holds, so that dying on the way leaves nothing that looks committed."""
-    storage.remove([SUCCESS_FILE])
+    storage.remove([SUCCESS_FILE, SNAPSHOT_FILE])
     for folder in (COMMITS, FAILED, DATA):  # commits before the data they name
         storage.remove(storage.names(folder))
     storage.remove([REPORT_FILE, RUN_FILE])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import ray
 from ray.exceptions import RayError, UserCodeException
@@ -14,7 +14,7 @@ from pipeline.attempts import Attempts, Next
 from pipeline.audit import fails_audit, say_failed_audit
 from pipeline.board import Board, Counts
 from pipeline.cluster import replica_resources
-from pipeline.commit import Commit, Totals
+from pipeline.commit import SNAPSHOT_EVERY, Commit, total, write_snapshot
 from pipeline.errors import JobError, JobStopped
 from pipeline.failed import FailedUnit, record_failure
 from pipeline.interruption import Interruption
@@ -46,18 +46,19 @@ class Done:
 class Session:
     """Runs the pending units of a plan on the connected cluster."""
 
-    def __init__(self, task: Task, plan: Plan, before: Totals, interruption: Interruption) -> None:
+    def __init__(self, task: Task, plan: Plan, before: list[Commit], interruption: Interruption) -> None:
         self._task = task
         self._plan = plan
+        self._before = before  # commits of earlier sessions
         self._interruption = interruption
         self._storage = task.config.output_storage()
         self._resources = replica_resources(task.config)
         self._board = Board()
-        self._progress = ProgressReporter(self._board, plan.rows, before)
+        self._progress = ProgressReporter(self._board, plan.rows, total(before))
         self._attempts = Attempts(task.config.unit_attempts)
         self._watchdog = Watchdog(task.config.stall_minutes * 60)
         self._done = Done()
-        self._totals = replace(before)
+        self._totals = total(before)
         self._pending: dict[str, WorkUnit] = {}
         self._stop_reason: JobStopped | JobError | None = None
         self._stop_deadline = 0.0
@@ -106,6 +107,8 @@ class Session:
         if parcel.commit is not None:
             commit = Commit.from_json(parcel.commit)
             self._done.commits.append(commit)
+            if len(self._done.commits) % SNAPSHOT_EVERY == 0:
+                write_snapshot(self._storage, [*self._before, *self._done.commits])
             self._progress.committed(commit)
             self._totals.add(commit.totals)
             self._check_audit()

@@ -98,15 +98,19 @@ class Storage:
                 "credentials in the environment, profile or role"
             ) from error
 
+    def stamps(self, folder: str, suffix: str = "") -> dict[str, str]:
+        """Objects in a folder, sorted by name (with the folder); what each stands for changes when the object does."""
+        try:
+            found = self.attempt("listing", lambda: self.fs.ls(self.path(folder), detail=True, refresh=True))
+        except FileNotFoundError:
+            return {}
+        infos = {f"{folder}/{info['name'].rsplit('/', 1)[-1]}": info for info in found}
+        visible = sorted(name for name in infos if _is_visible(name.rsplit("/", 1)[-1], suffix))
+        return {name: stamp(infos[name]) for name in visible}
+
     def names(self, folder: str, suffix: str = "") -> list[str]:
         """Names (with their folder) of the objects in a folder, sorted; [] if there is no such folder."""
-        try:
-            paths = self.attempt("listing", lambda: self.fs.ls(self.path(folder), detail=False, refresh=True))
-        except FileNotFoundError:
-            return []
-        return sorted(
-            f"{folder}/{name}" for name in (path.rsplit("/", 1)[-1] for path in paths) if _is_visible(name, suffix)
-        )
+        return list(self.stamps(folder, suffix))
 
     def read(self, name: str) -> bytes | None:
         """An object's content, None if there is none."""
@@ -251,6 +255,11 @@ class _PatientReader(io.RawIOBase):
         if len(content) < wanted:
             raise ConnectionError(f"{wanted} bytes were asked for and {len(content)} came")
         return content
+
+
+def stamp(info: dict[str, Any]) -> str:
+    """Of an object, from what its file system says of it: changes when the object does."""
+    return f"{info['size']}:{info.get('ETag') or info.get('mtime') or info.get('LastModified') or ''}"
 
 
 def _is_visible(name: str, suffix: str) -> bool:

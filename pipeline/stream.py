@@ -6,11 +6,13 @@ import logging
 import queue
 import threading
 import uuid
+import warnings
 from collections.abc import Sequence
 
 import ray
 from ray.data import ActorPoolStrategy, DataContext, Dataset
 from ray.exceptions import RayError
+from ray.util.annotations import RayDeprecationWarning
 
 from pipeline.board import Board
 from pipeline.cluster import TASK_CPUS, ReplicaResources
@@ -69,18 +71,28 @@ class UnitStream:
 def stream(spans: Sequence[list[WorkUnit]], task: Task, resources: ReplicaResources, board: Board) -> UnitStream:
     """Start a pass over spans of units (see `Plan.spans`)."""
     _set_context()
+    replicas: list[str] = []
+    with warnings.catch_warnings():
+        # Ray means to drop the arguments for retries and names, and has no others yet.
+        warnings.simplefilter("ignore", RayDeprecationWarning)
+        return UnitStream(_dataset(spans, task, resources, board, replicas), replicas)
+
+
+def _dataset(
+    spans: Sequence[list[WorkUnit]], task: Task, resources: ReplicaResources, board: Board, replicas: list[str]
+) -> Dataset:
+    """The three stages; `replicas` will hold the names of the actors that Ray starts for it."""
     rows = [span_row(units) for units in spans]
     if resources.minimum < resources.count:
         pool = ActorPoolStrategy(min_size=resources.minimum, max_size=resources.count, max_tasks_in_flight_per_actor=2)
     else:
         pool = ActorPoolStrategy(size=resources.count, max_tasks_in_flight_per_actor=2)
-    replicas: list[str] = []
 
     def named() -> dict[str, str]:
         replicas.append(f"replica-{uuid.uuid4().hex}")
         return {"name": replicas[-1]}
 
-    dataset = (
+    return (
         ray.data.from_items(rows, override_num_blocks=len(rows))
         .map_batches(
             read,
@@ -113,7 +125,6 @@ def stream(spans: Sequence[list[WorkUnit]], task: Task, resources: ReplicaResour
             max_retries=TASK_RETRIES,
         )
     )
-    return UnitStream(dataset, replicas)
 
 
 def _set_context() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch: threads that spin while they wait would starve the clusters and servers that tests start beside them.
@@ -12,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import settings
+from servers import S3Server
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine import Engine, checkpoint
@@ -22,6 +24,14 @@ CORPUS = Path(__file__).parent.parent / "infra" / "demo" / "package_descriptions
 # The same examples on every run: a red test is red for everybody.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A real S3 server; tests may kill it if they start it again."""
+    server = S3Server(tmp_path_factory.mktemp("s3") / "data")
+    yield server
+    server.stop()
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,8 @@ from jobs import command_line
 from jobs.benchmark_engine import BenchmarkEngine
 from jobs.benchmark_pipeline import BenchmarkPipeline
 from jobs.summarize_corpus import SummarizeCorpus
-from pipeline.errors import JobError
+from pipeline.errors import JobError, UnitsFailed
+from pipeline.storage import StorageGone
 
 # A value other than the default for every option.
 VALUES: dict[str, Any] = {
@@ -48,6 +49,19 @@ VALUES: dict[str, Any] = {
     "gpus_per_replica": 0.5,
     "threads_per_replica": 4,
     "ray_address": "local",
+    "fresh": True,
+    "min_replicas": 2,
+    "unit_attempts": 5,
+    "stall_minutes": 2.5,
+    "stop_grace_s": 3.0,
+    "storage_patience_s": 60.0,
+    "s3_endpoint": "https://s3.example.org",
+    "s3_region": "eu-west-1",
+    "s3_profile": "batch",
+    "s3_path_style": True,
+    "s3_anonymous_input": True,
+    "s3_connect_timeout_s": 4.0,
+    "s3_read_timeout_s": 5.0,
 }
 REQUIRED = ["--input", "in/", "--output", "out/"]
 
@@ -75,7 +89,8 @@ def test_a_value_stands_here_for_every_option() -> None:
 @pytest.mark.parametrize("name", VALUES)
 def test_every_option_has_a_kebab_case_flag(name: str) -> None:
     value = VALUES[name]
-    config = parse(*REQUIRED, flag(name), *map(str, value if isinstance(value, list) else [value]))
+    given = value if isinstance(value, list) else [] if value is True else [value]
+    config = parse(*REQUIRED, flag(name), *map(str, given))
     assert config == SummarizeCorpus(input="in/", output="out/").model_copy(update={name: value})
 
 
@@ -186,6 +201,17 @@ def test_what_a_user_has_to_change_is_one_line_and_exit_code_1(
 
     assert command_line.run("job.py", job) == 1
     assert capsys.readouterr().err == "job.py: error: the model 'x' is gone\n"
+
+
+@pytest.mark.parametrize(("error", "code", "word"), [(UnitsFailed, 3, "incomplete"), (StorageGone, 4, "stopped")])
+def test_what_a_rerun_goes_on_with_has_an_exit_code_of_its_own(
+    capsys: pytest.CaptureFixture[str], error: type[Exception], code: int, word: str
+) -> None:
+    def job() -> None:
+        raise error("start the job again")
+
+    assert command_line.run("job.py", job) == code
+    assert capsys.readouterr().err == f"job.py: {word}: start the job again\n"
 
 
 def test_a_bug_keeps_its_traceback() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 from engine_double import ByteTokenizer, Echo
 
 from engine import Sampling
-from pipeline.commit import Commit, Totals, commit_unit, read_commits, sweep_orphans
+from pipeline import commit as commit_log
+from pipeline.commit import SNAPSHOT_FILE, Commit, Totals, commit_unit, read_commits, sweep_orphans
 from pipeline.row_generator import RowGenerator
 from pipeline.rows import generate, prepare
 from pipeline.storage import Storage
@@ -105,3 +107,43 @@ def test_the_sweep_removes_what_no_commit_names_and_nothing_else(storage: Storag
     assert storage.names("data") == [kept.file]
     assert storage.read("report.html") == b""
     assert sweep_orphans(storage, [kept]) == 0
+
+
+@pytest.fixture
+def log(storage: Storage, rows: pa.Table, monkeypatch: pytest.MonkeyPatch) -> list[WorkUnit]:
+    """Units whose commits have been read, and put into a snapshot."""
+    monkeypatch.setattr(commit_log, "SNAPSHOT_EVERY", 3)
+    units = [WorkUnit(f"00000-{start:09d}", "a", start, 5) for start in (0, 5, 10)]
+    for unit in units:
+        commit_unit(storage, unit, rows, 0, 0.0)
+    read_commits(storage)
+    assert storage.read(SNAPSHOT_FILE) is not None
+    return units
+
+
+def test_commits_of_a_snapshot_are_not_read_again(
+    storage: Storage, rows: pa.Table, log: list[WorkUnit], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = read_commits(storage)
+    added = commit_unit(storage, WorkUnit("00001-000000000", "b", 0, 5), rows, 0, 0.0)
+    read: list[str] = []
+    read_one = Storage.read
+    monkeypatch.setattr(Storage, "read", lambda self, name: (read.append(name), read_one(self, name))[1])
+    assert read_commits(storage) == [*before, added]
+    assert read == [SNAPSHOT_FILE, "_commits/00001-000000000.json"]
+
+
+def test_a_snapshot_does_not_outlive_the_records_it_copies(
+    storage: Storage, rows: pa.Table, log: list[WorkUnit]
+) -> None:
+    first, second, third = read_commits(storage)
+    storage.remove([f"_commits/{first.unit}.json", f"_commits/{second.unit}.json"])
+    again = commit_unit(storage, log[1], rows, 0, 0.0)  # the unit of the second, by another attempt
+    assert read_commits(storage) == [again, third]
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\x1f\x8b\x08", gzip.compress(b"["), gzip.compress(b"{}")[:-4]])
+def test_a_damaged_snapshot_is_as_good_as_none(storage: Storage, log: list[WorkUnit], content: bytes) -> None:
+    before = read_commits(storage)
+    storage.write(SNAPSHOT_FILE, content)
+    assert read_commits(storage) == before

@@ -8,8 +8,8 @@ import pytest
 
 from engine import EarlyExit, Engine, Sampling, Schedule, decode_flop_speedup
 from engine.schedule import Plateau
-from evaluation import rivals as module
-from evaluation.rivals import RIVALS, TOLERANCE, Calibration, rivals, skipdecode
+from pipeline.evaluation import rivals as module
+from pipeline.evaluation.rivals import RIVALS, TOLERANCE, Calibration, rivals, skipdecode
 
 TARGETS = [1.3, 1.6]
 

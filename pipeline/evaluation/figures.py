@@ -12,10 +12,10 @@ import numpy as np
 import pyarrow as pa
 
 from engine import Schedule
-from evaluation.bootstrap import Bootstrap, Estimate, Values
-from evaluation.contender import Contender
-from evaluation.metrics import Overlap, overlap, repetition
-from evaluation.study import Prompt, Study, Timing
+from pipeline.evaluation.bootstrap import Bootstrap, Estimate, Values
+from pipeline.evaluation.contender import Contender
+from pipeline.evaluation.metrics import Overlap, overlap, repetition
+from pipeline.evaluation.study import Prompt, Study, Timing
 
 METRICS = Overlap._fields
 EARLY = 0.5  # of full depth's length: an output that ends before this has stopped early

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from engine import Block, Bridge, Engine, Sampling, Schedule, decays, decode_flop_speedup, orders
-from evaluation.bridged_rivals import attach, bridged_rivals
-from evaluation.rivals import Calibration
+from pipeline.evaluation.bridged_rivals import attach, bridged_rivals
+from pipeline.evaluation.rivals import Calibration
 
 
 def test_every_skipped_block_of_every_plateau_is_bridged() -> None:

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from engine import BatchStats, EarlyExit, Engine, Generation, Sampling, Schedule
-from evaluation.contender import Contender
+from pipeline.evaluation.contender import Contender
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 
 from engine import EarlyExit, Engine, Generation, Sampling, Schedule, decays, orders, recipes
-from evaluation.bootstrap import Bootstrap
-from evaluation.contender import Contender
-from evaluation.figures import combined, figures, read_outputs, worst
-from evaluation.study import Prompt, Study
+from pipeline.evaluation.bootstrap import Bootstrap
+from pipeline.evaluation.contender import Contender
+from pipeline.evaluation.figures import combined, figures, read_outputs, worst
+from pipeline.evaluation.study import Prompt, Study
 
 SAMPLING = Sampling(max_new_tokens=10)
 

@@ -14,8 +14,8 @@ import torch
 from engine import Block, Bridge, ModelShape, Schedule, ScheduleError, decays, decode_flop_speedup, orders
 from engine.calibration.collect import collect_moments
 from engine.teacher_forcing import Answer
-from evaluation.contender import Contender
-from evaluation.rivals import Calibration
+from pipeline.evaluation.contender import Contender
+from pipeline.evaluation.rivals import Calibration
 
 RIDGE = 1e-3  # of the mean variance; the calibration job's usual choice
 SKIPDECODE_WARMUP = 3  # bare, the best warm-up varies; behind a bridge 2 to 4 do about equally well

@@ -15,9 +15,9 @@ from matplotlib.patches import Patch
 from engine import Schedule
 from engine.plan import ApplyBridge, decode_plan
 from engine.unit import all_units
-from evaluation.bootstrap import Estimate
-from evaluation.contender import FULL_DEPTH
-from evaluation.figures import Figures
+from pipeline.evaluation.bootstrap import Estimate
+from pipeline.evaluation.contender import FULL_DEPTH
+from pipeline.evaluation.figures import Figures
 
 INK, ACCENT, PALE, BRIDGE = "#24292f", "#2f6f4f", "#c9d8cf", "#d9a441"
 # Rivals: hues that stay apart for most colour-blind readers (Okabe and Ito's palette, without its green).

@@ -9,10 +9,10 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 
 from engine import Schedule
-from evaluation import charts
-from evaluation.bootstrap import Estimate
-from evaluation.contender import Contender
-from evaluation.figures import Figures
+from pipeline.evaluation import charts
+from pipeline.evaluation.bootstrap import Estimate
+from pipeline.evaluation.contender import Contender
+from pipeline.evaluation.figures import Figures
 
 REPORT_FILE = "report.html"
 TEXT_SHOWN = 500  # characters of a source text
@@ -39,7 +39,7 @@ def render(sections: Sequence[Section], config: Mapping[str, Any]) -> str:
         "Agreement along the answer": charts.agreement_by_step(found, styles),
         "Schedules": charts.schedule_maps(maps),
     }
-    environment = Environment(loader=PackageLoader("evaluation", "."), autoescape=True, trim_blocks=True)
+    environment = Environment(loader=PackageLoader("pipeline.evaluation", "."), autoescape=True, trim_blocks=True)
     environment.filters |= {"estimate": _estimate, "bare": _bare, "shorten": _shorten}
     return environment.get_template("report.html.jinja").render(
         full=found[0],

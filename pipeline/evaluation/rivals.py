@@ -25,7 +25,7 @@ from engine import (
     orders,
 )
 from engine.early_exit import Kind, cheapest_check
-from evaluation.contender import Contender
+from pipeline.evaluation.contender import Contender
 
 log = logging.getLogger(__name__)
 

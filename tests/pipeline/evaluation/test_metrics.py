@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from evaluation.bootstrap import Bootstrap
-from evaluation.metrics import overlap, repetition
+from pipeline.evaluation.bootstrap import Bootstrap
+from pipeline.evaluation.metrics import overlap, repetition
 
 
 def test_a_text_overlaps_itself_wholly_and_a_stranger_not_at_all() -> None:

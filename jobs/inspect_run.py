@@ -1,0 +1,82 @@
+"""Say how far the run in an output is, what it has cost, what failed and how to go on.
+
+python jobs/inspect_run.py out/ --verify
+
+Exit codes are those of the job: 0 done, 1 damaged or no run, 3 some units failed, 4 unfinished.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from pydantic import Field
+from rich.console import Console
+from rich.table import Table
+
+from jobs import command_line
+from pipeline.config import StorageConfig
+from pipeline.errors import JobError
+from pipeline.inspection import Inspection, inspect, verify
+from pipeline.report import summary
+
+PROGRAM = "inspect_run.py"
+MOST_SHOWN = 10  # of failed units, and of damages
+
+
+class InspectRun(StorageConfig):
+    """Say how far the run in an output is, what it has cost, what failed and how to go on."""
+
+    output: str = Field(description="output of a job: a local directory or any fsspec URL")
+    verify: bool = Field(False, description="read every file: check sums, row counts, and that each row is there once")
+
+
+def main() -> int:
+    config = command_line.parse(InspectRun, PROGRAM, positional="output")
+    found: list[Inspection] = []
+    code = command_line.run(PROGRAM, lambda: found.append(look(config)))
+    if code or found[0].manifest is not None:
+        return code
+    return command_line.UNITS_FAILED_EXIT if found[0].failed else command_line.STOPPED_EXIT
+
+
+def look(config: InspectRun) -> Inspection:
+    """Print what stands in the output. Raises JobError if it holds no run or, with --verify, a damaged one."""
+    storage = config.storage(config.output)
+    found = inspect(storage)
+    console = Console()
+    console.print(f"{found.output}: {found.state}", soft_wrap=True, markup=False, highlight=False)
+    console.print(_table(found))
+    for unit in found.failed[:MOST_SHOWN]:
+        rows = f"rows {unit.start} to {unit.start + unit.rows - 1} of {unit.path}"
+        console.print(
+            f"failed: {unit.unit}, {rows}, {unit.attempts} attempts: {unit.error}", soft_wrap=True, markup=False
+        )
+    if len(found.failed) > MOST_SHOWN:
+        console.print(f"... and {len(found.failed) - MOST_SHOWN} more")
+    console.print(f"next: {found.advice}", soft_wrap=True, markup=False)
+    if config.verify:
+        damages = verify(storage, found)
+        for damage in damages[:MOST_SHOWN]:
+            console.print(f"damaged: {damage}", soft_wrap=True, markup=False)
+        if damages:
+            raise JobError(
+                f"{len(damages)} damages in {found.output!r}: delete the commits of the damaged units under _commits/ "
+                "and the manifest, and start the job again to do just those"
+            )
+        console.print(f"verified: {len(found.commits):,} files, {found.totals.rows:,} rows, each once")
+    return found
+
+
+def _table(found: Inspection) -> Table:
+    table = Table(show_header=False)
+    totals = found.totals
+    table.add_row("run", str(found.run["fingerprint"]))
+    table.add_row("committed", f"{totals.rows:,} of {found.rows:,} rows in {len(found.commits):,} units")
+    table.add_row("failed", f"{sum(unit.rows for unit in found.failed):,} rows in {len(found.failed):,} units")
+    for name, value in summary(totals, int(found.run["schedule"]["layers"])).items():
+        table.add_row(name, value)
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""What stands in an output: how far its run is, what it has cost, what failed, and whether it is as committed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.commit import SUCCESS_FILE, Commit, Totals, checksum, read_commits, total
+from pipeline.errors import JobError
+from pipeline.failed import FailedUnit, read_failures
+from pipeline.run_record import claim_name, read_run
+from pipeline.storage import Storage
+
+VERIFY_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """An output as its records tell it."""
+
+    output: str
+    run: dict[str, Any]  # the run's record
+    commits: list[Commit]
+    failed: list[FailedUnit]
+    manifest: dict[str, Any] | None
+
+    @property
+    def rows(self) -> int:
+        """Of the whole run."""
+        return int(self.run["input"]["rows"])
+
+    @property
+    def totals(self) -> Totals:
+        """Of what is committed."""
+        return total(self.commits)
+
+    @property
+    def state(self) -> str:
+        if self.manifest is not None:
+            return "done"
+        if self.failed:
+            return "incomplete: some units failed"
+        return "unfinished" if self.totals.rows < self.rows else "unfinished: only the manifest is missing"
+
+    @property
+    def advice(self) -> str:
+        """How to go on."""
+        if self.manifest is not None:
+            return f"read the files that {self.output}/{SUCCESS_FILE} lists"
+        if self.failed:
+            return "mend what the failed units name and start the same job again: it tries only those"
+        return "start the same job again: it resumes and repeats nothing that is committed"
+
+
+def inspect(storage: Storage) -> Inspection:
+    """Read an output's records. Raises JobError if it holds no run; StorageGone, StorageRefused."""
+    storage = storage.at_first()
+    run = read_run(storage)
+    if run is None:
+        raise JobError(f"{storage.url!r} holds no run: name the output of a job")
+    commits = read_commits(storage, claim_name(run))
+    done = {commit.unit for commit in commits}
+    failed = [unit for unit in read_failures(storage) if unit.unit not in done]
+    manifest = storage.read(SUCCESS_FILE)
+    return Inspection(storage.url.rstrip("/"), run, commits, failed, json.loads(manifest) if manifest else None)
+
+
+def verify(storage: Storage, inspection: Inspection) -> list[str]:
+    """Every way in which the output is not as its records say, a sentence each.
+
+    Reads all data files: checksums and row counts against the commits, the commits against the manifest, and the
+    committed row ranges against the input's rows.
+    """
+    with ThreadPoolExecutor(VERIFY_THREADS) as pool:
+        found = [damage for damage in pool.map(lambda c: _check_file(storage, c), inspection.commits) if damage]
+    found += _check_ranges(inspection)
+    if inspection.manifest is not None:
+        found += _check_manifest(inspection, inspection.manifest)
+    return found
+
+
+def _check_file(storage: Storage, commit: Commit) -> str | None:
+    content = storage.read(commit.file)
+    if content is None:
+        return f"{commit.file} is missing"
+    if checksum(content) != commit.checksum:
+        return f"{commit.file} has changed: {len(content):,} bytes with another checksum than that of its commit"
+    rows = pq.ParquetFile(pa.BufferReader(content)).metadata.num_rows
+    if rows != commit.totals.rows:
+        return f"{commit.file} holds {rows} rows, its commit says {commit.totals.rows}"
+    return None
+
+
+def _check_ranges(inspection: Inspection) -> Iterator[str]:
+    """Rows that two units cover; in a finished run also those that none does."""
+    end, path = 0, ""
+    for commit in sorted(inspection.commits, key=lambda commit: (commit.path, commit.start)):
+        if commit.path != path:
+            end, path = 0, commit.path
+        if commit.start < end:
+            yield f"rows {commit.start} to {end - 1} of {path!r} are there twice"
+        elif commit.start > end and inspection.manifest is not None:
+            yield f"rows {end} to {commit.start - 1} of {path!r} are missing"
+        end = commit.start + commit.totals.rows
+    rows = inspection.totals.rows
+    if inspection.manifest is not None and rows != inspection.rows:
+        yield f"the input has {inspection.rows:,} rows, the output {rows:,}"
+
+
+def _check_manifest(inspection: Inspection, manifest: dict[str, Any]) -> Iterator[str]:
+    listed = {entry["file"]: entry["checksum"] for entry in manifest["commits"]}
+    committed = {commit.file: commit.checksum for commit in inspection.commits}
+    if manifest.get("fingerprint") != inspection.run["fingerprint"]:
+        yield f"{SUCCESS_FILE} is that of run {manifest.get('fingerprint')}, not of {inspection.run['fingerprint']}"
+    for file in sorted(listed.keys() ^ committed.keys()):
+        yield f"{file} is {'listed in the manifest but not committed' if file in listed else 'not in the manifest'}"
+    for file in sorted(listed.keys() & committed.keys()):
+        if listed[file] != committed[file]:
+            yield f"{file} has another checksum in the manifest than in its commit"

@@ -1,0 +1,48 @@
+"""An engine double that keeps books of what it generates, so that a test sees work that was done for nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trap_double import Trap, TrapBackend
+
+from engine import BatchStats, Generation, Sampling, Schedule
+
+
+@dataclass(frozen=True)
+class Counting(Trap):
+    """Appends each batch's number of tokens to a file before its generations leave."""
+
+    books: str = ""
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: Sampling | None = None,
+        schedule: Schedule | None = None,
+        batch_size: int = 32,
+        sample_ids: Sequence[str] | None = None,
+        on_batch: Callable[[BatchStats], None] | None = None,
+    ) -> Iterator[Generation]:
+        def booked(stats: BatchStats) -> None:
+            with open(self.books, "a") as books:
+                books.write(f"{stats.generated_tokens}\n")
+            if on_batch is not None:
+                on_batch(stats)
+
+        yield from super().generate(prompts, sampling, schedule, batch_size, sample_ids, booked)
+
+
+def counting_backend(folder: Path | str, seconds_per_batch: float = 0.0) -> TrapBackend:
+    """Its books, and its traps' memory, are in `folder`."""
+    books = os.path.join(folder, "books")
+    return TrapBackend(Counting(scratch=str(folder), books=books, seconds_per_batch=seconds_per_batch))
+
+
+def tokens_generated(folder: Path | str) -> int:
+    """Over all processes and sessions."""
+    path = Path(folder, "books")
+    return sum(int(line) for line in path.read_text().split()) if path.exists() else 0

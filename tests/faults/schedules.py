@@ -1,0 +1,87 @@
+"""Random fault schedules: what goes wrong in one trial, all of it decided by a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import get_args
+
+from fault_proxy import Action, Fault
+
+READS = ("LIST in", "HEAD in", "GET in", "LIST _commits", "GET _commits", "GET _run.json", "LIST data", "GET data")
+WRITES = ("PUT _run.json", "PUT data", "PUT _commits", "PUT report.html", "PUT _SUCCESS.json")
+BY_WORKERS = ("GET in", "PUT data", "PUT _commits")  # operations whose asker may be killed without ending the session
+PER_UNIT = ("PUT data", "PUT _commits")
+BY_FILE = ("HEAD in", "GET in", "GET data")  # these come several times in every session
+STORAGE_ACTIONS: tuple[Action, ...] = ("throttle", "fail", "reset", "lose", "cut", "slow")
+VICTIMS = ("replica", "node", "server", "driver")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Of one trial."""
+
+    seed: int
+    faults: tuple[Fault, ...]
+    victims: tuple[str | None, ...]  # per fault, what its call ends
+    units: int
+    rows_per_unit: int
+    special: dict[int, str]  # rows that spring a trap
+    replicas: int
+    racing: bool  # a second driver works on the same output
+
+    @property
+    def kills_driver(self) -> bool:
+        return "driver" in self.victims
+
+    def __str__(self) -> str:
+        faults = [
+            f"{victim or fault.action} at {fault.operation} {fault.nth}"
+            + (f" x{fault.times}" if fault.times > 1 else "")
+            for fault, victim in zip(self.faults, self.victims, strict=True)
+        ]
+        extra = [f"row {row} {text.split()[0]}" for row, text in self.special.items()] + ["a race"] * self.racing
+        return f"seed {self.seed}: {self.units} units, {self.replicas} replicas; " + ", ".join(faults + extra)
+
+
+def random_schedule(seed: int, calls: Mapping[str, Callable[[], None]]) -> Schedule:
+    """`calls` end the victims of their names."""
+    random = Random(seed)
+    units, rows = random.randint(3, 8), random.randint(1, 6)
+    faults, victims = [], []
+    for _ in range(random.randint(1, 5)):
+        fault, victim = _storage_fault(random, units), None
+        kind = random.random()
+        if kind < 0.25:
+            operation = random.choice(BY_WORKERS)
+            nth = random.randint(2, 3) if operation == "GET in" else random.randint(1, units)
+            fault = Fault(operation, nth, random.choice(("kill before", "kill after")))
+        elif kind < 0.55:
+            victim = random.choices(VICTIMS, weights=(4, 2, 2, 3))[0]
+            fault = _deadly_fault(random, units, calls[victim])
+        faults.append(fault)
+        victims.append(victim)
+    special = {}
+    if random.random() < 0.1:
+        special[random.randrange(units * rows)] = random.choice(("KILL the process", "RAISE an error"))
+    racing = random.random() < 0.07 and "driver" not in victims
+    replicas = 1 if racing else random.choice((1, 1, 2))
+    return Schedule(seed, tuple(faults), tuple(victims), units, rows, special, replicas, racing)
+
+
+def _storage_fault(random: Random, units: int) -> Fault:
+    operation = random.choice((*READS, *WRITES, *PER_UNIT, *PER_UNIT))
+    actions = [a for a in STORAGE_ACTIONS if a not in ("cut", "slow") or operation.startswith(("GET", "LIST"))]
+    nth = random.randint(1, units if operation in PER_UNIT else 3 if operation in BY_FILE else 1)
+    return Fault(operation, nth, random.choice(actions), times=random.randint(1, 4))
+
+
+def _deadly_fault(random: Random, units: int, call: Callable[[], None]) -> Fault:
+    """Before or after a write, a commit, or the end: the points of the protocol."""
+    action: Action = random.choice(("call before", "call after"))
+    operation = random.choice((*PER_UNIT, *PER_UNIT, "PUT _run.json", "PUT report.html", "PUT _SUCCESS.json"))
+    return Fault(operation, random.randint(1, units) if operation in PER_UNIT else 1, action, call=call)
+
+
+assert set(STORAGE_ACTIONS) < set(get_args(Action))

@@ -1,0 +1,101 @@
+"""Jobs on a real S3 server that throttles, drops, loses answers, goes down, or refuses."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from engine_double import NoEngineBackend
+from fault_proxy import Action, Fault
+from trial import Trial
+
+from pipeline.errors import JobStopped
+from pipeline.run import run_job
+
+pytestmark = [pytest.mark.usefixtures("ray_node"), pytest.mark.timeout(180)]
+
+UNITS, FILES = 6, 2
+READS = ("LIST in", "HEAD in", "GET in", "GET data")
+WRITES = ("PUT _run.json", "PUT data", "PUT _commits", "PUT report.html", "PUT _SUCCESS.json")
+
+
+def test_what_a_run_and_its_resumption_ask_of_the_storage(trial: Trial) -> None:
+    counts = trial.proxy.arm(trial.name)
+    trial.run()
+    per_unit = {"PUT data": UNITS, "PUT _commits": UNITS}
+    # Planning: one look at the path, then per file its size and identity, the size again to open it, and its footer.
+    # Reading: per span of units (here a file) its size, its footer, and its columns in one range.
+    reading = {"LIST in": 2, "HEAD in": 1 + 3 * FILES, "GET in": 3 * FILES}
+    claim = {"PUT _run.json": 1, "GET _run.json": 1}
+    report = {"HEAD data": UNITS, "GET data": 2 * UNITS, "PUT report.html": 1}  # it looks into 20 units at most
+    assert dict(counts) == per_unit | reading | claim | report | {"LIST data": 1, "PUT _SUCCESS.json": 1}
+    trial.check()
+
+    counts = trial.proxy.arm(trial.name)
+    run_job(trial.config(), NoEngineBackend())
+    planning = {"LIST in": 2, "HEAD in": 1 + 2 * FILES, "GET in": FILES}
+    claim = {"PUT _run.json": 1, "HEAD _run.json": 1, "GET _run.json": 2}  # refused, for it is there
+    resuming = {
+        "LIST _commits": 1,
+        "GET _snapshot.json.gz": 1,
+        "GET _commits": UNITS,
+        "LIST _failed": 1,
+        "LIST ": 1,
+        "GET _SUCCESS.json": 1,
+    }
+    assert dict(counts) == planning | claim | resuming | {"LIST data": 1}
+
+
+def test_throttling_errors_and_resets_at_every_kind_of_request_cost_nothing_but_time(trial: Trial) -> None:
+    actions: tuple[Action, ...] = ("throttle", "fail", "reset")
+    faults = [Fault(kind, nth, action) for kind in (*READS, *WRITES) for nth, action in enumerate(actions, 1)]
+    trial.proxy.arm(trial.name, faults)
+    trial.run()
+    assert all(fault.hits for fault in faults)
+    trial.check()
+    assert trial.tokens_generated == trial.tokens_of_one_pass
+
+
+def test_a_write_whose_answer_is_lost_is_known_for_ones_own(trial: Trial) -> None:
+    faults = [Fault(kind, 1, "lose", times=2) for kind in WRITES]
+    counts = trial.proxy.arm(trial.name, faults)
+    trial.run()
+    assert all(fault.hits == 2 for fault in faults)
+    assert counts["GET _commits"] > 0  # refused with 412, it looked whose record stands there
+    trial.check()
+    assert trial.tokens_generated == trial.tokens_of_one_pass
+
+
+def test_answers_that_come_in_part_or_slowly_are_read_whole(trial: Trial) -> None:
+    faults = [
+        Fault(kind, nth, action) for kind in READS if kind != "HEAD in" for nth, action in ((1, "cut"), (2, "slow"))
+    ]
+    trial.proxy.arm(trial.name, faults)
+    trial.run()
+    assert all(fault.hits for fault in faults)
+    trial.check()
+
+
+def test_a_server_killed_and_back_within_patience_is_waited_for(trial: Trial) -> None:
+    def restart() -> None:
+        trial.server.kill()
+        threading.Timer(2.0, trial.server.start).start()
+
+    trial.proxy.arm(trial.name, [Fault("PUT _commits", 2, "call before", call=restart)])
+    trial.run()
+    trial.check()
+    assert trial.tokens_generated == trial.tokens_of_one_pass
+
+
+def test_a_server_that_stays_away_ends_the_job_resumably(trial: Trial) -> None:
+    trial.proxy.arm(trial.name, [Fault("PUT _commits", 3, "call before", call=trial.server.kill)])
+    try:
+        with pytest.raises(JobStopped, match=r"has not worked for 2 s .* start the job again to resume"):
+            trial.run(storage_patience_s=2.0)
+    finally:
+        trial.server.start()
+    before = trial.tokens_generated
+    resumed = trial.run().rows_resumed
+    trial.check()
+    assert resumed >= 8
+    assert trial.tokens_generated - before <= trial.tokens_of_one_pass * (24 - resumed) / 24 + 50

@@ -1,0 +1,111 @@
+"""Jobs whose workers, replicas, drivers and nodes die at chosen points of the commit protocol."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+
+import pytest
+import ray
+from fault_proxy import Action, Fault
+from servers import BUCKET
+from trial import Trial, kill_replicas, own_processes
+
+from jobs.command_line import STOPPED_EXIT
+
+pytestmark = [pytest.mark.usefixtures("ray_node"), pytest.mark.timeout(240)]
+
+LIMIT_S = 150
+UNIT_TOKENS = 4 * 12
+
+
+def ended(driver: subprocess.Popen[str]) -> str:
+    """What a driver said until its end, which has to come."""
+    try:
+        said, _ = driver.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        driver.kill()
+        raise
+    return said
+
+
+def cluster() -> str:
+    """Address of the Ray of these tests, for drivers that are to share it."""
+    address: str = ray.get_runtime_context().gcs_address
+    return address
+
+
+def test_tasks_killed_around_every_read_write_and_commit_are_done_again(trial: Trial) -> None:
+    faults = [
+        Fault("GET in", 5, "kill before"),  # the first four are the planning's and the first span's footers
+        Fault("PUT data", 2, "kill before"),
+        Fault("PUT data", 4, "kill after"),
+        Fault("PUT _commits", 2, "kill before"),
+        Fault("PUT _commits", 4, "kill after"),
+    ]
+    trial.proxy.arm(trial.name, faults)
+    trial.run()
+    assert all(fault.hits for fault in faults)
+    trial.check()
+
+
+def test_a_killed_replica_costs_at_most_the_units_it_held(trial: Trial) -> None:
+    trial.proxy.arm(trial.name, [Fault("PUT _commits", 3, "call before", call=kill_replicas)])
+    trial.run(seconds_per_batch=0.5)
+    trial.check()
+    assert trial.tokens_generated <= trial.tokens_of_one_pass + 3 * UNIT_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("operation", "nth", "action", "committed"),
+    [("PUT _commits", 3, "call before", 2), ("PUT _SUCCESS.json", 1, "call before", 6)],
+)
+def test_a_killed_driver_costs_at_most_its_units_in_flight(
+    trial: Trial, operation: str, nth: int, action: Action, committed: int
+) -> None:
+    driver = trial.start(seconds_per_batch=0.3, ray_address=cluster())
+    trial.proxy.arm(trial.name, [Fault(operation, nth, action, call=driver.kill)])
+    ended(driver)
+    assert driver.returncode == -signal.SIGKILL
+    result = trial.run()
+    assert result.rows_resumed >= 4 * committed
+    trial.check()
+    assert trial.tokens_generated <= trial.tokens_of_one_pass + 3 * UNIT_TOKENS
+
+
+def test_two_drivers_on_one_output_agree_on_every_unit(trial: Trial) -> None:
+    drivers = [trial.start(0.3, ray_address=cluster(), threads_per_replica=1) for _ in range(2)]
+    said = [ended(driver) for driver in drivers]
+    assert [driver.returncode for driver in drivers] == [0, 0], said
+    trial.check()
+
+
+def test_sigterm_lets_units_in_flight_finish_and_ends_resumably(trial: Trial) -> None:
+    driver = trial.start(seconds_per_batch=3.0, ray_address=cluster())
+    trial.proxy.arm(trial.name, [Fault("PUT _commits", 1, "call after", call=driver.terminate)])
+    said = ended(driver)
+    assert driver.returncode == STOPPED_EXIT, said
+    assert "stopped: SIGTERM: units in flight were ended, start the job again to resume" in said
+    result = trial.run()
+    assert 4 <= result.rows_resumed < 24
+    trial.check()
+    assert trial.tokens_generated <= trial.tokens_of_one_pass + 2 * UNIT_TOKENS
+
+
+def test_no_secret_is_in_what_a_driver_says_shows_or_writes(trial: Trial) -> None:
+    secret = trial.server.environment["AWS_SECRET_ACCESS_KEY"]
+    driver = trial.start(seconds_per_batch=0.2, ray_address=cluster())
+    shown: list[str] = []
+
+    def look() -> None:
+        shown.extend(" ".join(process.cmdline()) for process in own_processes(""))
+
+    trial.proxy.arm(trial.name, [Fault("PUT _commits", 1, "call before", call=look), Fault("PUT data", 2, "fail")])
+    said = ended(driver)
+    assert driver.returncode == 0, said
+    assert any("driver.py" in line for line in shown)
+    files = trial.server.files
+    written = [files.cat_file(path) for path in files.find(f"{BUCKET}/{trial.name}/out")]
+    assert len(written) >= 15
+    assert secret not in "".join(shown) + said
+    assert not any(secret.encode() in content for content in written)

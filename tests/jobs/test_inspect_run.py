@@ -1,0 +1,122 @@
+"""What inspect_run says of an output in every state, and what --verify finds in a damaged one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from jobs import inspect_run
+from pipeline.commit import commit_unit, read_commits, write_success
+from pipeline.failed import record_failure
+from pipeline.rows import GENERATED
+from pipeline.run_record import claim_output
+from pipeline.storage import Storage
+from pipeline.unit import WorkUnit
+
+ROWS, PER_UNIT = 10, 4
+UNITS = [WorkUnit(f"00000-{start:09d}", "in/a.parquet", start, min(PER_UNIT, ROWS - start)) for start in (0, 4, 8)]
+RUN = {"input": {"rows": ROWS}, "schedule": {"layers": 30}}
+Inspect = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Storage:
+    return Storage(str(tmp_path / "out"))
+
+
+@pytest.fixture
+def commit(output: Storage) -> Callable[..., None]:
+    """Commits units of an unfinished run, and finishes it if told to."""
+
+    def run(*units: WorkUnit, finish: bool = False) -> None:
+        claim = claim_output(output, RUN)
+        for unit in units:
+            rows = [{"generation": "g", "finish_reason": "stop", "generated_tokens": 2, "mean_active_layers": 30.0}]
+            commit_unit(output, unit, pa.Table.from_pylist(rows * unit.rows, schema=GENERATED), 0, 1.0, claim.run)
+        if finish:
+            record = json.loads(output.read("_run.json") or b"")
+            commits = read_commits(output)
+            write_success(output, record, commits, commits[0].totals)
+
+    return run
+
+
+@pytest.fixture
+def inspect(output: Storage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Inspect:
+    """Exit code and everything said."""
+
+    def run(*flags: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["inspect_run.py", output.url, *flags])
+        code = inspect_run.main()
+        said = capsys.readouterr()
+        return code, " ".join((said.out + said.err).split())
+
+    return run
+
+
+def test_a_finished_run_is_done_and_verified(commit: Callable[..., None], inspect: Inspect) -> None:
+    commit(*UNITS, finish=True)
+    code, said = inspect("--verify")
+    assert code == 0
+    assert "out: done" in said
+    assert "10 of 10 rows in 3 units" in said
+    assert "verified: 3 files, 10 rows, each once" in said
+
+
+def test_an_unfinished_run_says_how_far_it_is_and_how_to_go_on(commit: Callable[..., None], inspect: Inspect) -> None:
+    commit(*UNITS[:2])
+    code, said = inspect()
+    assert code == 4
+    assert "out: unfinished" in said
+    assert "8 of 10 rows in 2 units" in said
+    assert "next: start the same job again: it resumes" in said
+
+
+def test_failed_units_are_named_until_they_are_committed(
+    output: Storage, commit: Callable[..., None], inspect: Inspect
+) -> None:
+    commit(*UNITS[:2])
+    record_failure(output, UNITS[2], 3, "generate: ValueError: no")
+    record_failure(output, UNITS[0], 3, "committed by a later session")
+    code, said = inspect()
+    assert code == 3
+    assert "2 rows in 1 units" in said
+    assert "failed: 00000-000000008, rows 8 to 9 of in/a.parquet, 3 attempts: generate: ValueError: no" in said
+    assert "later session" not in said
+
+
+def test_an_output_without_a_run_is_one_sentence(inspect: Inspect) -> None:
+    code, said = inspect()
+    assert code == 1
+    assert said.startswith("inspect_run.py: error: ")
+    assert "holds no run" in said
+
+
+def test_every_kind_of_damage_is_found(output: Storage, commit: Callable[..., None], inspect: Inspect) -> None:
+    commit(*UNITS, WorkUnit("00000-000000002", "in/a.parquet", 2, 4), finish=True)
+    first, _, second, third = (output.path(commit.file) for commit in read_commits(output))
+    content = Path(first).read_bytes()
+    Path(first).write_bytes(content[:-1] + b"?")
+    Path(second).unlink()
+    manifest = json.loads(output.read("_SUCCESS.json") or b"")
+    manifest["commits"] = manifest["commits"][:-1]
+    output.write("_SUCCESS.json", json.dumps(manifest).encode())
+    code, said = inspect("--verify")
+    assert code == 1
+    assert f"data/{Path(first).name} has changed" in said
+    assert f"data/{Path(second).name} is missing" in said
+    assert "rows 2 to 3 of 'in/a.parquet' are there twice" in said
+    assert f"data/{Path(third).name} is not in the manifest" in said
+    assert "the input has 10 rows, the output 14" in said
+
+
+def test_a_gap_in_a_finished_run_is_found(commit: Callable[..., None], inspect: Inspect) -> None:
+    commit(UNITS[0], UNITS[2], finish=True)
+    code, said = inspect("--verify")
+    assert code == 1
+    assert "rows 4 to 7 of 'in/a.parquet' are missing" in said

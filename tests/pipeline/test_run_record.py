@@ -1,0 +1,65 @@
+"""An output belongs to one run at a time, and what is left of an earlier one can add nothing to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from pipeline.commit import commit_unit, read_commits
+from pipeline.errors import JobError
+from pipeline.rows import GENERATED
+from pipeline.run_record import claim_output, discard_run
+from pipeline.storage import Storage
+from pipeline.unit import WorkUnit
+
+RUN = {"sampling": {"seed": 0}, "version": "1"}
+UNIT = WorkUnit("00000-000000000", "in/a.parquet", 0, 1)
+ROWS = pa.Table.from_pylist([{"mean_active_layers": 1.0, "generated_tokens": 1}], schema=GENERATED)
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    return Storage(str(tmp_path))
+
+
+def test_the_second_session_of_a_run_resumes_its_claim(storage: Storage) -> None:
+    first, second = claim_output(storage, RUN), claim_output(storage, RUN)
+    assert (first.resuming, second.resuming) == (False, True)
+    assert first.run == second.run
+    second.check(storage)
+
+
+def test_another_run_is_refused_and_told_what_changed(storage: Storage) -> None:
+    claim_output(storage, RUN)
+    with pytest.raises(JobError, match=r"differs in sampling: sampling\.seed 0 -> 7; .* discard it with --fresh"):
+        claim_output(storage, {**RUN, "sampling": {"seed": 7}})
+
+
+def test_a_zombie_from_before_fresh_can_neither_commit_nor_finish(storage: Storage) -> None:
+    zombie = claim_output(storage, RUN)
+    discard_run(storage)
+    claim = claim_output(storage, RUN)  # the same settings, another claim
+    commit_unit(storage, UNIT, ROWS, 0, 0.0, claim.run)
+    with pytest.raises(JobError, match="a process of that run still wrote here"):
+        commit_unit(storage, UNIT, ROWS, 0, 0.0, zombie.run)
+    with pytest.raises(JobError, match="was discarded by another job with --fresh"):
+        zombie.check(storage)
+    assert [commit.run for commit in read_commits(storage, claim.run)] == [claim.run]
+
+
+def test_a_commit_that_a_zombie_made_first_is_noticed(storage: Storage) -> None:
+    zombie = claim_output(storage, RUN)
+    discard_run(storage)
+    claim = claim_output(storage, RUN)
+    commit_unit(storage, UNIT, ROWS, 0, 0.0, zombie.run)
+    with pytest.raises(JobError, match="end it, then start this job with --fresh"):
+        read_commits(storage, claim.run)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]"])
+def test_a_damaged_record_is_named(storage: Storage, content: bytes) -> None:
+    storage.write("_run.json", content)
+    with pytest.raises(JobError, match=r"_run\.json .* is damaged .* --fresh"):
+        claim_output(storage, RUN)

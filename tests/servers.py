@@ -1,0 +1,105 @@
+"""Real servers on free ports of this machine, and waiting for them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import s3fs
+from botocore.exceptions import BotoCoreError
+
+SCRIPTS = Path(sys.executable).parent
+START_S, STOP_S = 60, 5
+BUCKET = "corpus"
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for open_socket in sockets:
+            open_socket.bind(("127.0.0.1", 0))
+        return [int(open_socket.getsockname()[1]) for open_socket in sockets]
+    finally:
+        for open_socket in sockets:
+            open_socket.close()
+
+
+def wait_until(ready: Callable[[], bool], what: str, limit_s: float = START_S) -> None:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        if ready():
+            return
+        time.sleep(0.1)
+    raise TimeoutError(f"{what} did not happen within {limit_s:g} s")
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Ask a process group to end, then make it."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, sign)
+            process.wait(STOP_S)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+
+
+class S3Server:
+    """SeaweedFS with a bucket named "corpus". What it has acknowledged outlives kill -9."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        names = ("s3", "master", "volume", "filer", "admin")
+        self._ports = dict(zip(names, free_ports(len(names)), strict=True))
+        self.url = f"http://127.0.0.1:{self._ports['s3']}"
+        self.environment = {
+            "AWS_ACCESS_KEY_ID": "tester",
+            "AWS_SECRET_ACCESS_KEY": secrets.token_hex(16),
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_REGION": "us-east-1",
+        }
+        self.files = s3fs.S3FileSystem(
+            key=self.environment["AWS_ACCESS_KEY_ID"],
+            secret=self.environment["AWS_SECRET_ACCESS_KEY"],
+            endpoint_url=self.url,
+            use_listings_cache=False,
+            skip_instance_cache=True,
+        )
+        self.start()
+
+    def start(self) -> None:
+        """Returns once it answers."""
+        command = [
+            str(SCRIPTS / "weed"), "mini", f"-dir={self._folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
+            "-master.telemetry=false", "-webdav=false", "-admin.ui=false", "-s3.port.iceberg=0", "-s3.port.lance=0",
+            *(f"-{name}.port={number}" for name, number in self._ports.items()),
+        ]  # fmt: skip
+        with (self._folder.parent / f"{self._folder.name}.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                command, env=os.environ | self.environment, stdout=log, stderr=log, start_new_session=True
+            )
+        wait_until(self._answers, "the start of the S3 server")
+
+    def kill(self) -> None:
+        """kill -9."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(STOP_S)
+
+    def stop(self) -> None:
+        stop(self._process)
+
+    def _answers(self) -> bool:
+        try:
+            self.files.mkdirs(BUCKET, exist_ok=True)
+            # A server that has just come back takes requests before it can store anything.
+            self.files.pipe_file(f"{BUCKET}/.probe", b"1")
+        except (OSError, BotoCoreError):
+            return False
+        return True
