@@ -65,7 +65,7 @@ def run(program: str, job: Callable[[], None]) -> int:
 def log_to_stderr() -> None:
     """Our own progress, and other packages' warnings."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
-    for package in ("engine", "evaluation", "pipeline", "jobs"):
+    for package in ("engine", "pipeline", "jobs"):
         logging.getLogger(package).setLevel(logging.INFO)
 
 

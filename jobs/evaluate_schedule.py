@@ -9,6 +9,7 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal, Self
 
@@ -28,7 +29,8 @@ from pipeline.evaluation.bridged_rivals import bridged_rivals
 from pipeline.evaluation.contender import Contender
 from pipeline.evaluation.figures import Figures, combined, figures, read_outputs, worst
 from pipeline.evaluation.report import REPORT_FILE, Section, render
-from pipeline.evaluation.rivals import RIVALS, Calibration, rivals
+from pipeline.evaluation.rivals import RIVALS, Calibration
+from pipeline.evaluation.solved import SolvedRivals
 from pipeline.evaluation.study import Prompt, Study
 from pipeline.fit import longest_prompt
 from pipeline.template import PromptTemplate, RowError
@@ -37,6 +39,7 @@ log = logging.getLogger(__name__)
 
 PROGRAM = "evaluate_schedule.py"
 FIGURES_FILE, OUTPUTS_FILE, WORK_FOLDER = "figures.json", "outputs.parquet", "work"
+RIVALS_FOLDER = "rivals"  # in the work folder
 
 
 class EvaluateSchedule(AnswerConfig):
@@ -96,7 +99,7 @@ def evaluate(config: EvaluateSchedule) -> None:
     prompts = read_prompts(config, config.part, config.rows, tokenizer, shape)
     needed = max(config.bridge_rows * config.bridged_rivals, config.calibration_rows * bool(config.rivals))
     held_back = read_prompts(config, "calibrate", needed, tokenizer, shape) if needed else []
-    sampling = config.sampling()
+    sampling, identity = config.sampling(), model_identity(config.model)
     engine = Engine.load(config.model, config.device, config.dtype, config.threads)
     contenders = [Contender.full_depth(shape.layers), *named]
     if config.bridged_rivals:
@@ -104,14 +107,15 @@ def evaluate(config: EvaluateSchedule) -> None:
         calibration = Calibration.measure(engine, sampling, [prompt.tokens for prompt in held_back])
         contenders += bridged_rivals(config.target_speedups, calibration)
     if config.rivals:
-        held_back = held_back[: config.calibration_rows]
-        log.info("solving rivals on %d calibration prompts", len(held_back))
-        calibration = Calibration.measure(engine, sampling, [prompt.tokens for prompt in held_back])
+        tokens = [prompt.tokens for prompt in held_back[: config.calibration_rows]]
         wanted = list(RIVALS) if "all" in config.rivals else config.rivals
-        for rival in rivals(wanted, config.target_speedups, calibration):
+        log.info("solving rivals on %d calibration prompts", len(tokens))
+        solved = SolvedRivals(config.output / WORK_FOLDER / RIVALS_FOLDER, identity, sampling, tokens)
+        measure = partial(Calibration.measure, engine, sampling, tokens)
+        for rival in solved.solve(wanted, config.target_speedups, measure):
             log.info("%s: %s", rival.label, rival.note or "solved")
             contenders.append(rival)
-    study = Study(config.output / WORK_FOLDER, model_identity(config.model), sampling, config.batch_size, prompts)
+    study = Study(config.output / WORK_FOLDER, identity, sampling, config.batch_size, prompts)
     study.run(engine, contenders)
     write_results(config, study, contenders)
 

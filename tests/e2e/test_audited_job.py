@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from engine import recipes
 
@@ -21,9 +22,10 @@ ROWS, STOPPED = 800, 4
 
 def start(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "jobs/summarize_corpus.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.timeout(1500)
 def test_a_bad_schedule_is_stopped_within_the_first_twentieth_of_the_rows(tmp_path: Path) -> None:
     texts = pq.read_table(CORPUS, columns=["text"])["text"].to_pylist()
     short = sorted(texts, key=len)[:40]
@@ -52,7 +54,7 @@ def test_a_bad_schedule_is_stopped_within_the_first_twentieth_of_the_rows(tmp_pa
 
     # Resumable: with the minimum lowered, the same run goes on where it was.
     process = subprocess.Popen([sys.executable, "jobs/summarize_corpus.py", *arguments], cwd=ROOT, text=True)
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 400
     while len(list((output / "_commits").glob("*.json"))) < len(commits) + 2 and time.monotonic() < deadline:
         time.sleep(0.5)
     process.send_signal(signal.SIGTERM)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 
-from engine import EarlyExit, Engine, Sampling, Schedule, decode_flop_speedup
+from engine import EarlyExit, Engine, Sampling, Schedule, ScheduleError, decode_flop_speedup
 from engine.schedule import Plateau
 from pipeline.evaluation import rivals as module
+from pipeline.evaluation.contender import Contender
 from pipeline.evaluation.rivals import RIVALS, TOLERANCE, Calibration, rivals, skipdecode
+from pipeline.evaluation.solved import SolvedRivals
 
 TARGETS = [1.3, 1.6]
 
@@ -64,3 +67,32 @@ def test_a_target_out_of_reach_leaves_the_rival_out_and_says_so(
     with caplog.at_level(logging.WARNING, logger=module.__name__):
         assert list(rivals(["early-termination"], [40.0], calibration)) == []
     assert "early-termination at 40x is left out" in caplog.text
+
+
+def test_what_was_solved_is_not_solved_again(
+    calibration: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, targets = ["unified-layer-skipping", "early-termination", "calm-dec"], [1.3, 40.0]
+    exits = Contender("CALM-DEC", 1.3, EarlyExit("CALM-DEC", (10,), 0.25), is_rival=True, note="made up")
+
+    def made_up(_: Calibration, target: float) -> Contender:
+        if target > 2:
+            raise ScheduleError("out of reach")
+        return exits
+
+    monkeypatch.setitem(RIVALS, "calm-dec", made_up)
+    prompts = calibration.prompts
+    first = SolvedRivals(tmp_path, "packaged", calibration.sampling, prompts).solve(names, targets, lambda: calibration)
+    found = list(first)
+    assert [rival.label for rival in found] == [
+        "Unified Layer Skipping, 1.3x", "early termination, 1.3x", "CALM-DEC, 1.3x",
+    ]  # fmt: skip
+    again = SolvedRivals(tmp_path, "packaged", calibration.sampling, prompts)
+    assert list(again.solve(names, targets, lambda: pytest.fail("measured again"))) == found
+    other = SolvedRivals(tmp_path, "packaged", calibration.sampling, prompts[1:])
+    with pytest.raises(RuntimeError, match="asked"):
+        list(other.solve(names, targets, lambda: _raise()))
+
+
+def _raise() -> Calibration:
+    raise RuntimeError("asked")
