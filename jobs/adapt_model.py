@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import engine
-from engine import Engine, Schedule, decode_flop_speedup
+from engine import Engine, Schedule, ScheduleError, decode_flop_speedup
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import BridgeTrainer, Point
 from engine.kernels import Kernels
@@ -60,6 +60,8 @@ def adapt(config: AdaptModel) -> None:
     start, progress = time.monotonic(), StageProgress(log)
     schedule = Schedule.read(config.schedule)
     schedule.check_fits(engine.describe(config.model))
+    if not schedule.bridges:
+        raise ScheduleError(f"{config.schedule!r} has no bridges to train: make one with calibrate_schedule.py")
     output = _made(Path(config.output))
     drawn = answer_corpus(config, config.load_engine(), progress)
     answers = drawn.answers

@@ -1,0 +1,69 @@
+"""Calibrate, then adapt, then read the result, as a person does it, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine import Schedule
+from jobs import adapt_model, calibrate_schedule, command_line
+
+ROOT = Path(__file__).parents[2]
+CORPUS = str(ROOT / "infra" / "demo" / "package_descriptions.parquet")
+
+
+@pytest.fixture(scope="module")
+def common(make_checkpoint: Callable[..., Path]) -> list[str]:
+    model = make_checkpoint(eos=400)  # no token ends an answer
+    return [
+        *("--model", str(model), "--device", "cpu", "--input", CORPUS, "--prompt", "{text}", "--prompt-format", "raw"),
+        *("--max-prompt-tokens", "40", "--max-new-tokens", "12", "--id-column", "id"),
+    ]
+
+
+def adapt(arguments: list[str]) -> int:
+    config = command_line.parse(adapt_model.AdaptModel, adapt_model.PROGRAM, arguments)
+    return command_line.run(adapt_model.PROGRAM, lambda: adapt_model.adapt(config))
+
+
+def test_a_calibrated_schedule_is_adapted_and_a_rerun_goes_on(
+    common: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calibrated, adapted = tmp_path / "calibrated", tmp_path / "adapted"
+    config = command_line.parse(
+        calibrate_schedule.CalibrateSchedule,
+        calibrate_schedule.PROGRAM,
+        [*common, "--output", str(calibrated), "--prompts", "40", "--target-speedups", "1.1"],
+    )
+    calibrate_schedule.calibrate(config)
+    before = Schedule.read(calibrated / "1.1x")
+
+    arguments = [*common, "--schedule", str(calibrated / "1.1x"), "--output", str(adapted), "--prompts", "60"]
+    assert adapt([*arguments, "--steps", "20", "--gate-width", "4"]) == 0
+    after = Schedule.read(adapted)
+    assert (after.skip_order, after.plateaus) == (before.skip_order, before.plateaus)
+    assert after.bridges.keys() == before.bridges.keys()
+    assert after.bridges != before.bridges
+    assert after.provenance["decode_flop_speedup"] < before.provenance["decode_flop_speedup"]  # the gate costs
+    curve = json.loads((adapted / adapt_model.CURVE_FILE).read_text())
+    assert [point["step"] for point in curve] == [0, 20]
+    assert after.provenance["held_out"]["kl"] == pytest.approx(min(point["kl"] for point in curve), abs=1e-4)
+    assert "weights are unchanged" in (adapted / adapt_model.CARD_FILE).read_text()
+
+    assert adapt([*arguments, "--steps", "20", "--gate-width", "4"]) == 0
+    assert json.loads((adapted / adapt_model.CURVE_FILE).read_text()) == curve
+    capsys.readouterr()
+    assert adapt([*arguments, "--steps", "30", "--gate-width", "4"]) == 1
+    assert "of another training" in capsys.readouterr().err
+
+
+def test_a_plain_schedule_is_refused_before_the_model_is_loaded(
+    common: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Schedule.full_depth(5).write(tmp_path / "plain")
+    arguments = [*common, "--schedule", str(tmp_path / "plain"), "--output", str(tmp_path / "out")]
+    assert adapt(arguments) == 1
+    assert "no bridges to train" in capsys.readouterr().err
