@@ -1,4 +1,10 @@
-"""Find, for each target speed-up, the bridged schedule that stays closest to full depth on held-out answers."""
+"""Find, for each target speed-up, the bridged schedule that stays closest to full depth on held-out answers.
+
+Measured on SmolLM2-135M-Instruct, package descriptions, 15 of 30 layers behind one bridge, 15,000 answer tokens: a gain
+of 1.3 takes the KL divergence from 0.79 to 0.71, weighing tokens by their states' size from 0.80 to 0.79; a ridge
+between 1e-4 and 1e-2 is all one. What did not help: entries of X scaled to one variance, the state's RMS norm as input
+instead of or beside the state, prompt tokens as further data, matching the target's covariance by optimal transport.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +39,7 @@ DEPTH_STEP = 2  # layers between the depths that growths are made of
 DEEPER = 4  # layers beyond the constant depth that a growth may end at
 TRIED_GROWTHS = 3
 # Share of the answers, and how many at most, to choose among candidates and to judge the choice. The rest is fitted on.
-CHOOSE, JUDGE = (0.15, 80), (0.15, 200)
+CHOOSE, JUDGE = (0.1, 60), (0.15, 200)
 LEAST_ANSWERS = 20
 
 
