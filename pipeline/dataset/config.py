@@ -31,8 +31,10 @@ class DatasetConfig(JobConfig):
     json_schema: str | None = Field(
         None, description="JSON Schema file: keep generations that are JSON and valid under it"
     )
-    duplicates: Literal["keep", "exact", "normalized"] = Field(
-        "normalized", description="drop repeated generations; normalized: case and white space make no difference"
+    duplicates: Literal["keep", "exact", "normalized"] | None = Field(
+        None,
+        description="keep or drop repeated generations; normalized: case and white space make no difference; default "
+        "normalized, but keep where the output answers requests",
     )
 
     rows_per_shard: int = Field(50_000, ge=1, description="rows of a Parquet file of the data set")
@@ -42,6 +44,11 @@ class DatasetConfig(JobConfig):
     @property
     def samples_per_row(self) -> int:
         return self.samples_per_prompt
+
+    @property
+    def duplicate_rule(self) -> str:
+        """What is done with repeated generations. Two requests may well have the same answer."""
+        return self.duplicates or ("keep" if self.output_format == "openai-batch" else "normalized")
 
     @field_validator("require_pattern", "forbid_pattern")
     @classmethod

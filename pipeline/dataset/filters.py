@@ -41,10 +41,11 @@ class Filters:
     @property
     def described(self) -> dict[str, Any]:
         """All settings that decide what is kept; a JSON Schema by its content."""
-        names = ("finish_reasons", "min_chars", "max_chars", "require_pattern", "forbid_pattern", "duplicates")
+        names = ("finish_reasons", "min_chars", "max_chars", "require_pattern", "forbid_pattern")
         schema = self._config.json_schema
         content = json.loads(Path(schema).read_text()) if schema is not None else None
-        return {**{name: getattr(self._config, name) for name in names}, "json_schema": content}
+        chosen = {name: getattr(self._config, name) for name in names}
+        return {**chosen, "duplicates": self._config.duplicate_rule, "json_schema": content}
 
     def reason_to_drop(self, row: Row) -> str | None:
         """What speaks against an output row, None if it is kept. Call it once per row: duplicates are remembered."""
@@ -70,9 +71,9 @@ class Filters:
         return DUPLICATE if self._is_repeated(text) else None
 
     def _is_repeated(self, text: str) -> bool:
-        if self._config.duplicates == "keep":
+        if self._config.duplicate_rule == "keep":
             return False
-        same = " ".join(text.split()).casefold() if self._config.duplicates == "normalized" else text
+        same = " ".join(text.split()).casefold() if self._config.duplicate_rule == "normalized" else text
         digest = hashlib.blake2b(same.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         if digest in self._seen:
             return True

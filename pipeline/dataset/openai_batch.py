@@ -48,8 +48,11 @@ class Requests:
 
 def read_requests(storage: Storage) -> Requests:
     """Read a JSONL file. Raises JobError naming the line that cannot be answered; StorageGone, StorageRefused."""
-    with storage.open_path(storage.root) as stream:
-        content = bytes(stream.read())
+    try:
+        with storage.open_path(storage.root) as stream:
+            content = bytes(stream.read())
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise JobError(f"input {storage.url!r} is no file: name one JSONL file of requests") from error
     rows: list[dict[str, str]] = []
     options: dict[str, Any] | None = None
     seen: set[str] = set()

@@ -83,6 +83,12 @@ def test_repeated_generations_are_dropped_as_asked(duplicates: str, expected: li
     assert reasons(filters(duplicates=duplicates), "The same.", "the  SAME.\n", "The same.") == expected
 
 
+def test_equal_answers_to_two_requests_are_both_kept() -> None:
+    sieve = filters(input_format="openai-batch", output_format="openai-batch")
+    assert reasons(sieve, "Yes.", "Yes.") == [None, None]
+    assert sieve.described["duplicates"] == "keep"
+
+
 def test_a_row_counts_under_the_first_filter_it_fails_and_what_was_dropped_is_no_original() -> None:
     sieve = filters(min_chars=4, require_pattern="x")
     assert reasons(sieve, "no", "long enough", "xxxx", "xxxx") == ["length", "pattern", None, "duplicate"]

@@ -86,7 +86,7 @@ def test_a_batch_of_requests_is_answered_request_by_request(tmp_path: Path) -> N
     requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
     given = DatasetConfig(
         input=str(requests), output=str(tmp_path / "set"), input_format="openai-batch", output_format="openai-batch",
-        duplicates="keep", replicas=1,
+        replicas=1,
     )  # fmt: skip
     result = generate_dataset(given, EchoBackend(Echo("said ")))
 

@@ -75,6 +75,8 @@ def test_a_request_that_cannot_be_answered_is_named_by_its_line(
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="no requests"):
         read_requests(write(tmp_path / "in.jsonl"))
+    with pytest.raises(JobError, match="is no file"):
+        read_requests(Storage(str(tmp_path / "none.jsonl")))
 
 
 def row(name: str, sample: int, error: str | None = None, dropped: str | None = None) -> dict[str, Any]:
