@@ -103,7 +103,7 @@ class Engine:
         config: Any = checkpoint.read_config(str(directory))
         chosen = kernels or kernels_for(where, precision)
         family = family_of(config)
-        with torch.inference_mode():
+        with torch.no_grad():  # no inference tensors: bridges are trained through these weights
             weights = checkpoint.Weights(directory, precision)
             decoder = family.decoder(config, family.shape(config), weights, chosen, where)
         return cls(decoder, Tokenizer(directory), chosen, precision, where)
@@ -174,6 +174,7 @@ class Engine:
         sampling: Sampling,
         rule: EarlyExit,
         batch_size: int = 32,
+        sample_ids: Sequence[str] | None = None,
         on_confidences: Callable[[Sequence[float]], None] | None = None,
     ) -> Iterator[Generation]:
         """Generate with every token leaving at a layer of its own: for comparison, see `engine.early_exit`.
@@ -182,7 +183,7 @@ class Engine:
         first check found for every decode token. Errors as for `generate`.
         """
         stopping = Stopping(sampling, self.tokenizer, self.tokenizer.eos_ids)
-        samples, ledger = self._samples(prompts, None, sampling, batch_size), self._ledger(None)
+        samples, ledger = self._samples(prompts, sample_ids, sampling, batch_size), self._ledger(None)
         for first in range(0, len(samples), batch_size):
             rows = samples[first : first + batch_size]
             with torch.inference_mode():

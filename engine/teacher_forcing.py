@@ -66,6 +66,11 @@ class AnswerPass:
         """N."""
         return len(self.step)
 
+    def keep_prompts(self, layers: set[int]) -> None:
+        """Free the prompts' keys and values of all other layers, which no later pass may run."""
+        for layer in set(range(len(self._prompts))) - layers:
+            self._prompts[layer] = []
+
     def hidden(
         self,
         schedule: Schedule,

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Literal, Self
 
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from rich.console import Console
 from rich.table import Table
 
-from engine import Engine, ModelShape, Sampling, Schedule, ScheduleError, describe, model_identity
+from engine import Engine, ModelShape, Schedule, ScheduleError, describe, model_identity
 from engine.tokenizer import Tokenizer
 from jobs import command_line
 from jobs.corpus_split import Part, rows_of_part
+from pipeline.config import AnswerConfig
 from pipeline.errors import JobError, one_line
 from pipeline.evaluation.bootstrap import Bootstrap, Estimate
 from pipeline.evaluation.bridged_rivals import bridged_rivals
@@ -29,6 +30,7 @@ from pipeline.evaluation.figures import Figures, combined, figures, read_outputs
 from pipeline.evaluation.report import REPORT_FILE, Section, render
 from pipeline.evaluation.rivals import RIVALS, Calibration, rivals
 from pipeline.evaluation.study import Prompt, Study
+from pipeline.fit import longest_prompt
 from pipeline.template import PromptTemplate, RowError
 
 log = logging.getLogger(__name__)
@@ -37,10 +39,8 @@ PROGRAM = "evaluate_schedule.py"
 FIGURES_FILE, OUTPUTS_FILE, WORK_FOLDER = "figures.json", "outputs.parquet", "work"
 
 
-class EvaluateSchedule(BaseModel):
+class EvaluateSchedule(AnswerConfig):
     """Judge schedules and rivals against full depth: quality with intervals, FLOPs and speed. Rerun to resume."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     input: Path = Field(description="Parquet file of texts, and references if there are any")
     output: Path = Field(description="directory to write to; outputs found there are not computed again")
@@ -50,35 +50,28 @@ class EvaluateSchedule(BaseModel):
     rivals: list[str] = Field([], description=f"any of {', '.join(RIVALS)}; or all")
     target_speedups: list[float] = Field([1.25, 1.45, 1.65], description="decode FLOP speed-ups to solve rivals for")
 
-    text_column: str = Field("text", description="string column that {text} stands for in the prompt")
     reference_column: str | None = Field(
         "reference", description="string column of reference outputs; '' judges against full depth's outputs alone"
     )
     id_column: str = Field("id", description="column that names a row and decides which part it belongs to")
-    system: str | None = Field(None, description="system text of the chat; default the model's own")
     prompt: str = Field(
         "Summarize the following text in one short sentence.\n\n{text}", description="user text, with a {text} field"
     )
-    prompt_format: Literal["chat", "raw"] = Field("chat", description="the model's chat template, or the text alone")
+    max_new_tokens: int = Field(64, ge=2, description="longest generation")
+    batch_size: int = Field(32, ge=1, description="prompts that decode together, and are saved together")
 
     part: Literal["test", "train", "calibrate", "all"] = Field(
         "test", description="part of the rows, by id, to judge on"
     )
     rows: int = Field(500, ge=2, description="prompts to judge on; raising it later adds to those there")
-    calibration_rows: int = Field(64, ge=2, description="prompts of the calibrate part that rivals are solved on")
+    calibration_rows: int = Field(32, ge=2, description="prompts of the calibrate part that rivals are solved on")
     bridged_rivals: bool = Field(False, description="also judge rivals whose skipped blocks are given bridges")
     bridge_rows: int = Field(256, ge=20, description="prompts of the calibrate part that these bridges are fitted on")
-    seed: int = Field(0, description="which rows are drawn, and of the bootstrap")
-
-    model: str = Field("smollm2-135m-instruct", description="as for the other jobs")
-    device: str = Field("auto", description="auto, cpu or cuda")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="precision of the weights")
+    seed: int = Field(0, description="which rows are drawn, of the random streams and of the bootstrap")
     threads: int | None = Field(None, ge=1, description="CPU threads; default torch's own choice")
-    max_new_tokens: int = Field(48, ge=2, description="longest generation; decoding is greedy")
-    batch_size: int = Field(32, ge=1, description="prompts that decode together, and are saved together")
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _has_contenders(self) -> Self:
         unknown = sorted(set(self.rivals) - {*RIVALS, "all"})
         if unknown:
             raise ValueError(f"rival {unknown[0]!r} is not known: known are {', '.join(RIVALS)}, all")
@@ -103,7 +96,7 @@ def evaluate(config: EvaluateSchedule) -> None:
     prompts = read_prompts(config, config.part, config.rows, tokenizer, shape)
     needed = max(config.bridge_rows * config.bridged_rivals, config.calibration_rows * bool(config.rivals))
     held_back = read_prompts(config, "calibrate", needed, tokenizer, shape) if needed else []
-    sampling = Sampling(max_new_tokens=config.max_new_tokens)
+    sampling = config.sampling()
     engine = Engine.load(config.model, config.device, config.dtype, config.threads)
     contenders = [Contender.full_depth(shape.layers), *named]
     if config.bridged_rivals:
@@ -152,7 +145,9 @@ def read_schedules(paths: Sequence[Path], shape: ModelShape) -> list[Contender]:
             schedule.check_fits(shape)
             target = schedule.provenance.get("target_speedup")
             name = str(schedule.provenance.get("name") or file.stem)
-            found.append(Contender(name, float(target) if target else None, schedule))
+            if target is not None:
+                name = name.removesuffix(f", {target:g}x")  # schedules of one kind share a line in the figures
+            found.append(Contender(name, None if target is None else float(target), schedule))
     return found
 
 
@@ -170,13 +165,12 @@ def read_prompts(
         held = ", ".join(pq.read_schema(config.input).names)
         raise JobError(f"input {str(config.input)!r} has no column {missing[0]!r}: it holds {held}")
     drawn = rows_of_part(table, config.id_column, part, count, config.seed) if part != "all" else table.slice(0, count)
-    template = PromptTemplate(config.prompt, config.system, config.prompt_format)
+    template = PromptTemplate(config.prompt, config.system, config.prompt_format, config.overlong)
+    longest = longest_prompt(config, shape)
     prompts = []
     for row in drawn.to_pylist():
         try:
-            tokens = template.encode(
-                {"text": row[config.text_column]}, tokenizer, shape.context - config.max_new_tokens
-            ).tokens
+            tokens = template.encode({"text": row[config.text_column]}, tokenizer, longest).tokens
         except RowError as error:
             log.warning("row %s is left out: %s", row[config.id_column], error)
             continue

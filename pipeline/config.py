@@ -76,6 +76,20 @@ class AnswerConfig(BaseModel):
         )
 
 
+class GenerationConfig(AnswerConfig):
+    """How a text is made from a row, and at what depth."""
+
+    target_speedup: float | None = Field(
+        None,
+        ge=1.0,
+        description="decode FLOP speed-up, such as 1.45: of the calibrated schedules in --schedule, the one that just "
+        "reaches it, else a plain SkipDecode schedule; default full depth",
+    )
+    schedule: str | None = Field(
+        None, description="schedule to run: a schedule.json, its directory, or what calibrate_schedule.py wrote"
+    )
+
+
 class StorageConfig(BaseModel):
     """How storage is reached. Credentials have no option: they come from the environment, a profile or a role."""
 
@@ -104,20 +118,6 @@ class StorageConfig(BaseModel):
             patience_s=self.storage_patience_s,
         )
         return Storage(url, settings)
-
-
-class GenerationConfig(AnswerConfig):
-    """How a text is made from a row, and at what depth."""
-
-    target_speedup: float | None = Field(
-        None,
-        ge=1.0,
-        description="decode FLOP speed-up, such as 1.45: of the calibrated schedules in --schedule, the one that just "
-        "reaches it, else a plain SkipDecode schedule; default full depth",
-    )
-    schedule: str | None = Field(
-        None, description="schedule to run: a schedule.json, its directory, or what calibrate_schedule.py wrote"
-    )
 
 
 class JobConfig(GenerationConfig, StorageConfig):

@@ -18,10 +18,10 @@ class Candidate:
 
     warmup: int  # layers below the block
     growth: Growth
-    ridge: float = 1e-3
+    ridge: float
 
     @classmethod
-    def constant(cls, warmup: int, skipped: int, ridge: float = 1e-3) -> Candidate:
+    def constant(cls, warmup: int, skipped: int, ridge: float) -> Candidate:
         return cls(warmup, ((0, skipped),), ridge)
 
     @property

@@ -26,12 +26,13 @@ from engine.unit import Block
 log = logging.getLogger(__name__)
 
 WARMUPS = (2, 3, 4)  # layers below the block that are tried
-RIDGES = (1e-4, 1e-3, 1e-2)
-FIRST_RIDGE = 1e-3
+RIDGES = (1e-3, 1e-2, 1e-1)
+FIRST_RIDGE = 1e-2
 DEPTH_STEP = 2  # layers between the depths that growths are made of
 DEEPER = 4  # layers beyond the constant depth that a growth may end at
 TRIED_GROWTHS = 3
-CHOOSE_SHARE = JUDGE_SHARE = 0.15  # of the answers: to choose among candidates, and to judge the choice
+# Share of the answers, and how many at most, to choose among candidates and to judge the choice. The rest is fitted on.
+CHOOSE, JUDGE = (0.15, 80), (0.15, 200)
 LEAST_ANSWERS = 20
 
 
@@ -159,7 +160,7 @@ class Calibration:
 
 def _parts(answers: Sequence[Answer]) -> tuple[list[Answer], list[Answer], list[Answer]]:
     """To fit, to choose and to judge by."""
-    choose, judge = (max(1, round(share * len(answers))) for share in (CHOOSE_SHARE, JUDGE_SHARE))
+    choose, judge = (max(1, min(most, round(share * len(answers)))) for share, most in (CHOOSE, JUDGE))
     fit = len(answers) - choose - judge
     return list(answers[:fit]), list(answers[fit : fit + choose]), list(answers[fit + choose :])
 
@@ -169,7 +170,7 @@ def _layers_for(target: float, shape: ModelShape, lengths: Lengths) -> int:
     zeros = torch.zeros(shape.hidden, shape.hidden), torch.zeros(shape.hidden)
     speedup = 1.0
     for skipped in range(1, shape.layers - min(WARMUPS)):
-        candidate = Candidate.constant(min(WARMUPS), skipped)
+        candidate = Candidate.constant(min(WARMUPS), skipped, FIRST_RIDGE)
         end = min(WARMUPS) + skipped
         bridges: Mapping[str, Bridge] = {
             f"{min(WARMUPS)}-{end}": Bridge.affine(Block.of_layers(min(WARMUPS), end), *zeros)

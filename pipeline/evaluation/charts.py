@@ -16,13 +16,26 @@ from engine import Schedule
 from engine.plan import ApplyBridge, decode_plan
 from engine.unit import all_units
 from pipeline.evaluation.bootstrap import Estimate
+from pipeline.evaluation.contender import FULL_DEPTH
 from pipeline.evaluation.figures import Figures
 
 INK, ACCENT, PALE, BRIDGE = "#24292f", "#2f6f4f", "#c9d8cf", "#d9a441"
 # Rivals: hues that stay apart for most colour-blind readers (Okabe and Ito's palette, without its green).
-RIVAL_COLORS = ("#0072b2", "#d55e00", "#cc79a7", "#56b4e9", "#7f7f7f", "#b8860b", "#5e4fa2", "#8c564b", "#333333")
-OWN_COLORS = (ACCENT, "#66a61e", "#1b4d3e", "#86c5a4")
-MARKERS = "osD^vP*Xh<>p"
+RIVAL_COLORS = (
+    "#0072b2",
+    "#d55e00",
+    "#cc79a7",
+    "#56b4e9",
+    "#7f7f7f",
+    "#b8860b",
+    "#5e4fa2",
+    "#8c564b",
+    "#17becf",
+    "#e377c2",
+    "#333333",
+)
+OWN_COLORS = (ACCENT, "#66a61e", "#86c5a4", "#1b4d3e")
+MARKERS = "sD^vP*Xh<>pd"
 COLUMNS = 3  # small pictures side by side
 MAPPED_STEPS = 48  # of a schedule's map at most
 
@@ -32,7 +45,7 @@ class Styles:
 
     def __init__(self, found: Sequence[Figures]) -> None:
         own, rivals, markers = cycle(OWN_COLORS), cycle(RIVAL_COLORS), cycle(MARKERS)
-        self._styles: dict[str, tuple[str, str, bool]] = {}
+        self._styles: dict[str, tuple[str, str, bool]] = {FULL_DEPTH: (INK, "o", False)}
         for each in found:
             if each.name not in self._styles:
                 self._styles[each.name] = (next(rivals if each.is_rival else own), next(markers), each.is_rival)
@@ -74,7 +87,7 @@ def frontier(found: Sequence[Figures], styles: Styles, whole_sample: bool) -> st
 
 def agreement_by_step(found: Sequence[Figures], styles: Styles) -> str:
     """One panel per target: where in the answer the likeliest token is still full depth's."""
-    scored = [each for each in found if each.agreement_by_step and each.name != "full depth"]
+    scored = [each for each in found if each.agreement_by_step and each.name != FULL_DEPTH]
     targets = sorted({each.target for each in scored}, key=lambda target: target or 0)
     figure, panels = _grid(len(targets), 3.0)
     for axes, target in zip(panels, targets, strict=False):

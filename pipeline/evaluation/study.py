@@ -113,13 +113,13 @@ class Study:
     def _run_batch(
         self, engine: Engine, batch: Sequence[Prompt], full: Contender, missing: Sequence[Contender], session: str
     ) -> None:
-        prompts = [prompt.tokens for prompt in batch]
+        prompts, ids = [prompt.tokens for prompt in batch], [prompt.id for prompt in batch]
         scheduled = [(c, c.method) for c in missing if isinstance(c.method, Schedule)]
         stats: dict[int, list[BatchStats]] = {}
         generations: dict[int, list[Generation]] = {}
         schedules = [schedule for _, schedule in scheduled]
         for index, generation in engine.generate_each(
-            prompts, self.sampling, schedules, self.batch_size,
+            prompts, self.sampling, schedules, self.batch_size, ids,
             on_batch=lambda index, batch_stats: stats.setdefault(index, []).append(batch_stats),
         ):  # fmt: skip
             generations.setdefault(index, []).append(generation)
@@ -133,7 +133,7 @@ class Study:
             self._write(contender, batch, rows, forced, timing)
         for contender in missing:
             if isinstance(contender.method, EarlyExit):
-                found = engine.generate_with_exits(prompts, self.sampling, contender.method, self.batch_size)
+                found = engine.generate_with_exits(prompts, self.sampling, contender.method, self.batch_size, ids)
                 rows = sorted(found, key=lambda generation: generation.index)
                 self._write(contender, batch, rows, [{}] * len(rows), Timing(session, 0, 0.0))
 

@@ -129,7 +129,7 @@ def test_a_judge_finds_no_fault_with_full_depth_and_more_with_more_skipping(
         assert full.agreement == 1.0
         losses = []
         for skipped in (1, 3, 5):
-            schedule = bridges.schedule(LAYERS, Candidate.constant(2, skipped))
+            schedule = bridges.schedule(LAYERS, Candidate.constant(2, skipped, 1e-3))
             quality, resumed = (judge.judge(schedule, tiny.compiled_bridges(schedule)) for judge in judges)
             torch.testing.assert_close(quality.kl, resumed.kl, rtol=1e-3, atol=1e-4)
             losses.append(quality.mean_kl)

@@ -38,7 +38,7 @@ def random_prompts(lengths: list[int], seed: int) -> list[list[int]]:
     return [torch.randint(1, 96, (length,), generator=draw).tolist() for length in lengths]
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     data=st.data(),
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=7),
@@ -94,7 +94,7 @@ def logits_of(engine_: Engine, prompts: list[list[int]], sampling: Sampling, sch
     return found
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(data=st.data(), lengths=st.lists(st.integers(1, 20), min_size=1, max_size=5), seed=st.integers(0, 100))
 def test_a_score_compares_the_logits_of_cached_decoding(
     tiny: Engine, schedules: Schedules, data: st.DataObject, lengths: list[int], seed: int

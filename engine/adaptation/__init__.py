@@ -1,0 +1,1 @@
+"""Adaptation: bridges learn their schedule from the model's own answers, the model itself untouched."""

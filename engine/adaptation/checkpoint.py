@@ -1,0 +1,99 @@
+"""A training's state in one safetensors file: parameters, optimiser, best bridges so far, learning curve."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from math import inf
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engine.adaptation.recipe import Recipe
+from engine.adaptation.trainable import TrainableBridges
+from engine.errors import ScheduleError
+from engine.schedule import Schedule
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
+
+
+@dataclass(slots=True)
+class TrainingState:
+    """How far a training is."""
+
+    best: dict[str, Tensor]  # parameters that did best on held-out answers
+    best_kl: float = inf
+    step: int = 0  # steps taken
+    waiting: int = 0  # judgements since the best
+    seconds: float = 0.0
+    curve: list[tuple[int, float, float, float, float]] = field(default_factory=list)  # as `trainer.Point`
+
+
+def write_state(
+    path: Path,
+    state: TrainingState,
+    recipe: Recipe,
+    schedule: Schedule,
+    bridges: TrainableBridges,
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Replace the file at once: a process that dies meanwhile leaves the one before."""
+    tensors = {f"best.{name}": value for name, value in state.best.items()}
+    tensors |= {f"now.{name}": value.detach() for name, value in bridges.parameters.items()}
+    for name, moments in _moments(bridges, optimizer):
+        tensors |= {f"{moment}.{name}": moments[moment] for moment in MOMENTS}
+    facts = {
+        "of": _identity(recipe, schedule),
+        **{name: getattr(state, name) for name in ("best_kl", "step", "waiting", "seconds", "curve")},
+    }
+    unfinished = path.with_name(f".{path.name}.part")
+    save_file(
+        {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, unfinished, {"state": json.dumps(facts)}
+    )
+    os.replace(unfinished, path)
+
+
+def read_state(
+    path: Path,
+    recipe: Recipe,
+    schedule: Schedule,
+    bridges: TrainableBridges,
+    optimizer: torch.optim.Optimizer,
+) -> TrainingState:
+    """Put bridges and optimiser where they were. Raises ScheduleError if the file is damaged or of another training."""
+    try:
+        with safe_open(path, "pt") as file:
+            facts = json.loads((file.metadata() or {})["state"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise ScheduleError(f"the checkpoint {str(path)!r} cannot be read ({error}): delete it to start anew") from None
+    if facts.pop("of") != _identity(recipe, schedule):
+        raise ScheduleError(
+            f"the checkpoint {str(path)!r} is of another training (other schedule, bridges or recipe): "
+            "delete it to start anew, or write elsewhere"
+        )
+    bridges.restore(_named(tensors, "now"))
+    for name, parameter in bridges.parameters.items():
+        moments = {moment: tensors[f"{moment}.{name}"].to(parameter.device) for moment in MOMENTS}
+        optimizer.state[parameter] = {"step": torch.tensor(float(facts["step"])), **moments}
+    facts["curve"] = [tuple(point) for point in facts["curve"]]
+    return TrainingState(_named(tensors, "best"), **facts)
+
+
+def _identity(recipe: Recipe, schedule: Schedule) -> dict[str, object]:
+    digests = {name: bridge.digest for name, bridge in schedule.bridges.items()}
+    return {"recipe": asdict(recipe), "bridges": digests, "plateaus": [list(map(str, p)) for p in schedule.plateaus]}
+
+
+def _moments(bridges: TrainableBridges, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    for name, parameter in bridges.parameters.items():
+        yield name, optimizer.state[parameter]
+
+
+def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(f"{prefix}."): value for name, value in tensors.items() if name.startswith(f"{prefix}.")}

@@ -1,0 +1,34 @@
+"""How bridges are trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import cos, pi
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """AdamW under a warm-up and a cosine; steps end when held-out answers stop getting better."""
+
+    steps: int = 300  # at most
+    tokens_per_step: int = 768  # answer tokens
+    learning_rate: float = 1e-3  # at its highest
+    warmup_steps: int = 10
+    final_share: float = 0.05  # of the highest learning rate, left at the last step
+    gate_width: int = 256  # of the gated part added to each bridge; 0: none
+    token_loss: float = 0.1  # weight of the cross-entropy on full depth's own tokens, beside the KL divergence
+    judge_every: int = 20  # steps
+    patience: int = 5  # judgements without a new best before training ends
+    seed: int = 0  # of the gated part's first values and the order of the answers
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "tokens_per_step", "judge_every", "patience"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    def rate(self, step: int) -> float:
+        """Learning rate of a step, counted from 0."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        return self.learning_rate * (self.final_share + (1 - self.final_share) * (1 + cos(pi * done)) / 2)

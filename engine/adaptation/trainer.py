@@ -1,0 +1,204 @@
+"""Train a schedule's bridges: KL divergence to full depth, through the frozen layers above them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.adaptation.checkpoint import TrainingState, read_state, write_state
+from engine.adaptation.recipe import Recipe
+from engine.adaptation.trainable import TrainableBridges
+from engine.bridge import Bridge, BridgeMap
+from engine.calibration.quality import Judge, Quality
+from engine.engine import Engine
+from engine.errors import ScheduleError
+from engine.kernels import Kernels
+from engine.plan import decode_plan, run_units
+from engine.schedule import Schedule
+from engine.teacher_forcing import Answer
+
+log = logging.getLogger(__name__)
+
+BETAS, EPS = (0.9, 0.95), 1e-8
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A point of the learning curve."""
+
+    step: int  # steps taken
+    loss: float  # mean of the steps since the last point, in nats per token; the held-out KL at step 0
+    kl: float  # held-out, nats per token
+    agreement: float  # held-out
+    seconds: float  # of training, over all sessions
+
+
+class _Lesson:
+    """Some answers, with what training needs of full depth kept: prompts' keys and values, and two states per token."""
+
+    def __init__(self, engine: Engine, answers: Sequence[Answer], schedule: Schedule, place: int) -> None:
+        self.answers = engine.teacher_forced(answers)
+        self._start: list[Tensor] = []
+
+        def keep(at: int, x: Tensor) -> None:
+            if at == place:
+                self._start.append(x.clone())
+
+        self.final = self.answers.hidden(Schedule.full_depth(schedule.layers), {}, observe=keep)
+        units = {unit for index in range(len(schedule.plateaus)) for unit in run_units(decode_plan(schedule, index))}
+        self.answers.keep_prompts({unit.layer for unit in units if unit.kind == "a" and unit.place >= place})
+
+    @property
+    def start(self) -> Tensor:
+        """[N, hidden]: the state below everything that the schedule changes."""
+        return self._start[0]
+
+
+class BridgeTrainer:
+    """Bridges of one schedule, taught by the same model at full depth."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        schedule: Schedule,
+        train: Sequence[Answer],
+        held_out: Sequence[Answer],
+        recipe: Recipe,
+        progress: Callable[[str, int, int], None],
+    ) -> None:
+        """Runs all answers at full depth once.
+
+        Args:
+            engine: with plain kernels (`Engine.load(..., kernels=Kernels())`), for gradients to pass them.
+            schedule: with bridges, as calibration makes it.
+            train: full-depth answers to learn from.
+            held_out: others, to judge by.
+            recipe: how.
+            progress: told what is done of how much.
+
+        Raises:
+            ScheduleError: the schedule has no bridge to train, or does not fit the model.
+        """
+        schedule.check_fits(engine.shape)
+        if not schedule.bridges:
+            raise ScheduleError("the schedule has no bridges to train: calibrate one first")
+        self._engine, self._schedule, self._recipe, self._progress = engine, schedule, recipe, progress
+        self._kernels = Kernels()
+        self._bridges = TrainableBridges(schedule, recipe.gate_width, recipe.seed, engine.device)
+        self._optimizer = torch.optim.AdamW(
+            list(self._bridges.parameters.values()), lr=recipe.learning_rate, betas=BETAS, eps=EPS, weight_decay=0.0
+        )
+        self._place = min(unit.place for unit in schedule.skip_order)
+        with torch.no_grad():
+            self._lessons = self._prepare(train)
+            self._judge = Judge(engine.teacher_forced(held_out), schedule.layers, (self._place,))
+        self._state = TrainingState(self._bridges.snapshot())
+        self.tokens = sum(answer.passes for answer in train)
+        self.lengths = [(len(answer.prompt), len(answer.tokens)) for answer in (*train, *held_out)]
+
+    def run(self, checkpoint: Path | None = None) -> Iterator[Point]:
+        """Train, and yield a point of the curve at each judgement, the first before any step.
+
+        Args:
+            checkpoint: file to keep the state in; training goes on from it where it exists, to the same end.
+
+        Raises:
+            ScheduleError: the checkpoint is damaged, or of another training.
+        """
+        if checkpoint is not None and checkpoint.exists():
+            self._state = read_state(checkpoint, self._recipe, self._schedule, self._bridges, self._optimizer)
+            yield from (Point(*point) for point in self._state.curve)
+        else:
+            yield self._look(loss=None)
+        losses: list[float] = []
+        begun = time.monotonic() - self._state.seconds
+        while self._state.step < self._recipe.steps and self._state.waiting < self._recipe.patience:
+            losses.append(self._step(self._state.step))
+            self._state.step += 1
+            self._state.seconds = time.monotonic() - begun
+            self._progress("training", self._state.step, self._recipe.steps)
+            if self._state.step % self._recipe.judge_every == 0 or self._state.step == self._recipe.steps:
+                yield self._look(sum(losses) / len(losses))
+                losses = []
+                if checkpoint is not None:
+                    write_state(checkpoint, self._state, self._recipe, self._schedule, self._bridges, self._optimizer)
+
+    def best(self) -> tuple[Schedule, Quality]:
+        """The schedule with the bridges that did best on the held-out answers, and how they did."""
+        self._bridges.restore(self._state.best)
+        return self._bridges.schedule(), self._quality()
+
+    def _look(self, loss: float | None) -> Point:
+        quality, state = self._quality(), self._state
+        if quality.mean_kl < state.best_kl:
+            state.best, state.best_kl, state.waiting = self._bridges.snapshot(), quality.mean_kl, 0
+        else:
+            state.waiting += 1
+        loss = quality.mean_kl if loss is None else loss
+        point = Point(state.step, loss, quality.mean_kl, quality.agreement, round(state.seconds, 3))
+        state.curve.append((point.step, point.loss, point.kl, point.agreement, point.seconds))
+        return point
+
+    def _quality(self) -> Quality:
+        with torch.no_grad():
+            return self._judge.judge(self._schedule, self._maps())
+
+    def _step(self, step: int) -> float:
+        """One update; the lesson's mean loss in nats per token."""
+        epoch, index = divmod(step, len(self._lessons))
+        order = torch.randperm(len(self._lessons), generator=torch.Generator().manual_seed(self._recipe.seed + epoch))
+        lesson = self._lessons[int(order[index])]
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._recipe.rate(step)
+        self._optimizer.zero_grad()
+        x = lesson.answers.hidden(self._schedule, self._maps(), (self._place, lesson.start))
+        # In two stages: a slice's logits, a vocabulary per token, are gone before the next slice's are made.
+        leaf, total, answers = x.detach().requires_grad_(), 0.0, lesson.answers
+        for (part, ours), (_, full) in zip(answers.logits(leaf), answers.logits(lesson.final), strict=True):
+            loss = self._loss(full, ours, answers.next_token[part]) / len(x)
+            loss.backward()
+            total += float(loss.detach())
+        x.backward(leaf.grad)
+        for parameter in self._bridges.parameters.values():
+            if parameter.grad is None:  # no answer of this lesson reaches its plateau
+                parameter.grad = torch.zeros_like(parameter)
+        self._optimizer.step()
+        return total
+
+    def _loss(self, full: Tensor, ours: Tensor, tokens: Tensor) -> Tensor:
+        """Summed over tokens: KL(full || schedule) + token_loss x cross-entropy on full depth's own tokens.
+
+        Args:
+            full, ours: logits [n, vocab].
+            tokens: [n] that full depth chose.
+        """
+        log_ours = ours.float().log_softmax(-1)
+        loss = F.kl_div(log_ours, full.float().log_softmax(-1), reduction="sum", log_target=True)
+        if self._recipe.token_loss:
+            loss = loss + self._recipe.token_loss * F.nll_loss(log_ours, tokens.to(ours.device), reduction="sum")
+        return loss
+
+    def _maps(self) -> dict[Bridge, BridgeMap]:
+        return self._bridges.maps(self._kernels, self._engine.device)
+
+    def _prepare(self, answers: Sequence[Answer]) -> list[_Lesson]:
+        lessons: list[_Lesson] = []
+        group: list[Answer] = []
+        tokens = 0
+        for done, answer in enumerate(answers, start=1):
+            if group and tokens + answer.passes > self._recipe.tokens_per_step:
+                lessons.append(_Lesson(self._engine, group, self._schedule, self._place))
+                group, tokens = [], 0
+            group.append(answer)
+            tokens += answer.passes
+            self._progress("full depth on the answers", done, len(answers))
+        if group:
+            lessons.append(_Lesson(self._engine, group, self._schedule, self._place))
+        return lessons

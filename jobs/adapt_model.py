@@ -1,0 +1,130 @@
+"""Train a calibrated schedule's bridges on one's own prompts; the model at full depth is the teacher.
+
+python jobs/adapt_model.py --input corpus/ --schedule schedules/1.65x --output adapted/1.65x
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from pydantic import Field
+from rich.console import Console
+from rich.table import Table
+
+import engine
+from engine import Engine, Schedule, decode_flop_speedup
+from engine.adaptation.recipe import Recipe
+from engine.adaptation.trainer import BridgeTrainer, Point
+from engine.kernels import Kernels
+from engine.target import sample_flop_speedup
+from jobs import command_line
+from jobs.answers import AnswersConfig, answer_corpus
+from pipeline.errors import JobError
+from pipeline.stage_progress import StageProgress
+
+PROGRAM = "adapt_model.py"
+CHECKPOINT_FILE, CURVE_FILE, CARD_FILE = "training.safetensors", "curve.json", "README.md"
+DEFAULT = Recipe()
+
+log = logging.getLogger("jobs.adapt_model")
+
+
+class AdaptModel(AnswersConfig):
+    """Train a schedule's bridges, closed form and a small gated part, on the model's own answers to your prompts."""
+
+    schedule: str = Field(description="directory of a calibrated schedule")
+    output: str = Field(description="local directory for the schedule with its trained bridges; a rerun goes on there")
+    prompts: int = Field(1500, ge=20, description="prompts to draw, by the seed; the model answers each of them")
+    held_out: float = Field(0.1, gt=0, lt=0.5, description="share of them that is judged by, not trained on")
+    steps: int = Field(DEFAULT.steps, ge=1, description="updates at most; training ends when judgements stop improving")
+    learning_rate: float = Field(DEFAULT.learning_rate, gt=0, description="highest of the warm-up and cosine")
+    gate_width: int = Field(DEFAULT.gate_width, ge=0, description="width of each bridge's gated part; 0 for none")
+
+    def recipe(self) -> Recipe:
+        return Recipe(steps=self.steps, learning_rate=self.learning_rate, gate_width=self.gate_width, seed=self.seed)
+
+
+def main() -> int:
+    command_line.log_to_stderr()
+    config = command_line.parse(AdaptModel, PROGRAM)
+    return command_line.run(PROGRAM, lambda: adapt(config))
+
+
+def adapt(config: AdaptModel) -> None:
+    """Raises JobError, ModelError, ScheduleError."""
+    start, progress = time.monotonic(), StageProgress(log)
+    schedule = Schedule.read(config.schedule)
+    schedule.check_fits(engine.describe(config.model))
+    output = _made(Path(config.output))
+    drawn = answer_corpus(config, config.load_engine(), progress)
+    answers = drawn.answers
+    student = Engine.load(config.model, config.device, "float32", config.threads, Kernels())
+    kept = max(1, round(config.held_out * len(answers)))
+    trainer = BridgeTrainer(student, schedule, answers[kept:], answers[:kept], config.recipe(), progress)
+    points = []
+    for point in trainer.run(output / CHECKPOINT_FILE):
+        points.append(point)
+        log.info(
+            "step %d: loss %.3f, held-out KL %.3f, agreement %.3f, %.0f s",
+            point.step, point.loss, point.kl, point.agreement, point.seconds,
+        )  # fmt: skip
+    adapted, quality = trainer.best()
+    provenance = {
+        **adapted.provenance,
+        "decode_flop_speedup": round(decode_flop_speedup(student.shape, adapted, trainer.lengths), 4),
+        "sample_flop_speedup": round(sample_flop_speedup(student.shape, adapted, trainer.lengths), 4),
+        "held_out": {"answers": kept, **quality.figures()},
+        "adapted_on": {**drawn.provenance, "answer_tokens": trainer.tokens, "recipe": asdict(config.recipe())},
+    }
+    replace(adapted, provenance=provenance).write(output)
+    (output / CURVE_FILE).write_text(json.dumps([asdict(point) for point in points], indent=1))
+    (output / CARD_FILE).write_text(_card(config, points, quality.figures()))
+    Console().print(_table(points))
+    print(f"{time.monotonic() - start:.0f} s; run it with --schedule {output}")
+
+
+def _made(output: Path) -> Path:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise JobError(f"output {str(output)!r} cannot be written: {error}") from error
+    return output
+
+
+def _table(points: list[Point]) -> Table:
+    table = Table(title="on held-out answers, teacher-forced", title_justify="left")
+    for name in ("step", "training loss", "KL", "agreement", "seconds"):
+        table.add_column(name, justify="right")
+    for point in points:
+        table.add_row(
+            str(point.step), f"{point.loss:.3f}", f"{point.kl:.3f}", f"{point.agreement:.3f}", f"{point.seconds:.0f}"
+        )
+    return table
+
+
+def _card(config: AdaptModel, points: list[Point], figures: dict[str, float | list[float]]) -> str:
+    """A model card: what this is, and what training changed."""
+    before = points[0]
+    return f"""---
+base_model: {config.model}
+library_name: skipdecode
+---
+A SkipDecode schedule with bridges trained on {config.input}, from {config.schedule}. The model's weights are unchanged.
+Run it with `python jobs/summarize_corpus.py --model {config.model} --schedule <this directory> ...`.
+
+| on held-out answers of full depth, teacher-forced | KL, nats per token | agreement |
+|---|---|---|
+| before | {before.kl:.3f} | {before.agreement:.3f} |
+| after | {figures["kl"]:.3f} | {figures["agreement"]:.3f} |
+
+`{CURVE_FILE}` holds the learning curve, `{CHECKPOINT_FILE}` the state to go on from.
+"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

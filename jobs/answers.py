@@ -1,0 +1,64 @@
+"""Prompts drawn from a corpus and the model's own answers to them: what calibration fits and adaptation trains on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field
+
+import engine
+from engine import Engine
+from engine.calibration.collect import Progress, answer_prompts
+from engine.teacher_forcing import Answer
+from jobs.corpus_split import Part, part_of
+from pipeline.fit import longest_prompt
+from pipeline.rows import TOKENS
+from pipeline.sample_prompts import SampleConfig, sample_prompts
+
+
+class AnswersConfig(SampleConfig):
+    """Which prompts the model answers at full depth."""
+
+    prompt: str = Field(
+        "Summarize the following text in one short sentence.\n\n{text}",
+        description="user text, with {text} and {column} fields; {{ and }} are plain braces",
+    )
+    max_new_tokens: int = Field(64, ge=1, description="longest answer")
+    part: Part | None = Field(
+        None, description="use only rows whose id hashes into this part of the corpus: calibrate, train or test"
+    )
+    threads: int | None = Field(None, ge=1, description="CPU threads; default torch's own choice")
+
+    def load_engine(self) -> Engine:
+        """Raises ModelError."""
+        return Engine.load(self.model, device=self.device, dtype=self.dtype, threads=self.threads)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Full-depth answers, and where they come from."""
+
+    answers: list[Answer]
+    provenance: dict[str, Any]
+
+
+def answer_corpus(config: AnswersConfig, model: Engine, progress: Progress) -> Answers:
+    """Draw prompts and let the model answer them. Raises JobError for an input that does not fit."""
+    belongs = None if config.part is None else lambda row_id: part_of(row_id) == config.part
+    rows = sample_prompts(config, model.tokenizer, longest_prompt(config, model.shape), belongs=belongs)
+    prompts: list[list[int]] = rows[TOKENS].to_pylist()
+    sampling, batch_size = config.sampling(), config.batch_size
+    if batch_size == "auto":
+        batch_size = model.fitting_batch_size(max(map(len, prompts)), sampling)
+    provenance = {
+        "model": [config.model, engine.model_identity(config.model), config.dtype],
+        "prompts": len(prompts),
+        "prompts_digest": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
+        "part": config.part,
+        "sampling": sampling.to_dict(),
+        "version": engine.__version__,
+    }
+    return Answers(answer_prompts(model, prompts, sampling, batch_size, progress), provenance)

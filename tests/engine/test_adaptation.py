@@ -1,0 +1,133 @@
+"""Training bridges is exact, helps, leaves the model alone, and goes on from a checkpoint as if never interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import Block, Bridge, Engine, Plateau, Sampling, Schedule, ScheduleError
+from engine.adaptation.recipe import Recipe
+from engine.adaptation.trainer import BridgeTrainer, Point
+from engine.calibration.collect import answer_prompts
+from engine.kernels import Kernels
+from engine.orders import lowest_first
+from engine.teacher_forcing import Answer
+
+RECIPE = Recipe(steps=40, tokens_per_step=120, learning_rate=3e-3, warmup_steps=5, gate_width=8, judge_every=10)
+
+
+def quiet(stage: str, done: int, total: int) -> None:
+    """Nobody watches."""
+
+
+@pytest.fixture(scope="module")
+def engine(make_checkpoint: Callable[..., Path]) -> Engine:
+    return Engine.load(str(make_checkpoint()), device="cpu", kernels=Kernels())
+
+
+@pytest.fixture(scope="module")
+def answers(engine: Engine) -> list[Answer]:
+    draw = torch.Generator().manual_seed(7)
+    prompts = [torch.randint(1, 96, (length,), generator=draw).tolist() for length in (*range(4, 28), *[6] * 176)]
+    return answer_prompts(engine, prompts, Sampling(max_new_tokens=14, min_new_tokens=6), 8, quiet)
+
+
+@pytest.fixture
+def schedule(engine: Engine) -> Schedule:
+    """Layers 1 and, from step 4 on, 2 give way to bridges that do nothing yet."""
+    width, layers = engine.shape.hidden, engine.shape.layers
+    bridges = {
+        f"1-{end}": Bridge.affine(Block.of_layers(1, end), torch.zeros(width, width), torch.zeros(width))
+        for end in (2, 3)
+    }
+    order = tuple(unit for group in lowest_first(layers, 1)[:2] for unit in group)
+    return Schedule(layers, order, (Plateau(0, 2, ("1-2",)), Plateau(4, 4, ("1-3",))), bridges=bridges)
+
+
+def train(
+    engine: Engine, schedule: Schedule, answers: list[Answer], recipe: Recipe = RECIPE, checkpoint: Path | None = None
+) -> tuple[BridgeTrainer, list[Point]]:
+    trainer = BridgeTrainer(engine, schedule, answers[6:24], answers[:6], recipe, quiet)
+    return trainer, list(trainer.run(checkpoint))
+
+
+def test_training_brings_held_out_answers_closer_and_leaves_the_model_alone(
+    engine: Engine, schedule: Schedule, answers: list[Answer]
+) -> None:
+    prompts = [list(answer.prompt) for answer in answers[:6]]
+    before = [g.tokens for g in engine.generate(prompts, Sampling(max_new_tokens=10))]
+    recipe = replace(RECIPE, tokens_per_step=500)
+    trainer = BridgeTrainer(engine, schedule, answers[6:], answers[:6], recipe, quiet)
+    points = list(trainer.run())
+    best, quality = trainer.best()
+    assert points[0].step == 0
+    assert points[-1].loss < 0.9 * points[0].loss
+    assert quality.mean_kl == pytest.approx(min(point.kl for point in points))
+    assert quality.mean_kl < 0.96 * points[0].kl  # a random model has little that carries over
+    assert [g.tokens for g in engine.generate(prompts, Sampling(max_new_tokens=10))] == before
+    assert best.bridges.keys() == schedule.bridges.keys()
+    assert all(bridge.form == "affine, gated" for bridge in best.bridges.values())
+
+
+def test_the_gated_part_starts_at_nothing(engine: Engine, schedule: Schedule, answers: list[Answer]) -> None:
+    bare = train(engine, schedule, answers, replace(RECIPE, steps=1, gate_width=0))[1][0]
+    gated = train(engine, schedule, answers, replace(RECIPE, steps=1))[1][0]
+    assert (bare.kl, bare.agreement) == (gated.kl, gated.agreement)
+
+
+def test_what_is_trained_is_what_decoding_runs(
+    engine: Engine, schedule: Schedule, answers: list[Answer], tmp_path: Path
+) -> None:
+    """Greedy answers under the trained schedule are, token by token, what its teacher-forced pass finds likeliest."""
+    best, _ = train(engine, schedule, answers)[0].best()
+    best.write(tmp_path)
+    read = Schedule.read(tmp_path)
+    prompts = [list(answer.prompt) for answer in answers[:6]]
+    generated = sorted(engine.generate(prompts, Sampling(max_new_tokens=12), read), key=lambda g: g.index)
+    with torch.no_grad():
+        forced = engine.teacher_forced([Answer(prompts[g.index], g.tokens) for g in generated if len(g.tokens) > 1])
+        x = forced.hidden(read, engine.compiled_bridges(read))
+        likeliest = torch.cat([logits.argmax(-1) for _, logits in forced.logits(x)])
+    assert likeliest.tolist() == forced.next_token.tolist()
+
+
+def test_a_killed_training_goes_on_to_the_same_curve(
+    engine: Engine, schedule: Schedule, answers: list[Answer], tmp_path: Path
+) -> None:
+    whole, points = train(engine, schedule, answers)
+    checkpoint = tmp_path / "training.safetensors"
+    for point in BridgeTrainer(engine, schedule, answers[6:24], answers[:6], RECIPE, quiet).run(checkpoint):
+        if point.step == 20:
+            continue
+        if point.step > 20:
+            break  # after this step's judgement, before its checkpoint
+    resumed, again = train(engine, schedule, answers, checkpoint=checkpoint)
+
+    def curve(points: list[Point]) -> list[tuple[int, float, float, float]]:
+        return [(p.step, p.loss, p.kl, p.agreement) for p in points]
+
+    assert curve(again) == curve(points)
+    assert resumed.best()[0].bridges == whole.best()[0].bridges
+
+
+def test_a_checkpoint_of_another_training_is_refused(
+    engine: Engine, schedule: Schedule, answers: list[Answer], tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "training.safetensors"
+    recipe = replace(RECIPE, steps=10)
+    train(engine, schedule, answers, recipe, checkpoint)
+    with pytest.raises(ScheduleError, match="of another training"):
+        train(engine, schedule, answers, replace(recipe, learning_rate=1e-4), checkpoint)
+    checkpoint.write_bytes(b"no tensors")
+    with pytest.raises(ScheduleError, match="delete it to start anew"):
+        train(engine, schedule, answers, recipe, checkpoint)
+
+
+def test_a_schedule_without_bridges_has_nothing_to_train(engine: Engine, answers: list[Answer]) -> None:
+    bare = Schedule.full_depth(engine.shape.layers)
+    with pytest.raises(ScheduleError, match="no bridges to train"):
+        BridgeTrainer(engine, bare, answers[6:24], answers[:6], RECIPE, quiet)

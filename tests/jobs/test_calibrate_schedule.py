@@ -1,0 +1,101 @@
+"""The calibration job as its users start it, on a small random model with the packaged tokenizer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from engine import Engine, Sampling, Schedule, checkpoint_directory
+
+ROOT = Path(__file__).parent.parent.parent
+CORPUS = "infra/demo/package_descriptions.parquet"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve layers of width 64: most of it is the vocabulary, so speed-ups are small."""
+    directory = tmp_path_factory.mktemp("model")
+    packaged = checkpoint_directory("smollm2-135m-instruct")
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=12,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(directory)
+    AutoTokenizer.from_pretrained(packaged).save_pretrained(directory)
+    return directory
+
+
+def calibrate(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "jobs/calibrate_schedule.py", "--input", CORPUS, "--threads", "1", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def calibrated(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The job's output and what it said."""
+    output = tmp_path_factory.mktemp("out") / "schedules"
+    flags = ["--prompts", "40", "--max-new-tokens", "6", "--min-new-tokens", "3", "--target-speedups", "1.02", "1.05"]
+    ended = calibrate("--model", str(model), "--output", str(output), *flags)
+    assert ended.returncode == 0, ended.stderr
+    assert "Traceback" not in ended.stderr
+    return output, ended.stdout + ended.stderr
+
+
+def test_each_target_gets_a_schedule_that_the_engine_runs(model: Path, calibrated: tuple[Path, str]) -> None:
+    output, said = calibrated
+    assert sorted(folder.name for folder in output.iterdir()) == ["1.02x", "1.05x"]
+    engine = Engine.load(str(model), device="cpu")
+    for target in (1.02, 1.05):
+        schedule = Schedule.read(output / f"{target}x")
+        assert schedule.provenance["decode_flop_speedup"] >= target
+        [generation] = engine.generate([[5, 6, 7]], Sampling(max_new_tokens=8, min_new_tokens=8), schedule)
+        assert generation.mean_active_layers < 12
+        assert f"{schedule.provenance['decode_flop_speedup']:.3f}x" in said
+
+
+def test_the_schedule_says_where_it_comes_from_and_what_to_expect(model: Path, calibrated: tuple[Path, str]) -> None:
+    written = json.loads((calibrated[0] / "1.05x" / "schedule.json").read_text())
+    made = written["calibrated_on"]
+    assert made["model"][0] == str(model)
+    assert made["prompts"] == 40
+    assert len(made["prompts_digest"]) == 64
+    assert written["sample_flop_speedup"] < written["decode_flop_speedup"]
+    held_out = written["held_out"]
+    assert held_out["tokens"] > held_out["answers"] == 6
+    assert held_out["kl_interval"][0] <= held_out["kl"] <= held_out["kl_interval"][1]
+    assert held_out["agreement_interval"][0] <= held_out["agreement"] <= held_out["agreement_interval"][1]
+
+
+def test_progress_says_how_fast_it_goes(calibrated: tuple[Path, str]) -> None:
+    assert "answering at full depth: 40 of 40" in calibrated[1]
+    assert "s left" in calibrated[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--target-speedups", "40"], "40x cannot be met"),
+        (["--prompts", "5"], "calibration needs 20 answers"),
+        (["--part", "calibrate", "--text-column", "body"], "name the id column"),
+        (["--text-column", "body"], "no column 'body'"),
+    ],
+)
+def test_what_cannot_work_is_one_line(model: Path, tmp_path: Path, flags: list[str], said: str) -> None:
+    given = ["--model", str(model), "--output", str(tmp_path), "--prompts", "24", "--max-new-tokens", "4"]
+    ended = calibrate(*given, *flags)
+    assert ended.returncode == 1
+    assert said in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stderr

@@ -1,0 +1,72 @@
+"""Which schedule a configuration names: a file, a directory, the right one of several calibrated, or a plain one."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import Block, Bridge, ModelShape, Plateau, Schedule, ScheduleError
+from pipeline.config import GenerationConfig
+from pipeline.fit import choose_schedule
+
+SHAPE = ModelShape("llama", 8, 16, 2, 1, 8, 50, 512, 900, 2000, 800)
+
+
+def calibrated(skipped: int, speedup: float) -> Schedule:
+    block = Block.of_layers(2, 2 + skipped)
+    bridge = Bridge.affine(block, torch.full((16, 16), 0.1 * skipped), torch.zeros(16))
+    plateaus = (Plateau(0, 2 * skipped, ("b",)),)
+    return Schedule(8, block.units, plateaus, {"decode_flop_speedup": speedup}, {"b": bridge})
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> str:
+    """Two calibrated schedules."""
+    calibrated(2, 1.27).write(tmp_path / "1.25x")
+    calibrated(4, 1.66).write(tmp_path / "1.65x")
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(("target", "skipped"), [(1.1, 2), (1.27, 2), (1.3, 4), (1.66, 4)])
+def test_of_several_the_one_that_just_reaches_the_target(directory: str, target: float, skipped: int) -> None:
+    schedule = choose_schedule(GenerationConfig(schedule=directory, target_speedup=target), SHAPE)
+    assert schedule == calibrated(skipped, 0)
+
+
+def test_what_cannot_be_chosen_is_said_with_what_there_is(directory: str) -> None:
+    with pytest.raises(ScheduleError, match=r"holds no schedule of 2x, only 1\.27x, 1\.66x"):
+        choose_schedule(GenerationConfig(schedule=directory, target_speedup=2), SHAPE)
+    with pytest.raises(ScheduleError, match=r"choose one with target_speedup, among 1\.27x, 1\.66x"):
+        choose_schedule(GenerationConfig(schedule=directory), SHAPE)
+
+
+def test_one_schedule_leaves_nothing_to_choose(directory: str) -> None:
+    one = f"{directory}/1.65x"
+    assert choose_schedule(GenerationConfig(schedule=one), SHAPE) == calibrated(4, 0)
+    assert choose_schedule(GenerationConfig(schedule=f"{one}/schedule.json"), SHAPE) == calibrated(4, 0)
+    with pytest.raises(ScheduleError, match="is one schedule"):
+        choose_schedule(GenerationConfig(schedule=one, target_speedup=1.5), SHAPE)
+
+
+def test_a_directory_without_a_schedule(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match="cannot be read"):
+        choose_schedule(GenerationConfig(schedule=str(tmp_path), target_speedup=1.5), SHAPE)
+
+
+def test_bridges_for_another_width_are_refused(directory: str) -> None:
+    wider = ModelShape("llama", 8, 32, 2, 1, 8, 50, 512, 900, 2000, 800)
+    with pytest.raises(ScheduleError, match=r"width 16, but .* width 32"):
+        choose_schedule(GenerationConfig(schedule=f"{directory}/1.25x"), wider)
+
+
+def test_a_plain_schedule_comes_with_advice(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert choose_schedule(GenerationConfig(), SHAPE).is_full_depth
+    assert not caplog.messages
+    assert not choose_schedule(GenerationConfig(target_speedup=1.1), SHAPE).is_full_depth
+    [line] = caplog.messages
+    assert "calibrate_schedule.py" in line
+    assert "keeps far more quality" in line
