@@ -102,7 +102,8 @@ class Chaos:
         try:
             said = [driver.communicate(timeout=SESSION_LIMIT_S)[0] for driver in drivers]
         except subprocess.TimeoutExpired as error:
-            raise Hang(f"a driver took more than {SESSION_LIMIT_S:.0f} s") from error
+            said = [_said_until_killed(driver) for driver in drivers]
+            raise Hang(f"a driver took more than {SESSION_LIMIT_S:.0f} s: {said}") from error
         finally:
             self._driver = None
             for driver in drivers:
@@ -135,6 +136,11 @@ class Chaos:
         self.figures["tokens generated"] += trial.tokens_generated
         for fault, victim in zip(schedule.faults, schedule.victims, strict=True):
             self.figures[f"hits: {victim or fault.action}"] += fault.hits
+
+
+def _said_until_killed(driver: subprocess.Popen[str]) -> str:
+    driver.kill()
+    return driver.communicate()[0] if driver.stdout and not driver.stdout.closed else ""
 
 
 @contextmanager
