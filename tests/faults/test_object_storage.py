@@ -27,7 +27,8 @@ def test_what_a_run_and_its_resumption_ask_of_the_storage(trial: Trial) -> None:
     # Reading: per span of units (here a file) its size, its footer, and its columns in one range.
     reading = {"LIST in": 2, "HEAD in": 1 + 3 * FILES, "GET in": 3 * FILES}
     claim = {"PUT _run.json": 1, "GET _run.json": 1}
-    report = {"HEAD data": UNITS, "GET data": 2 * UNITS, "PUT report.html": 1}  # it looks into 20 units at most
+    # It looks into 20 units at most, and compares with a plan if one was made.
+    report = {"GET _plan.json": 1, "HEAD data": UNITS, "GET data": 2 * UNITS, "PUT report.html": 1}
     assert dict(counts) == per_unit | reading | claim | report | {"LIST data": 1, "PUT _SUCCESS.json": 1}
     trial.check()
 
