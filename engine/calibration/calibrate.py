@@ -77,6 +77,7 @@ class Calibration:
             for warmup in WARMUPS
             if warmup < shape.layers
         }
+        ends = {warmup: up_to for warmup, up_to in ends.items() if up_to}  # a shallow model has no room for some
         fit, choose, judge = _parts(answers)
         fitted = collect_moments(engine, fit, ends, progress)
         held_out = collect_moments(engine, choose, ends, progress)

@@ -62,7 +62,15 @@ VALUES: dict[str, Any] = {
     "s3_anonymous_input": True,
     "s3_connect_timeout_s": 4.0,
     "s3_read_timeout_s": 5.0,
+    "audit_fraction": 0.01,
+    "min_audit_rouge": 0.8,
+    "plan": True,
+    "plan_rows": 50,
+    "plan_prompts": 4,
+    "plan_output_tokens": 25.0,
+    "price_per_gpu_hour": 2.5,
 }
+NEEDED = {"min_audit_rouge": {"audit_fraction": 0.01}}  # options that go with another
 REQUIRED = ["--input", "in/", "--output", "out/"]
 
 
@@ -90,8 +98,10 @@ def test_a_value_stands_here_for_every_option() -> None:
 def test_every_option_has_a_kebab_case_flag(name: str) -> None:
     value = VALUES[name]
     given = value if isinstance(value, list) else [] if value is True else [value]
-    config = parse(*REQUIRED, flag(name), *map(str, given))
-    assert config == SummarizeCorpus(input="in/", output="out/").model_copy(update={name: value})
+    needed = NEEDED.get(name, {})
+    others = [part for other, content in needed.items() for part in (flag(other), str(content))]
+    config = parse(*REQUIRED, *others, flag(name), *map(str, given))
+    assert config == SummarizeCorpus(input="in/", output="out/").model_copy(update={name: value, **needed})
 
 
 def test_a_list_may_be_given_in_parts_and_its_strings_are_left_as_they_are() -> None:
@@ -104,7 +114,9 @@ def test_a_list_may_be_given_in_parts_and_its_strings_are_left_as_they_are() -> 
 def test_every_option_is_a_key_of_the_config_file(tmp_path: Path, name: str) -> None:
     file = tmp_path / "job.yaml"
     # JSON is YAML.
-    content = SummarizeCorpus(input="in/", output="out/").model_copy(update={name: VALUES[name]})
+    content = SummarizeCorpus(input="in/", output="out/").model_copy(
+        update={name: VALUES[name], **NEEDED.get(name, {})}
+    )
     file.write_text(content.model_dump_json())
     assert parse("--config", str(file)) == content
 

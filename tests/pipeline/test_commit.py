@@ -82,7 +82,7 @@ def test_speedups_are_full_depth_over_scheduled() -> None:
 
 def test_a_commit_survives_json() -> None:
     commit = Commit(
-        "u", "a", "data/u-a.parquet", "sha256:0", 7, "in/é.parquet", 3, "run", Totals(rows=2, active_layers=1.5)
+        "u", "a", "data/u-a.parquet", "sha256:0", 7, "in/é.parquet", 3, "run", totals=Totals(rows=2, active_layers=1.5)
     )
     assert Commit.from_json(commit.to_json()) == commit
 
