@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install demo local test chaos scale lint benchmark quality-report clean
+.PHONY: help install demo local test test-slow chaos scale lint benchmark quality-report clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -26,6 +26,9 @@ local: install  ## the demo on a real S3 server and Ray head, by ray job submit;
 
 test: lint  ## lint, types and the whole suite
 	$(BIN)/python -m pytest
+
+test-slow: install  ## tests of real jobs and clusters that take minutes each
+	$(BIN)/python -m pytest -m slow
 
 chaos: install  ## 200 random fault schedules on real parts, an hour or two; replay one with CHAOS='--schedules 1 --seed N'
 	PYTHONPATH=.:tests:tests/pipeline:tests/faults $(BIN)/python tests/faults/chaos.py $(CHAOS)

@@ -25,6 +25,7 @@ def start(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_a_bad_schedule_is_stopped_within_the_first_twentieth_of_the_rows(tmp_path: Path) -> None:
     texts = pq.read_table(CORPUS, columns=["text"])["text"].to_pylist()

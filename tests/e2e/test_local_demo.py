@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 LIMIT_S = 300
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 30)
 def test_one_command_starts_servers_runs_the_job_shows_rows_and_cleans_up() -> None:
     command = [sys.executable, "infra/local/demo.py", "--", "--limit", "4", "--max-new-tokens", "6"]

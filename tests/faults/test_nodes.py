@@ -23,6 +23,7 @@ def nodes(s3: S3Server) -> Iterator[Nodes]:
     nodes.close()
 
 
+@pytest.mark.slow
 def test_a_node_that_dies_costs_at_most_its_units_in_flight(nodes: Nodes, trial: Trial) -> None:
     fault = Fault("PUT _commits", 2, "call before", call=nodes.kill_second)
     trial.proxy.arm(trial.name, [fault])

@@ -73,6 +73,7 @@ def test_a_killed_driver_costs_at_most_its_units_in_flight(
     assert trial.tokens_generated <= trial.tokens_of_one_pass + 3 * UNIT_TOKENS
 
 
+@pytest.mark.slow
 def test_two_drivers_on_one_output_agree_on_every_unit(trial: Trial) -> None:
     drivers = [trial.start(0.3, ray_address=cluster(), threads_per_replica=1) for _ in range(2)]
     said = [ended(driver) for driver in drivers]
@@ -81,7 +82,7 @@ def test_two_drivers_on_one_output_agree_on_every_unit(trial: Trial) -> None:
 
 
 def test_sigterm_lets_units_in_flight_finish_and_ends_resumably(trial: Trial) -> None:
-    driver = trial.start(seconds_per_batch=3.0, ray_address=cluster())
+    driver = trial.start(seconds_per_batch=5.0, ray_address=cluster())
     trial.proxy.arm(trial.name, [Fault("PUT _commits", 1, "call after", call=driver.terminate)])
     said = ended(driver)
     assert driver.returncode == STOPPED_EXIT, said
