@@ -17,12 +17,12 @@ from engine.cache import GROWTH, KVCache
 from engine.decoder import Attend, Decoder, Rotations
 from engine.flops import Ledger
 from engine.kernels import Kernels
-from engine.plan import Operation, RunUnit, decode_plan, prompt_plan, run_units
+from engine.packing import packs
+from engine.plan import Operation, attention_layers, prompt_plan, run_plan
+from engine.prompt_pass import PROMPT_TOKENS, run_prompts
 from engine.sampling import Sampler, Sampling
 from engine.stopping import Stopping
-from engine.unit import Unit
 
-PREFILL_TOKENS = 2048  # prompt tokens packed into one pass: bounds its activations, and is enough to fill a GEMM
 # Rows that attend together: each reads the cache up to the longest of them. Rows are sorted by length, so a few read
 # little in vain, while very small groups cost more calls than they save.
 ATTENTION_ROWS = 8
@@ -98,17 +98,14 @@ class Batch:
         self._rows = list(samples)  # row -> sample
         self._sampler = self._make_sampler()
         longest = max(len(sample.prompt) + min(sample.limit, GROWTH) for sample in samples)
-        cached = _attention_layers(ledger.schedule.active(0))
+        cached = attention_layers(ledger.plans[0])
         self._cache = KVCache(decoder.shape, cached, len(samples), longest, dtype, device)
         self._cache_course = [self._cache.bytes]
         self._executed = 0  # decode FLOPs really spent, padding included
 
     def run(self) -> BatchStats:
         """Generate every sample to its end."""
-        start = time.perf_counter()
-        with record_function("prompts"):
-            logits = self._prefill()
-        return self._generate(logits, time.perf_counter() - start)
+        return self._generate(*self._timed_prefill())
 
     def run_each(self, ledgers: Sequence[Ledger]) -> list[tuple[Sequence[Sample], BatchStats]]:
         """Generate every sample once per schedule, after one prompt pass: what separate batches would give.
@@ -116,9 +113,7 @@ class Batch:
         The batch's own schedule must keep every layer that one of the others decodes with. Each run's stats name the
         time of the prompt pass, which it would have taken alone.
         """
-        start = time.perf_counter()
-        logits = self._prefill()
-        seconds = time.perf_counter() - start
+        logits, seconds = self._timed_prefill()
         forks = (self._fork(ledger) for ledger in ledgers)  # one at a time: each copies the cache
         return [(fork.samples, fork._generate(logits.clone(), seconds)) for fork in forks]
 
@@ -129,7 +124,7 @@ class Batch:
         fork.samples = [replace(sample, tokens=[]) for sample in self.samples]
         fork._rows = list(fork.samples)
         fork._sampler = fork._make_sampler()
-        fork._cache = self._cache.copy(_attention_layers(ledger.schedule.active(0)))
+        fork._cache = self._cache.copy(attention_layers(ledger.plans[0]))
         fork._cache_course = [fork._cache.bytes]
         return fork
 
@@ -158,55 +153,44 @@ class Batch:
             decode_seconds=time.perf_counter() - start,
         )
 
+    def _timed_prefill(self) -> tuple[Tensor, float]:
+        """Logits of the prompt pass, and the seconds it took."""
+        start = time.perf_counter()
+        with record_function("prompts"):
+            logits = self._prefill()
+        return logits, time.perf_counter() - start
+
     def _prefill(self) -> Tensor:
         """Logits [B, vocab] of every row's last prompt token. Samples of one prompt share its pass."""
-        groups = [list(group) for _, group in groupby(range(len(self._rows)), key=lambda row: self._rows[row].index)]
-        logits: list[Tensor] = []
-        packed: list[list[int]] = []
-        tokens = 0
-        for group in groups:
-            length = len(self._rows[group[0]].prompt)
-            if packed and tokens + length > PREFILL_TOKENS:
-                logits.append(self._prefill_packed(packed))
-                packed, tokens = [], 0
-            packed.append(group)
-            tokens += length
-        logits.append(self._prefill_packed(packed))
-        self._cache.lengths.copy_(torch.tensor([len(sample.prompt) for sample in self._rows]))
-        owner = torch.tensor([i for i, group in enumerate(groups) for _ in group], device=self._device)
-        return torch.cat(logits)[owner]
-
-    def _prefill_packed(self, groups: Sequence[Sequence[int]]) -> Tensor:
-        """One pass over several prompts laid end to end, no padding; fills their rows' caches. [len(groups), vocab]."""
-        prompts = [self._rows[group[0]].prompt for group in groups]
-        lengths = torch.tensor([len(prompt) for prompt in prompts])
-        ends = lengths.cumsum(0).tolist()
-        spans = list(zip([0, *ends], ends, strict=False))
+        rows = range(len(self._rows))
+        groups = [list(group) for _, group in groupby(rows, key=lambda row: self._rows[row].index)]
         for group in groups:
             for row in group[1:]:
                 self._rows[row].shares_prompt = True
+        packed = packs(groups, lambda group: len(self._rows[group[0]].prompt), PROMPT_TOKENS)
+        logits = torch.cat([self._prefill_packed(pack) for pack in packed])
+        self._cache.lengths.copy_(torch.tensor([len(sample.prompt) for sample in self._rows]))
+        owner = torch.tensor([i for i, group in enumerate(groups) for _ in group], device=self._device)
+        return logits[owner]
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _prefill_packed(self, groups: Sequence[Sequence[int]]) -> Tensor:
+        """One pass over the prompt of each group of rows; fills their caches. Logits [len(groups), vocab]."""
+
+        def keep(layer: int, index: int, k: Tensor, v: Tensor) -> None:
             if layer in self._cache:
-                for (start, end), group in zip(spans, groups, strict=True):
-                    for row in group:
-                        self._cache.write_prompt(layer, row, k[start:end], v[start:end])
-            kind = self._decoder.shape.attention_kind(layer)
-            return torch.cat([self._kernels.prompt_attention(q[a:b], k[a:b], v[a:b], kind) for a, b in spans])
+                for row in groups[index]:
+                    self._cache.write_prompt(layer, row, k, v)
 
-        positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts]).to(self._device)
-        rotations = self._decoder.rotations(positions, lengths.repeat_interleave(lengths).to(self._device))
-        tokens = torch.tensor([token for prompt in prompts for token in prompt], device=self._device)
-        x = self._decoder.embed(tokens, positions)
-        x = self._run_plan(prompt_plan(self._ledger.schedule), x, rotations, attend)
-        return self._decoder.logits(x[torch.tensor(ends, device=self._device) - 1])
+        prompts = [self._rows[group[0]].prompt for group in groups]
+        plan = prompt_plan(self._ledger.schedule)
+        return self._decoder.logits(run_prompts(self._decoder, self._kernels, self._device, prompts, plan, keep))
 
     def _decode(self, step: int) -> Tensor:
         """One pass over every row's newest token under the schedule's active set: logits [B, vocab]."""
         plateau = self._ledger.schedule.plateau_at(step)
-        plan = decode_plan(self._ledger.schedule, plateau)
+        plan = self._ledger.plans[plateau]
         cache, longest = self._cache, max(len(s.prompt) + len(s.tokens) for s in self._rows)
-        layers = _attention_layers(run_units(plan))
+        layers = attention_layers(plan)
         cache.keep_layers(layers)
         cache.reserve(longest)
         self._cache_course.append(cache.bytes)
@@ -256,14 +240,7 @@ class Batch:
 
     def _run_plan(self, plan: Sequence[Operation], x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
         """Hidden states [N, hidden] after the plan's operations."""
-        for operation in plan:
-            if not isinstance(operation, RunUnit):
-                x = self._bridges[operation.bridge](x)
-            elif operation.unit.kind == "a":
-                x = self._decoder.attention(operation.unit.layer, x, rotations, attend)
-            else:
-                x = self._decoder.mlp(operation.unit.layer, x)
-        return x
+        return run_plan(self._decoder, plan, self._bridges, x, rotations, attend)
 
     def _extend(self, logits: Tensor, step: int) -> None:
         """Sample a token for every unfinished row."""
@@ -283,8 +260,3 @@ class Batch:
         self._rows = [self._rows[row] for row in live]
         self._cache.keep_rows(rows)
         self._sampler.keep_rows(rows)
-
-
-def _attention_layers(units: Sequence[Unit]) -> set[int]:
-    """Layers whose attention block is among the units: those that need a cache."""
-    return {unit.layer for unit in units if unit.kind == "a"}

@@ -65,7 +65,6 @@ class EarlyExitBatch(Batch):
         """Arguments after the rule as for `Batch`, whose schedule must be full depth."""
         super().__init__(*batch)  # type: ignore[arg-type]
         self._rule = rule
-        self._exits_allowed = False
         self._depths: dict[int, list[int]] = {id(sample): [] for sample in self.samples}  # layers run, step by step
         self.confidences: list[float] = []  # of running rows at the first check
 
@@ -80,14 +79,8 @@ class EarlyExitBatch(Batch):
         depths = self._depths[id(sample)][: max(0, len(sample.tokens) - 1)]
         return (self._decoder.shape.layers + sum(depths)) / (len(depths) + 1)
 
-    def _decode(self, step: int) -> Tensor:
-        self._exits_allowed = True  # prompts run at full depth
-        return super()._decode(step)
-
     def _run_plan(self, plan: Sequence[Operation], x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
         """Hidden states [B, hidden] that each row left with."""
-        if not self._exits_allowed:
-            return super()._run_plan(plan, x, rotations, attend)
         running = torch.tensor([not sample.finished for sample in self._rows], device=self._device)
         layers = self._decoder.shape.layers
         depth = torch.full((len(x),), layers, device=self._device)

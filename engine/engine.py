@@ -304,7 +304,7 @@ class Engine:
         for first in range(0, len(samples), batch_size):
             rows = samples[first : first + batch_size]
             with torch.inference_mode():
-                stats = self._batch(rows, ledger, bridges, sampling, stopping).run()
+                stats = Batch(*self._batch_arguments(rows, ledger, bridges, sampling, stopping)).run()
             if on_batch is not None:
                 on_batch(stats)
             yield from (_generation(sample, stopping, ledger) for sample in rows)
@@ -323,21 +323,12 @@ class Engine:
         for first in range(0, len(samples), batch_size):
             rows = samples[first : first + batch_size]
             with torch.inference_mode():
-                runs = self._batch(rows, whole, bridges, sampling, stopping).run_each(ledgers)
+                batch = Batch(*self._batch_arguments(rows, whole, bridges, sampling, stopping))
+                runs = batch.run_each(ledgers)
             for index, (ledger, (finished, stats)) in enumerate(zip(ledgers, runs, strict=True)):
                 if on_batch is not None:
                     on_batch(index, stats)
                 yield from ((index, _generation(sample, stopping, ledger)) for sample in finished)
-
-    def _batch(
-        self,
-        samples: Sequence[Sample],
-        ledger: Ledger,
-        bridges: Mapping[Bridge, BridgeMap],
-        sampling: Sampling,
-        stopping: Stopping,
-    ) -> Batch:
-        return Batch(*self._batch_arguments(samples, ledger, bridges, sampling, stopping))
 
     def _batch_arguments(
         self,

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from engine.plan import ApplyBridge, decode_plan, run_units
+from engine.plan import ApplyBridge, Operation, decode_plan, run_units
 from engine.schedule import Schedule
 from engine.shape import ModelShape
 
@@ -47,10 +47,14 @@ class Ledger:
     schedule: Schedule
 
     @cached_property
+    def plans(self) -> tuple[tuple[Operation, ...], ...]:
+        """What decode tokens go through on each plateau: what is run, and what is counted."""
+        return tuple(decode_plan(self.schedule, index) for index in range(len(self.schedule.plateaus)))
+
+    @cached_property
     def plateaus(self) -> tuple[PlateauCost, ...]:
         costs = []
-        for index, plateau in enumerate(self.schedule.plateaus):
-            plan = decode_plan(self.schedule, index)
+        for plateau, plan in zip(self.schedule.plateaus, self.plans, strict=True):
             units = run_units(plan)
             layers = [unit.layer for unit in units if unit.kind == "a"]
             parameters = (

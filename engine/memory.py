@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
-from engine.batch import ATTENTION_ROWS, PREFILL_TOKENS
+from engine.batch import ATTENTION_ROWS
 from engine.cache import GROWTH
-from engine.plan import decode_plan, run_units
+from engine.plan import attention_layers, decode_plan
+from engine.prompt_pass import PROMPT_TOKENS
 from engine.schedule import Schedule
 from engine.shape import ModelShape
 
@@ -32,7 +33,7 @@ def batch_bytes(
     """
     mlp_width = shape.mlp_parameters // shape.hidden  # three times the inner width where there is a gate
     per_token = 8 * shape.hidden + 2 * shape.query_width + mlp_width
-    prompt_pass = max(PREFILL_TOKENS, prompt_tokens) * per_token * element_bytes
+    prompt_pass = max(PROMPT_TOKENS, prompt_tokens) * per_token * element_bytes
     logits = LOGIT_COPIES * rows * shape.vocab * 4
     context = prompt_tokens + new_tokens
     scores = 2 * min(rows, ATTENTION_ROWS) * shape.heads * context * element_bytes
@@ -52,7 +53,7 @@ def cache_peak(
     for index, (plateau, end) in enumerate(zip(schedule.plateaus, ends, strict=True)):
         if plateau.first_step > max(0, passes - 1):
             break
-        layers = sum(unit.kind == "a" for unit in run_units(decode_plan(schedule, index)))
+        layers = len(attention_layers(decode_plan(schedule, index)))
         lacking = prompt_tokens + min(end, passes) - first_slots
         slots = first_slots + max(0, -(-lacking // (GROWTH + 1))) * (GROWTH + 1)
         sizes.append(layers * rows * shape.cache_elements(slots) * element_bytes)

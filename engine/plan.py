@@ -5,9 +5,13 @@ Decoding, the FLOP ledger and every other forward under a schedule read this one
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from engine.bridge import Bridge
+from torch import Tensor
+
+from engine.bridge import Bridge, BridgeMap
+from engine.decoder import Attend, Decoder, Rotations
 from engine.schedule import Schedule
 from engine.unit import Unit, all_units
 
@@ -48,3 +52,33 @@ def decode_plan(schedule: Schedule, plateau: int) -> tuple[Operation, ...]:
 def run_units(plan: tuple[Operation, ...]) -> tuple[Unit, ...]:
     """The units that a plan runs, in order."""
     return tuple(operation.unit for operation in plan if isinstance(operation, RunUnit))
+
+
+def attention_layers(plan: Sequence[Operation]) -> set[int]:
+    """Layers whose attention block a plan runs: those that need a cache."""
+    return {step.unit.layer for step in plan if isinstance(step, RunUnit) and step.unit.kind == "a"}
+
+
+def run_plan(
+    decoder: Decoder,
+    plan: Sequence[Operation],
+    bridges: Mapping[Bridge, BridgeMap],
+    x: Tensor,
+    rotations: Rotations,
+    attend: Attend,
+) -> Tensor:
+    """Hidden states [N, hidden] after a plan's operations.
+
+    Args:
+        bridges: of the plan, on x's device.
+        x: hidden states [N, hidden] before them.
+        rotations, attend: of the N tokens, as `Decoder.attention` takes them.
+    """
+    for operation in plan:
+        if isinstance(operation, ApplyBridge):
+            x = bridges[operation.bridge](x)
+        elif operation.unit.kind == "a":
+            x = decoder.attention(operation.unit.layer, x, rotations, attend)
+        else:
+            x = decoder.mlp(operation.unit.layer, x)
+    return x

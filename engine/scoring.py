@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.bridge import Bridge, BridgeMap
+from engine.packing import packs
 from engine.schedule import Schedule
 from engine.teacher_forcing import Answer, AnswerPass
 from engine.unit import Unit, all_units
@@ -89,15 +90,5 @@ def _compare(forced: AnswerPass, reference: Tensor, x: Tensor) -> Iterator[Answe
 
 def _packs(answers: Sequence[Answer]) -> Iterator[list[int]]:
     """Indices of answers that are scored together; those without a decode step are left out."""
-    pack: list[int] = []
-    tokens = 0
-    for index, answer in enumerate(answers):
-        if answer.passes < 1:
-            continue
-        if pack and tokens + answer.passes > PACK_TOKENS:
-            yield pack
-            pack, tokens = [], 0
-        pack.append(index)
-        tokens += answer.passes
-    if pack:
-        yield pack
+    scored = [index for index, answer in enumerate(answers) if answer.passes > 0]
+    return packs(scored, lambda index: answers[index].passes, PACK_TOKENS)

@@ -15,12 +15,13 @@ from torch import Tensor
 from engine.bridge import Bridge, BridgeMap
 from engine.decoder import Decoder
 from engine.kernels import Kernels
+from engine.packing import packs
 from engine.plan import ApplyBridge, Operation, decode_plan, prompt_plan
+from engine.prompt_pass import PROMPT_TOKENS, run_prompts
 from engine.schedule import Schedule
 from engine.shape import AttentionKind
 from engine.unit import Unit, all_units
 
-PROMPT_TOKENS = 2048  # of prompts that run in one pass: bounds its activations
 LOGIT_TOKENS = 512  # tokens whose logits are computed at a time: bounds memory
 
 
@@ -56,8 +57,9 @@ class AnswerPass:
         positions = (prompt[self.sample] + self.step).to(device)
         fed = torch.tensor([token for answer in answers for token in answer.tokens[:-1]], device=device)
         self._prompts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(decoder.shape.layers)]
-        for group in _by_length(answers):
-            self._run_prompts([answer.prompt for answer in group])
+        plan = prompt_plan(Schedule.full_depth(decoder.shape.layers))
+        for pack in packs([answer.prompt for answer in answers], len, PROMPT_TOKENS):
+            run_prompts(decoder, kernels, device, pack, plan, self._keep)
         self._embedded = decoder.embed(fed, positions)
         self._positions = positions
 
@@ -65,6 +67,10 @@ class AnswerPass:
     def tokens(self) -> int:
         """N."""
         return len(self.step)
+
+    def _keep(self, layer: int, index: int, k: Tensor, v: Tensor) -> None:
+        # Copies: a view of the fused projection would keep the queries too.
+        self._prompts[layer].append((k.clone(), v.clone()))
 
     def keep_prompts(self, layers: set[int]) -> None:
         """Free the prompts' keys and values of all other layers, which no later pass may run."""
@@ -137,29 +143,6 @@ class AnswerPass:
             part = self._decoder.attention(operation.unit.layer, part, rotations, attend)
         return part if whole else x.index_copy(0, rows, part)
 
-    def _run_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Keep the keys and values [n, kv_heads, head_dim] of some prompts, for each layer."""
-        shape, lengths = self._decoder.shape, torch.tensor([len(prompt) for prompt in prompts])
-        ends = lengths.cumsum(0).tolist()
-        spans = list(zip([0, *ends], ends, strict=False))
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            # Copies: a view of the fused projection would keep the queries too.
-            self._prompts[layer] += [(k[a:b].clone(), v[a:b].clone()) for a, b in spans]
-            kind = shape.attention_kind(layer)
-            return torch.cat([self._kernels.prompt_attention(q[a:b], k[a:b], v[a:b], kind) for a, b in spans])
-
-        positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts]).to(self._device)
-        rotations = self._decoder.rotations(positions, lengths.repeat_interleave(lengths).to(self._device))
-        tokens = torch.tensor([token for prompt in prompts for token in prompt], device=self._device)
-        x = self._decoder.embed(tokens, positions)
-        for operation in prompt_plan(Schedule.full_depth(shape.layers)):
-            assert not isinstance(operation, ApplyBridge)
-            if operation.unit.kind == "a":
-                x = self._decoder.attention(operation.unit.layer, x, rotations, attend)
-            else:
-                x = self._decoder.mlp(operation.unit.layer, x)
-
 
 def continued_attention(q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
     """Causal attention of the last m of n tokens.
@@ -182,17 +165,6 @@ def continued_attention(q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) ->
     weights = scores.masked_fill(~seen, -torch.inf).float().softmax(-1).to(v.dtype)
     out: Tensor = weights @ v.transpose(0, 1).unsqueeze(1)  # [kv_heads, group, m, head_dim]
     return out.permute(2, 0, 1, 3).flatten(1)
-
-
-def _by_length(answers: Sequence[Answer]) -> Iterator[list[Answer]]:
-    """Neighbouring answers whose prompts make up `PROMPT_TOKENS` together, or a longer one alone."""
-    group: list[Answer] = []
-    for answer in answers:
-        if group and sum(len(other.prompt) for other in (*group, answer)) > PROMPT_TOKENS:
-            yield group
-            group = []
-        group.append(answer)
-    yield group
 
 
 def _by_place(plan: Sequence[Operation]) -> dict[int, Operation]:

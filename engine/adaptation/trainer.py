@@ -20,6 +20,7 @@ from engine.calibration.quality import Judge, Quality
 from engine.engine import Engine
 from engine.errors import ScheduleError
 from engine.kernels import Kernels
+from engine.packing import packs
 from engine.plan import decode_plan, run_units
 from engine.schedule import Schedule
 from engine.teacher_forcing import Answer
@@ -190,15 +191,9 @@ class BridgeTrainer:
 
     def _prepare(self, answers: Sequence[Answer]) -> list[_Lesson]:
         lessons: list[_Lesson] = []
-        group: list[Answer] = []
-        tokens = 0
-        for done, answer in enumerate(answers, start=1):
-            if group and tokens + answer.passes > self._recipe.tokens_per_step:
-                lessons.append(_Lesson(self._engine, group, self._schedule, self._place))
-                group, tokens = [], 0
-            group.append(answer)
-            tokens += answer.passes
+        done = 0
+        for pack in packs(answers, lambda answer: answer.passes, self._recipe.tokens_per_step):
+            lessons.append(_Lesson(self._engine, pack, self._schedule, self._place))
+            done += len(pack)
             self._progress("full depth on the answers", done, len(answers))
-        if group:
-            lessons.append(_Lesson(self._engine, group, self._schedule, self._place))
         return lessons

@@ -73,9 +73,7 @@ class Calibration:
         deepest = min(max(self._constant.values()) + DEEPER, shape.layers - min(WARMUPS) - 1)
         depths = {*range(DEPTH_STEP, deepest + 1, DEPTH_STEP), *self._constant.values()}
         ends = {
-            warmup: sorted(warmup + depth for depth in depths if warmup + depth < shape.layers)
-            for warmup in WARMUPS
-            if warmup < shape.layers
+            warmup: sorted(warmup + depth for depth in depths if warmup + depth < shape.layers) for warmup in WARMUPS
         }
         ends = {warmup: up_to for warmup, up_to in ends.items() if up_to}  # a shallow model has no room for some
         fit, choose, judge = _parts(answers)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.calibration.moments import Moments
 from engine.engine import Engine
+from engine.packing import packs
 from engine.sampling import Sampling
 from engine.schedule import Schedule
 from engine.teacher_forcing import Answer
@@ -68,14 +69,4 @@ def collect_moments(
 
 def chunks(answers: Sequence[Answer]) -> Iterator[list[Answer]]:
     """Neighbouring answers of `CHUNK_TOKENS` tokens together, or a longer one alone."""
-    chunk: list[Answer] = []
-    tokens = 0
-    for answer in answers:
-        length = len(answer.prompt) + len(answer.tokens)
-        if chunk and tokens + length > CHUNK_TOKENS:
-            yield chunk
-            chunk, tokens = [], 0
-        chunk.append(answer)
-        tokens += length
-    if chunk:
-        yield chunk
+    return packs(answers, lambda answer: len(answer.prompt) + len(answer.tokens), CHUNK_TOKENS)
