@@ -19,7 +19,7 @@ from engine.flops import Ledger
 from engine.kernels import Kernels
 from engine.packing import packs
 from engine.plan import Operation, attention_layers, prompt_plan, run_plan
-from engine.prompt_pass import PROMPT_TOKENS, run_prompts
+from engine.prompt_pass import PROMPT_TOKENS, Prefix, run_prompts
 from engine.sampling import Sampler, Sampling
 from engine.stopping import Stopping
 
@@ -39,8 +39,14 @@ class Sample:
     prompt: Sequence[int]
     limit: int  # most tokens it may generate
     shares_prompt: bool = False  # another sample of the batch has computed this prompt
+    shared_prefix: int = 0  # tokens of the prompt that a prefix has computed for all
     tokens: list[int] = field(default_factory=list)
     ended: bool = False  # by end-of-sequence or a stop string
+
+    @property
+    def prompt_computed(self) -> int:
+        """Prompt tokens that are computed for this sample."""
+        return 0 if self.shares_prompt else len(self.prompt) - self.shared_prefix
 
     @property
     def finished(self) -> bool:
@@ -52,7 +58,7 @@ class BatchStats:
     """What a batch cost. FLOPs of the samples are those of the ledger; padding is what was computed for nobody."""
 
     samples: int
-    prompt_tokens: int
+    prompt_tokens: int  # computed
     generated_tokens: int
     steps: int
     flops_padding: int
@@ -90,7 +96,9 @@ class Batch:
         stopping: Stopping,
         dtype: torch.dtype,
         device: torch.device,
+        prefix: Prefix | None = None,
     ) -> None:
+        self._prefix = prefix
         self._decoder, self._kernels, self._ledger, self._stopping = decoder, kernels, ledger, stopping
         self._bridges, self._dtype, self._device = bridges, dtype, device
         self._sampling, self._eos_ids = sampling, eos_ids
@@ -144,7 +152,7 @@ class Batch:
         useful = sum(self._ledger.decode(len(s.prompt), len(s.tokens)) for s in self.samples)
         return BatchStats(
             samples=len(self.samples),
-            prompt_tokens=sum(len(s.prompt) for s in self.samples if not s.shares_prompt),
+            prompt_tokens=sum(sample.prompt_computed for sample in self.samples),
             generated_tokens=sum(len(s.tokens) for s in self.samples),
             steps=step,
             flops_padding=self._executed - useful,
@@ -165,9 +173,11 @@ class Batch:
         rows = range(len(self._rows))
         groups = [list(group) for _, group in groupby(rows, key=lambda row: self._rows[row].index)]
         for group in groups:
-            for row in group[1:]:
-                self._rows[row].shares_prompt = True
-        packed = packs(groups, lambda group: len(self._rows[group[0]].prompt), PROMPT_TOKENS)
+            shared = self._prefix.shared(self._rows[group[0]].prompt) if self._prefix else 0
+            for row in group:
+                self._rows[row].shared_prefix = shared
+                self._rows[row].shares_prompt = row != group[0]
+        packed = packs(groups, lambda group: self._rows[group[0]].prompt_computed, PROMPT_TOKENS)
         logits = torch.cat([self._prefill_packed(pack) for pack in packed])
         self._cache.lengths.copy_(torch.tensor([len(sample.prompt) for sample in self._rows]))
         owner = torch.tensor([i for i, group in enumerate(groups) for _ in group], device=self._device)
@@ -183,7 +193,8 @@ class Batch:
 
         prompts = [self._rows[group[0]].prompt for group in groups]
         plan = prompt_plan(self._ledger.schedule)
-        return self._decoder.logits(run_prompts(self._decoder, self._kernels, self._device, prompts, plan, keep))
+        x = run_prompts(self._decoder, self._kernels, self._device, prompts, plan, keep, self._prefix)
+        return self._decoder.logits(x)
 
     def _decode(self, step: int) -> Tensor:
         """One pass over every row's newest token under the schedule's active set: logits [B, vocab]."""

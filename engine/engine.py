@@ -18,6 +18,8 @@ from engine.families import family_of
 from engine.flops import Ledger
 from engine.kernels import Kernels, kernels_for
 from engine.memory import free_bytes, rows_that_fit
+from engine.plan import prompt_plan
+from engine.prompt_pass import Prefix, compute_prefix
 from engine.sampling import Sampling
 from engine.schedule import Schedule
 from engine.scoring import AnswerScore, score, similarity
@@ -40,7 +42,8 @@ class Generation:
     tokens: tuple[int, ...]  # all that were sampled, the end-of-sequence token included
     finish_reason: str  # "stop" or "length"
     prompt_tokens: int
-    flops_prompt: int  # 0 where another sample of the same prompt in the same batch has paid for it
+    shared_prefix_tokens: int  # of these, computed once for all prompts: see `Engine.share_prefix`
+    flops_prompt: int  # of the others; 0 where another sample of the same prompt in the same batch has paid for it
     flops_decode: int
     flops_full_depth: int  # prompt + decode of the same tokens with nothing skipped
     mean_active_layers: float
@@ -67,6 +70,7 @@ class Engine:
         self._dtype = dtype
         self._device = device
         self._bridges: dict[Bridge, BridgeMap] = {}  # of the last schedule
+        self._prefix: Prefix | None = None
         self.tokenizer = tokenizer
 
     @classmethod
@@ -115,6 +119,21 @@ class Engine:
     @property
     def device(self) -> torch.device:
         return self._device
+
+    def share_prefix(self, tokens: Sequence[int]) -> int:
+        """Compute, once, tokens that prompts to come begin with, such as a job's instruction; none forgets the last.
+
+        Prompts that begin with them then compute only their other tokens, and have the same generations. Costs
+        2 x p x kv_heads x head_dim numbers of memory per layer for p tokens.
+
+        Returns:
+            The FLOPs that it took; 0 where prefixes can't be shared (keys that depend on a prompt's length).
+        """
+        ledger = self._ledger(None)
+        with torch.inference_mode():
+            place = (self._decoder, self._kernels, self._device)
+            self._prefix = compute_prefix(*place, tokens, prompt_plan(ledger.schedule)) if tokens else None
+        return ledger.prefix(len(tokens)) if self._prefix else 0
 
     def generate(
         self,
@@ -340,12 +359,12 @@ class Engine:
     ) -> tuple[Any, ...]:
         ends = self.tokenizer.eos_ids
         where = (self._dtype, self._device)
-        return (self._decoder, self._kernels, ledger, bridges, samples, sampling, ends, stopping, *where)
+        return (self._decoder, self._kernels, ledger, bridges, samples, sampling, ends, stopping, *where, self._prefix)
 
 
 def _generation(sample: Sample, stopping: Stopping, ledger: Ledger) -> Generation:
     prompt_tokens, generated = len(sample.prompt), len(sample.tokens)
-    flops_prompt = 0 if sample.shares_prompt else ledger.prompt(prompt_tokens)
+    flops_prompt = 0 if sample.shares_prompt else ledger.prompt(prompt_tokens, sample.shared_prefix)
     return Generation(
         index=sample.index,
         sample=sample.copy,
@@ -353,6 +372,7 @@ def _generation(sample: Sample, stopping: Stopping, ledger: Ledger) -> Generatio
         tokens=tuple(sample.tokens),
         finish_reason="stop" if sample.ended else "length",
         prompt_tokens=prompt_tokens,
+        shared_prefix_tokens=sample.shared_prefix,
         flops_prompt=flops_prompt,
         flops_decode=ledger.decode(prompt_tokens, generated),
         flops_full_depth=flops_prompt + ledger.full_depth.decode(prompt_tokens, generated),

@@ -72,11 +72,19 @@ class Ledger:
         """The ledger of the same model with nothing skipped."""
         return Ledger(self.shape, Schedule.full_depth(self.shape.layers))
 
-    def prompt(self, tokens: int) -> int:
-        """FLOPs of a prompt of n tokens: all layers on all tokens, the head on the last one."""
+    def prompt(self, tokens: int, shared: int = 0) -> int:
+        """FLOPs of a prompt of n tokens: all layers on all but the `shared` first, the head on the last one."""
+        return self._prompt_layers(shared + 1, tokens) + 2 * self.shape.head_parameters
+
+    def prefix(self, tokens: int) -> int:
+        """FLOPs of tokens that prompts share: all layers, no head."""
+        return self._prompt_layers(1, tokens)
+
+    def _prompt_layers(self, first: int, last: int) -> int:
+        """FLOPs of all layers on the prompt tokens from `first` to `last`, counted from 1."""
         s = self.shape
-        attention = sum(rate * _sum_contexts(1, tokens, window) for window, rate in self._attention(range(s.layers)))
-        return 2 * tokens * (s.input_parameters + s.layers * s.layer_parameters) + 2 * s.head_parameters + attention
+        attention = sum(rate * _sum_contexts(first, last, window) for window, rate in self._attention(range(s.layers)))
+        return 2 * (last - first + 1) * (s.input_parameters + s.layers * s.layer_parameters) + attention
 
     def decode(self, prompt_tokens: int, generated_tokens: int) -> int:
         """FLOPs of the g - 1 decode passes; pass t attends to n + t + 1 tokens."""

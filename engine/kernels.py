@@ -25,23 +25,23 @@ class Kernels:
         return F.rms_norm(x, weight.shape, weight, eps)
 
     def prompt_attention(self, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
-        """Causal attention of one prompt to itself.
+        """Causal attention of the last m of a prompt's n tokens.
 
         Args:
-            q: [n, heads, head_dim].
+            q: [m, heads, head_dim].
             k, v: [n, kv_heads, head_dim].
             kind: the layer's scale, window and soft cap.
 
         Returns:
-            [n, heads * head_dim].
+            [m, heads * head_dim].
         """
-        n, heads, kv_heads = len(q), q.shape[1], k.shape[1]
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, n, head_dim]
+        m, n, heads, kv_heads = len(q), len(k), q.shape[1], k.shape[1]
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, tokens, head_dim]
         grouped = heads != kv_heads
-        if kind.softcap is None and (kind.window is None or n <= kind.window):
+        if m == n and kind.softcap is None and (kind.window is None or n <= kind.window):
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=kind.scale, enable_gqa=grouped)
             return out[0].transpose(0, 1).flatten(1)
-        age = torch.arange(n, device=q.device)[:, None] - torch.arange(n, device=q.device)  # of a key, for a query
+        age = torch.arange(n - m, n, device=q.device)[:, None] - torch.arange(n, device=q.device)  # of key, for query
         seen = (age >= 0) & (age < (kind.window or n))
         if kind.softcap is None:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=kind.scale, enable_gqa=grouped)

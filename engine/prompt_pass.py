@@ -1,8 +1,9 @@
-"""Prompts through the layers: several laid end to end in one pass, no padding."""
+"""Prompts through the layers: several laid end to end in one pass, no padding, what they share computed once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +17,34 @@ PROMPT_TOKENS = 2048  # of prompts in one pass: bounds its activations, and is e
 Keep = Callable[[int, int, Tensor, Tensor], None]  # layer, which prompt, its keys and values [n, kv_heads, head_dim]
 
 
+@dataclass(frozen=True)
+class Prefix:
+    """Tokens that many prompts begin with, and what every layer keeps of them."""
+
+    tokens: tuple[int, ...]
+    layers: tuple[tuple[Tensor, Tensor], ...]  # keys and values [p, kv_heads, head_dim]
+
+    def shared(self, prompt: Sequence[int]) -> int:
+        """How many of a prompt's tokens need not be computed: all of the prefix or none, and never the last one."""
+        length = len(self.tokens)
+        return length if len(prompt) > length and tuple(prompt[:length]) == self.tokens else 0
+
+
+def compute_prefix(
+    decoder: Decoder, kernels: Kernels, device: torch.device, tokens: Sequence[int], plan: Sequence[Operation]
+) -> Prefix | None:
+    """A prefix of p >= 1 tokens, or None where its keys would depend on what follows it."""
+    positions = torch.arange(len(tokens), device=device)
+    alone = decoder.rotations(positions, torch.full_like(positions, len(tokens)))
+    longest = decoder.rotations(positions, torch.full_like(positions, decoder.shape.context))
+    if not all(torch.equal(*pair) for pair in zip(alone, longest, strict=True)):
+        return None
+    layers: list[tuple[Tensor, Tensor]] = []
+    # Copies: a view of the fused projection would keep the queries too.
+    run_prompts(decoder, kernels, device, [tokens], plan, lambda _layer, _, k, v: layers.append((k.clone(), v.clone())))
+    return Prefix(tuple(tokens), tuple(layers))
+
+
 def run_prompts(
     decoder: Decoder,
     kernels: Kernels,
@@ -23,6 +52,7 @@ def run_prompts(
     prompts: Sequence[Sequence[int]],
     plan: Sequence[Operation],
     keep: Keep,
+    prefix: Prefix | None = None,
 ) -> Tensor:
     """Hidden states [P, hidden] of the last token of each of P prompts.
 
@@ -30,19 +60,29 @@ def run_prompts(
         prompts: token ids.
         plan: what prompt tokens go through.
         keep: told of every layer's keys and values, views of what the pass computes.
+        prefix: under the same plan; prompts that begin with it compute only their other tokens.
     """
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    shared = [prefix.shared(prompt) if prefix else 0 for prompt in prompts]
+    lengths = torch.tensor([len(prompt) - start for prompt, start in zip(prompts, shared, strict=True)])
     ends = lengths.cumsum(0).tolist()
     spans = list(zip([0, *ends], ends, strict=False))
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        for index, (start, end) in enumerate(spans):
-            keep(layer, index, k[start:end], v[start:end])
         kind = decoder.shape.attention_kind(layer)
-        return torch.cat([kernels.prompt_attention(q[a:b], k[a:b], v[a:b], kind) for a, b in spans])
+        attended = []
+        for index, (start, end) in enumerate(spans):
+            keys, values = k[start:end], v[start:end]
+            if prefix and shared[index]:
+                keys, values = (torch.cat(pair) for pair in zip(prefix.layers[layer], (keys, values), strict=True))
+            keep(layer, index, keys, values)
+            attended.append(kernels.prompt_attention(q[start:end], keys, values, kind))
+        return torch.cat(attended)
 
-    positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts]).to(device)
-    rotations = decoder.rotations(positions, lengths.repeat_interleave(lengths).to(device))
-    tokens = torch.tensor([token for prompt in prompts for token in prompt], device=device)
-    x = run_plan(decoder, plan, {}, decoder.embed(tokens, positions), rotations, attend)
+    positions = torch.cat([torch.arange(start, len(prompt)) for prompt, start in zip(prompts, shared, strict=True)])
+    positions = positions.to(device)
+    whole = torch.tensor([len(prompt) for prompt in prompts]).repeat_interleave(lengths)
+    rotations = decoder.rotations(positions, whole.to(device))
+    computed = [token for prompt, start in zip(prompts, shared, strict=True) for token in prompt[start:]]
+    x = decoder.embed(torch.tensor(computed, device=device), positions)
+    x = run_plan(decoder, plan, {}, x, rotations, attend)
     return x[torch.tensor(ends, device=device) - 1]

@@ -96,9 +96,10 @@ class Auditor:
 
     def _flops(self, answer: Generation) -> int:
         """Generating at full depth, then scoring: prompt and answer at full depth, the answer under the schedule."""
-        prompt_head = 2 * self._ledger.shape.head_parameters
+        prompt = self._ledger.prefix(answer.prompt_tokens)
+        full_depth = answer.flops_full_depth - answer.flops_prompt
         scheduled = self._ledger.decode(answer.prompt_tokens, answer.generated_tokens)
-        return 2 * answer.flops_full_depth - prompt_head + scheduled
+        return answer.flops_full_depth + prompt + full_depth + scheduled
 
 
 def audit_estimate(totals: Totals) -> str:

@@ -40,6 +40,7 @@ class Totals:
     flops_prompt: int = 0
     flops_decode: int = 0
     flops_full_depth: int = 0
+    flops_prefix: int = 0  # of the tokens that all prompts begin with, once per replica; in none of the above
     flops_padding: int = 0
     active_layers: float = 0.0  # mean active layers x generated tokens
     seconds: float = 0.0  # of generation, summed over replicas
@@ -115,9 +116,9 @@ def commit_unit(
     flops_padding: int,
     seconds: float,
     run: str = "",
-    audit: Mapping[str, Any] | None = None,
+    beside: Mapping[str, Any] | None = None,
 ) -> Commit:
-    """Write a unit's rows and commit them, with what an audit adds to its totals.
+    """Write a unit's rows and commit them; `beside` holds totals that the rows don't tell.
 
     Returns the commit that holds: another attempt's, if that came first.
 
@@ -137,7 +138,7 @@ def commit_unit(
         start=unit.start,
         run=run,
         sample=unit.sample,
-        totals=replace(_totals(output, flops_padding, seconds), **(audit or {})),
+        totals=replace(_totals(output, flops_padding, seconds), **(beside or {})),
     )
     name = f"{COMMITS}/{unit.id}.json"
     storage.write(commit.file, content)

@@ -27,7 +27,7 @@ def _commit(parcel: Parcel, storage: Storage, run: str) -> Parcel:
         unit, output = WorkUnit.from_json(parcel.unit), from_bytes(parcel.table)
         cost = json.loads(parcel.cost)
         padding, seconds = cost.pop("flops_padding"), cost.pop("seconds")
-        record = commit_unit(storage, unit, output, padding, seconds, run, audit=cost)
+        record = commit_unit(storage, unit, output, padding, seconds, run, cost)
     except Exception as error:
         return Parcel(parcel.unit, failure=Failure.of("commit", error))
     return Parcel(parcel.unit, commit=record.to_json())

@@ -63,18 +63,21 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
     shape = backend.shape(config)
     ledger = Ledger(shape, choose_schedule(config, shape))
     description = describe_run(config, plan, ledger.schedule, backend.identity(config))
-    prompts = _sample(config, plan, template, backend.tokenizer(config), longest_prompt(config, shape))
+    tokenizer = backend.tokenizer(config)
+    prompts = _sample(config, plan, template, tokenizer, longest_prompt(config, shape))
+    prefix = template.shared_prefix(tokenizer)
     good = [tokens for tokens in prompts if tokens is not None]
     if not good:
         raise JobError(f"no prompt can be made of any of {len(prompts)} sampled rows of {config.input!r}")
     storage = config.output_storage()
-    outputs = _outputs(config, backend, ledger, good, storage, description)
+    outputs = _outputs(config, backend, ledger, good, prefix, storage, description)
 
     scale = plan.rows / len(prompts)
     lengths = [len(tokens) for tokens in good]
     pairs = [(prompt, min(output, shape.context - prompt)) for prompt in lengths for output in outputs.lengths]
     per_output = scale / len(outputs.lengths)
-    flops_prompt = round(scale * sum(map(ledger.prompt, lengths)))
+    shared = [len(prefix) if tokens[: len(prefix)] == prefix else 0 for tokens in good]
+    flops_prompt = round(scale * sum(map(ledger.prompt, lengths, shared)))
     flops_decode = round(per_output * sum(ledger.decode(*pair) for pair in pairs))
     full_decode = round(per_output * sum(ledger.full_depth.decode(*pair) for pair in pairs))
     seconds = full_seconds = cost = full_cost = None
@@ -131,11 +134,12 @@ def _outputs(
     backend: Backend,
     ledger: Ledger,
     prompts: Sequence[list[int]],
+    prefix: list[int],
     storage: Storage,
     description: dict[str, object],
 ) -> Outputs:
     if config.plan_prompts:
-        found = _answer(config, backend, ledger, prompts[: config.plan_prompts])
+        found = _answer(config, backend, ledger, prompts[: config.plan_prompts], prefix)
     else:
         found = _earlier(storage, description) or Outputs(
             [config.max_new_tokens], "the most that is allowed, max_new_tokens for every row"
@@ -146,9 +150,12 @@ def _outputs(
     return found
 
 
-def _answer(config: JobConfig, backend: Backend, ledger: Ledger, prompts: Sequence[list[int]]) -> Outputs:
+def _answer(
+    config: JobConfig, backend: Backend, ledger: Ledger, prompts: Sequence[list[int]], prefix: list[int]
+) -> Outputs:
     """Answer some prompts with the run's own settings, in this process."""
     engine = backend.engine(config, config.threads_per_replica)
+    engine.share_prefix(prefix)
     generator = RowGenerator(engine, config.sampling(), ledger.schedule, config.batch_size)
     stats: list[BatchStats] = []
     start = time.perf_counter()

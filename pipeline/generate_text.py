@@ -40,6 +40,7 @@ class GenerateText:
         self._longest = longest_prompt(config, shape)
         self._tokenizer = backend.tokenizer(config)
         engine = backend.engine(config, threads)
+        engine.share_prefix(self._template.shared_prefix(self._tokenizer))
         self._generator = RowGenerator(engine, config.sampling(), schedule, config.batch_size)
 
     def __call__(self, batch: pa.Table) -> pa.Table:

@@ -138,7 +138,7 @@ def _halves(unit: WorkUnit) -> list[WorkUnit]:
 def _assemble(task: Task, unit: WorkUnit, killers: Sequence[tuple[int, str]], *parts: Parcel) -> Parcel:
     """Commit a unit whose ranges were done apart."""
     tables: dict[int, pa.Table] = {}
-    cost = Counter[str]()  # the audit's sums too
+    cost = Counter[str]()
     for part in parts:
         assert part.table is not None
         assert part.cost is not None
@@ -152,7 +152,7 @@ def _assemble(task: Task, unit: WorkUnit, killers: Sequence[tuple[int, str]], *p
     assert output.num_rows == unit.rows
     padding, seconds = int(cost.pop("flops_padding", 0)), float(cost.pop("seconds", 0))
     try:
-        record = commit_unit(task.config.output_storage(), unit, output, padding, seconds, task.run, audit=cost)
+        record = commit_unit(task.config.output_storage(), unit, output, padding, seconds, task.run, cost)
     except Exception as error:
         return Parcel(unit.to_json(), failure=Failure.of("commit", error))
     return Parcel(unit.to_json(), commit=record.to_json())

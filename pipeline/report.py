@@ -78,13 +78,18 @@ def summary(totals: Totals, layers: int) -> dict[str, str]:
         "ended by themselves": f"{totals.stopped / good:.1%} of rows" if good else "no rows",
         "output tokens/s": f"{tokens_per_second:.1f} per replica while generating",
         "mean active layers": f"{totals.mean_active_layers:.2f} of {layers}",
-        "prompt FLOPs": f"{totals.flops_prompt / 1e12:.3f} T (full depth)",
+        "prompt FLOPs": f"{totals.flops_prompt / 1e12:.3f} T (full depth{_shared(totals)})",
         "decode FLOPs": f"{totals.flops_decode / 1e12:.3f} T, {totals.decode_speedup:.3f}x less than full depth",
         "whole-sample FLOPs": f"{totals.flops / 1e12:.3f} T, {totals.sample_speedup:.3f}x less than full depth",
         "FLOPs saved": f"{saved / 1e12:.3f} T ({saved / max(1, totals.flops_full_depth):.1%})",
         "padding": f"{totals.flops_padding / 1e12:.3f} T beside that, computed for nobody",
         **audited,
     }
+
+
+def _shared(totals: Totals) -> str:
+    beside = f"{totals.flops_prefix / 1e12:.3f} T beside that"
+    return f"; what all prompts begin with, once per replica: {beside}" if totals.flops_prefix else ""
 
 
 def _per(total: int, rows: int) -> str:

@@ -23,6 +23,8 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 class Generator(Protocol):
     """What the pipeline needs of an engine; `engine.Engine` is one."""
 
+    def share_prefix(self, tokens: Sequence[int]) -> int: ...
+
     def generate(
         self,
         prompts: Sequence[str | Sequence[int]],

@@ -110,6 +110,7 @@ def generate(
             generation=generation.text,
             finish_reason=generation.finish_reason,
             prompt_tokens=generation.prompt_tokens,
+            shared_prefix_tokens=generation.shared_prefix_tokens,
             generated_tokens=generation.generated_tokens,
             flops_prompt=generation.flops_prompt,
             flops_decode=generation.flops_decode,

@@ -90,6 +90,7 @@ class UnitGenerator:
         self._meter = ReplicaMeter(task.run, config.batch_size)
         board.starting()
         engine = task.backend.engine(config, threads)
+        self._flops_prefix = engine.share_prefix(task.template.shared_prefix(task.backend.tokenizer(config)))
         self._generator = RowGenerator(engine, config.sampling(), task.schedule, config.batch_size)
         shape, size, fraction = task.backend.shape(config), config.batch_size, config.audit_fraction
         self._auditor = Auditor(engine, shape, config.sampling(), task.schedule, size, fraction)
@@ -115,7 +116,8 @@ class UnitGenerator:
             audit = self._auditor.audit(prepared, ids, output)
         except DeviceBroken as error:
             _die(unit, error)
-        cost = {"flops_padding": padding, "seconds": seconds, **audit}
+        cost = {"flops_padding": padding, "flops_prefix": self._flops_prefix, "seconds": seconds, **audit}
+        self._flops_prefix = 0  # charged once, with the replica's first unit
         return Parcel(unit.to_json(), table=to_bytes(output), cost=json.dumps(cost))
 
 

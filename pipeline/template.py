@@ -7,9 +7,12 @@ import string
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from typing import Literal, Protocol
 
 from pipeline.errors import JobError
+
+_PROBES = ("a", "The", "7", "é", "\u4e2d", "(", '"', "#", "\n", "")  # beginnings of texts
 
 
 class PromptTokenizer(Protocol):
@@ -103,6 +106,17 @@ class PromptTemplate:
             tokens = self._render(values | {"text": tokenizer.decode(text_tokens)}, tokenizer)
             excess = len(tokens) - longest
         return Prompt(tokens, truncated=True)
+
+    def shared_prefix(self, tokenizer: PromptTokenizer) -> list[int]:
+        """Tokens that the prompts of nearly all rows begin with: the instruction before the first field.
+
+        A text that a tokenizer would melt with the instruction's end makes a prompt that begins otherwise.
+        """
+        if self.format == "messages":
+            return []
+        renders = [self._render(dict.fromkeys(self.fields, text), tokenizer) for text in _PROBES]
+        in_step = zip(*renders, strict=False)
+        return [tokens[0] for tokens in takewhile(lambda tokens: len(set(tokens)) == 1, in_step)]
 
     def _render(self, values: Mapping[str, str], tokenizer: PromptTokenizer) -> list[int]:
         user = self.user.format_map(values)

@@ -38,7 +38,8 @@ class CountableKernels(Kernels):
     """Attention in products that the counter sees, each prompt token with exactly the tokens it may look at."""
 
     def prompt_attention(self, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
-        return torch.cat([self._attend(q[t], k[: t + 1], v[: t + 1]) for t in range(len(q))])
+        before = len(k) - len(q) + 1
+        return torch.cat([self._attend(q[t], k[: before + t], v[: before + t]) for t in range(len(q))])
 
     @staticmethod
     def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -80,7 +81,7 @@ def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
 
 
 def generate_counted(
-    engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, schedule: Schedule, batch_size: int
+    engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, schedule: Schedule | None, batch_size: int
 ) -> tuple[list[Generation], list[BatchStats], int]:
     """Generations, their batches' costs, and the FLOPs that torch counted."""
     stats: list[BatchStats] = []
@@ -139,6 +140,24 @@ def test_what_a_ragged_batch_computes_for_nobody_is_reported_as_padding(
     charged = sum(generation.flops_prompt + generation.flops_decode for generation in generations)
     assert sum(batch.flops_padding for batch in stats) == counted - charged
     assert all(batch.flops_padding >= 0 for batch in stats)
+
+
+def test_a_shared_prefix_is_counted_once_and_charged_to_nobody(load: Callable[[str], Engine]) -> None:
+    engine = load("grouped heads")
+    prefix, *rest = random_prompts([9, 4, 1, 11])
+    prompts = [prefix + tokens for tokens in rest]
+    with FlopCounterMode(display=False) as counter:
+        cost = engine.share_prefix(prefix)
+    # The pass over the prefix is a whole pass, but nobody asks for its logits.
+    assert counter.get_total_flops() == cost
+    generations, [stats], counted = generate_counted(engine, prompts, Sampling(max_new_tokens=1), None, 3)
+    engine.share_prefix(())
+    assert sum(generation.flops_prompt for generation in generations) == counted
+    assert [generation.shared_prefix_tokens for generation in generations] == [9] * 3
+    assert stats.prompt_tokens == 16
+    ledger = Ledger(engine.shape, Schedule.full_depth(engine.shape.layers))
+    for generation in generations:
+        assert generation.flops_prompt + cost == ledger.prompt(generation.prompt_tokens)
 
 
 def test_equal_rows_pad_nothing(load: Callable[[str], Engine]) -> None:

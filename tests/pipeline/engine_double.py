@@ -71,6 +71,7 @@ class Echo:
                     tokens=tokens,
                     finish_reason="stop" if len(prompt) <= longest else "length",
                     prompt_tokens=len(prompt),
+                    shared_prefix_tokens=0,
                     flops_prompt=100 * len(prompt),
                     flops_decode=30 * len(tokens),
                     flops_full_depth=100 * len(prompt) + 60 * len(tokens),
@@ -89,6 +90,9 @@ class Echo:
                         decode_seconds=0.0,
                     )
                 )
+
+    def share_prefix(self, tokens: Sequence[int]) -> int:
+        return 0
 
     def fitting_batch_size(
         self, prompt_tokens: int, sampling: Sampling | None = None, schedule: Schedule | None = None

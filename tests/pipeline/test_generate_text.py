@@ -15,6 +15,7 @@ from engine import Engine, Sampling, for_target_speedup
 from pipeline.errors import JobError
 from pipeline.generate_text import GenerateText
 from pipeline.rows import GENERATED
+from pipeline.template import PromptTemplate
 
 PROMPT = "Summarise in one sentence: {text}"
 
@@ -38,6 +39,7 @@ def test_a_data_set_gets_what_the_engine_gives_for_the_same_prompts(packaged: En
     prompts = [packaged.tokenizer.encode_chat(PROMPT.format(text=text)) for text in texts[:5]]
     schedule = for_target_speedup(1.1, [(256, 6)], packaged.shape)
     wanted = {g.index: g for g in packaged.generate(prompts, Sampling(max_new_tokens=6), schedule)}
+    shared = len(PromptTemplate(PROMPT).shared_prefix(packaged.tokenizer))
     by_id = sorted(found, key=lambda row: row["id"])
     assert [row["text"] for row in by_id] == [*texts[:5], None]
     for number, row in enumerate(by_id[:5]):
@@ -45,6 +47,8 @@ def test_a_data_set_gets_what_the_engine_gives_for_the_same_prompts(packaged: En
         assert row["generation"] == generation.text
         assert row["generated_tokens"] == generation.generated_tokens
         assert row["flops_decode"] == generation.flops_decode < generation.flops_full_depth - generation.flops_prompt
+        assert row["shared_prefix_tokens"] == shared > 20
+        assert row["flops_prompt"] < generation.flops_prompt
     assert by_id[5]["error"] == "text is null"
 
 

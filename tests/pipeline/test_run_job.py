@@ -253,6 +253,8 @@ def test_a_dirty_input_through_the_real_engine_accounts_for_every_row(
     result = run_job(config)
     rows = read_output(config.output).to_pylist()
     assert [row["id"] for row in rows] == [1, 2, 2, 3, 4, 5, 6, 1, 1]
+    assert result.totals.flops_prefix > 0
+    assert [row["shared_prefix_tokens"] > 0 for row in rows] == [row["error"] is None for row in rows]
     errors: list[Any] = [row["error"] for row in rows]
     assert errors[:1] + errors[5:] == [None] * 5
     assert errors[1:4] == ["text is null", "text is empty", "text is empty"]

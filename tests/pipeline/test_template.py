@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import assume, given, settings
@@ -170,3 +170,21 @@ def test_a_cut_prompt_is_the_beginning_of_the_text_and_the_whole_suffix(
     # A cut inside a character leaves replacement characters in its place.
     assert text.startswith(body.rstrip("\N{REPLACEMENT CHARACTER}"))
     assert prompt.truncated == (body != text)
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+@pytest.mark.parametrize("format", ["chat", "raw"])
+def test_the_shared_prefix_begins_prompts_of_all_kinds_of_texts(
+    tokenizer: Tokenizer, format: Literal["chat", "raw"], system: str | None
+) -> None:
+    template = PromptTemplate("Summarize in one sentence:\n\n{text} ({language})", system, format)
+    prefix = template.shared_prefix(tokenizer)
+    assert tokenizer.decode(prefix).rstrip().endswith("Summarize in one sentence:")
+    for text in ("A pump.", "  indented", "\ttabbed", "\n\nlate", "42", "\u00fcber", "\u4e2d\u6587", "</s>"):
+        tokens = template.encode({"text": text, "language": "en"}, tokenizer, 1000).tokens
+        assert tokens[: len(prefix)] == prefix
+
+
+def test_prompts_that_begin_with_their_text_share_what_stands_before_it_at_most(tokenizer: Tokenizer) -> None:
+    assert PromptTemplate("{text}", format="raw").shared_prefix(tokenizer) == []
+    assert PromptTemplate(format="messages").shared_prefix(tokenizer) == []
