@@ -10,7 +10,6 @@ import logging
 import sys
 import time
 from dataclasses import asdict, replace
-from pathlib import Path
 
 from pydantic import Field
 from rich.console import Console
@@ -24,7 +23,6 @@ from engine.kernels import Kernels
 from engine.target import sample_flop_speedup
 from jobs import command_line
 from jobs.answers import AnswersConfig, answer_corpus
-from pipeline.errors import JobError
 from pipeline.stage_progress import StageProgress
 
 PROGRAM = "adapt_model.py"
@@ -62,7 +60,7 @@ def adapt(config: AdaptModel) -> None:
     schedule.check_fits(engine.describe(config.model))
     if not schedule.bridges:
         raise ScheduleError(f"{config.schedule!r} has no bridges to train: make one with calibrate_schedule.py")
-    output = _made(Path(config.output))
+    output = command_line.make_directory(config.output)
     drawn = answer_corpus(config, config.load_engine(), progress)
     answers = drawn.answers
     student = Engine.load(config.model, config.device, "float32", config.threads, Kernels())
@@ -88,14 +86,6 @@ def adapt(config: AdaptModel) -> None:
     (output / CARD_FILE).write_text(_card(config, points, quality.figures()))
     Console().print(_table(points))
     print(f"{time.monotonic() - start:.0f} s; run it with --schedule {output}")
-
-
-def _made(output: Path) -> Path:
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise JobError(f"output {str(output)!r} cannot be written: {error}") from error
-    return output
 
 
 def _table(points: list[Point]) -> Table:

@@ -14,6 +14,7 @@ from engine import Engine
 from engine.calibration.collect import Progress, answer_prompts
 from engine.teacher_forcing import Answer
 from jobs.corpus_split import Part, part_of
+from jobs.prompts import SUMMARIZE
 from pipeline.fit import longest_prompt
 from pipeline.rows import TOKENS
 from pipeline.sample_prompts import SampleConfig, sample_prompts
@@ -23,7 +24,7 @@ class AnswersConfig(SampleConfig):
     """Which prompts the model answers at full depth."""
 
     prompt: str = Field(
-        "Summarize the following text in one short sentence.\n\n{text}",
+        SUMMARIZE,
         description="user text, with {text} and {column} fields; {{ and }} are plain braces",
     )
     max_new_tokens: int = Field(64, ge=1, description="longest answer")

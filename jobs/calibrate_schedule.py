@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field
@@ -18,7 +17,6 @@ from rich.table import Table
 from engine.calibration.calibrate import Calibrated, Calibration
 from jobs import command_line
 from jobs.answers import AnswersConfig, answer_corpus
-from pipeline.errors import JobError
 from pipeline.stage_progress import StageProgress
 
 PROGRAM = "calibrate_schedule.py"
@@ -41,8 +39,7 @@ def main() -> int:
 
 def calibrate(config: CalibrateSchedule) -> None:
     start, progress = time.monotonic(), StageProgress(log)
-    output = Path(config.output)
-    _check_output(output)
+    output = command_line.make_directory(config.output)
     model = config.load_engine()
     drawn = answer_corpus(config, model, progress)
     calibration = Calibration(model, drawn.answers, sorted(set(config.target_speedups)), progress)
@@ -54,13 +51,6 @@ def calibrate(config: CalibrateSchedule) -> None:
     Console().print(table)
     print(f"{time.monotonic() - start:.0f} s; run one with --schedule {output}/<target>x, or --schedule {output} "
           "--target-speedup <target>")  # fmt: skip
-
-
-def _check_output(output: Path) -> None:
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise JobError(f"output {str(output)!r} cannot be written: {error}") from error
 
 
 def _table() -> Table:

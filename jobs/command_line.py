@@ -62,6 +62,15 @@ def run(program: str, job: Callable[[], None]) -> int:
     return 0
 
 
+def make_directory(path: str) -> Path:
+    """For output, before any work is done for it. Raises JobError."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise JobError(f"output {path!r} cannot be written: {error}") from error
+    return Path(path)
+
+
 def log_to_stderr() -> None:
     """Our own progress, and other packages' warnings."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)

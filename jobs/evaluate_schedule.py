@@ -22,6 +22,7 @@ from engine import Engine, ModelShape, Schedule, ScheduleError, describe, model_
 from engine.tokenizer import Tokenizer
 from jobs import command_line
 from jobs.corpus_split import Part, rows_of_part
+from jobs.prompts import SUMMARIZE
 from pipeline.config import AnswerConfig
 from pipeline.errors import JobError, one_line
 from pipeline.evaluation.bootstrap import Bootstrap, Estimate
@@ -57,9 +58,7 @@ class EvaluateSchedule(AnswerConfig):
         "reference", description="string column of reference outputs; '' judges against full depth's outputs alone"
     )
     id_column: str = Field("id", description="column that names a row and decides which part it belongs to")
-    prompt: str = Field(
-        "Summarize the following text in one short sentence.\n\n{text}", description="user text, with a {text} field"
-    )
+    prompt: str = Field(SUMMARIZE, description="user text, with a {text} field")
     max_new_tokens: int = Field(64, ge=2, description="longest generation")
     batch_size: int = Field(32, ge=1, description="prompts that decode together, and are saved together")
 

@@ -11,6 +11,7 @@ from pydantic import Field
 from rich.console import Console
 
 from jobs import command_line, job_output
+from jobs.prompts import SUMMARIZE
 from pipeline.config import JobConfig
 from pipeline.run import run_job
 
@@ -21,7 +22,7 @@ class SummarizeCorpus(JobConfig):
     """Summarise every text of a Parquet corpus, at a fraction of the decoding compute. Rerun to resume."""
 
     prompt: str = Field(
-        "Summarize the following text in one short sentence.\n\n{text}",
+        SUMMARIZE,
         description="user text, with {text} and {column} fields; {{ and }} are plain braces",
     )
     max_new_tokens: int = Field(64, ge=1, description="longest summary")

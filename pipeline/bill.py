@@ -12,7 +12,7 @@ def bill(config: JobConfig, totals: Totals) -> dict[str, str]:
     Hours are those that replicas spent on committed units: starting up and what was done twice come on top.
     """
     hours = totals.seconds / 3600 * config.billed_gpus
-    lines = {"GPU-hours" if config.gpus_per_replica != 0 else "replica-hours": f"{hours:.4f}"}
+    lines = {"GPU-hours" if config.gpus_per_replica else "replica-hours": f"{hours:.4f}"}
     if config.price_per_gpu_hour is None:
         return lines
     money = hours * config.price_per_gpu_hour

@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.errors import JobError, one_line
+from pipeline.flop_sums import FlopSums
 from pipeline.storage import Storage
 from pipeline.unit import WorkUnit
 
@@ -28,7 +29,7 @@ LISTING_THREADS = 32
 
 
 @dataclass(slots=True)
-class Totals:
+class Totals(FlopSums):
     """Sums over rows. FLOPs as in the ledger; padding is what was computed for nobody."""
 
     rows: int = 0
@@ -54,20 +55,6 @@ class Totals:
     def add(self, other: Totals) -> None:
         for item in fields(self):
             setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
-
-    @property
-    def flops(self) -> int:
-        return self.flops_prompt + self.flops_decode
-
-    @property
-    def decode_speedup(self) -> float:
-        """Full-depth decode FLOPs / scheduled decode FLOPs (prompts run at full depth in both)."""
-        return (self.flops_full_depth - self.flops_prompt) / self.flops_decode if self.flops_decode else 1.0
-
-    @property
-    def sample_speedup(self) -> float:
-        """The same for whole samples, prompts included."""
-        return self.flops_full_depth / self.flops if self.flops else 1.0
 
     @property
     def mean_active_layers(self) -> float:

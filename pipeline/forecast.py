@@ -6,13 +6,14 @@ import json
 from dataclasses import asdict, dataclass
 
 from pipeline.commit import Totals
+from pipeline.flop_sums import FlopSums
 from pipeline.storage import Storage
 
 FORECAST_FILE = "_plan.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class Forecast(FlopSums):
     """Expected figures of a whole run. FLOPs as in the ledger; seconds are replica-seconds, summed over replicas."""
 
     run: str  # fingerprint
@@ -34,22 +35,9 @@ class Forecast:
     cost_full_depth: float | None = None
 
     @property
-    def flops(self) -> int:
-        return self.flops_prompt + self.flops_decode
-
-    @property
     def decode_share(self) -> float:
         """Share of decoding in the FLOPs at full depth: what a schedule can save from."""
         return 1 - self.flops_prompt / self.flops_full_depth if self.flops_full_depth else 0.0
-
-    @property
-    def decode_speedup(self) -> float:
-        return (self.flops_full_depth - self.flops_prompt) / self.flops_decode if self.flops_decode else 1.0
-
-    @property
-    def sample_speedup(self) -> float:
-        """FLOP speed-up of the whole job, prompts included."""
-        return self.flops_full_depth / self.flops if self.flops else 1.0
 
     def to_json(self) -> bytes:
         derived = {name: getattr(self, name) for name in ("flops", "decode_share", "decode_speedup", "sample_speedup")}

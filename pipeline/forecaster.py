@@ -13,21 +13,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from engine import BatchStats, Generation, Ledger
-from pipeline.backend import Backend, SkipDecodeBackend
-from pipeline.commit import Commit, Totals, read_commits
+from pipeline.backend import Backend
+from pipeline.commit import Commit, read_commits, total
 from pipeline.config import JobConfig
 from pipeline.errors import JobError
-from pipeline.fit import choose_schedule, longest_prompt
 from pipeline.forecast import Forecast
-from pipeline.plan import Plan, make_plan
+from pipeline.preparation import Preparation, prepare_run
 from pipeline.read import read_units
 from pipeline.row_generator import RowGenerator
-from pipeline.rows import TOKENS, output_schema, prepare
-from pipeline.run import absolute_paths
-from pipeline.run_record import describe_run, fingerprint, read_run
+from pipeline.rows import TOKENS, prepare
+from pipeline.run_record import read_run
 from pipeline.sample_prompts import shuffled
 from pipeline.storage import Storage
-from pipeline.template import PromptTemplate, PromptTokenizer
+from pipeline.template import PromptTokenizer
 
 RUN_OF_ROWS = 16  # neighbouring rows drawn together: few, as neighbours are often alike, yet one read for all of them
 LENGTHS = 64  # output lengths that stand for all of an earlier run's
@@ -55,22 +53,16 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
     Raises:
         JobError, ModelError, ScheduleError: as for a run.
     """
-    backend = backend or SkipDecodeBackend()
-    config = absolute_paths(config)
-    template = PromptTemplate(config.prompt, config.system, config.prompt_format, config.overlong)
-    plan = make_plan(config, template)
-    output_schema(plan.kept)
-    shape = backend.shape(config)
-    ledger = Ledger(shape, choose_schedule(config, shape))
-    description = describe_run(config, plan, ledger.schedule, backend.identity(config))
-    tokenizer = backend.tokenizer(config)
-    prompts = _sample(config, plan, template, tokenizer, longest_prompt(config, shape))
-    prefix = template.shared_prefix(tokenizer)
+    job = prepare_run(config, backend)
+    config, plan, shape = job.config, job.plan, job.shape
+    ledger = Ledger(shape, job.schedule)
+    tokenizer = job.backend.tokenizer(config)
+    prompts = _sample(job, tokenizer)
+    prefix = job.template.shared_prefix(tokenizer)
     good = [tokens for tokens in prompts if tokens is not None]
     if not good:
         raise JobError(f"no prompt can be made of any of {len(prompts)} sampled rows of {config.input!r}")
-    storage = config.output_storage()
-    outputs = _outputs(config, backend, ledger, good, prefix, storage, description)
+    outputs = _outputs(job, ledger, good, prefix)
 
     scale = plan.rows / len(prompts)
     lengths = [len(tokens) for tokens in good]
@@ -89,7 +81,7 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
             price = config.price_per_gpu_hour * config.billed_gpus / 3600
             cost, full_cost = seconds * price, full_seconds * price
     return Forecast(
-        run=fingerprint(description),
+        run=job.fingerprint,
         rows=plan.rows,
         work_units=len(plan.units),
         sampled_rows=len(prompts),
@@ -109,10 +101,9 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
     )
 
 
-def _sample(
-    config: JobConfig, plan: Plan, template: PromptTemplate, tokenizer: PromptTokenizer, longest: int
-) -> list[list[int] | None]:
+def _sample(job: Preparation, tokenizer: PromptTokenizer) -> list[list[int] | None]:
     """Prompts of rows drawn at random over all of the input; None for a row that no prompt can be made of."""
+    config, plan = job.config, job.plan
     runs = [
         replace(unit, start=start, rows=min(RUN_OF_ROWS, unit.start + unit.rows - start))
         for unit in shuffled(plan.units, config.seed)[: config.plan_rows]
@@ -122,26 +113,19 @@ def _sample(
     prompts: list[list[int] | None] = []
     for run in shuffled(runs, config.seed):
         [(_, table)] = read_units(storage, [run], plan.read_columns)
-        prepared = prepare(table, plan.kept, config.text_column, template, tokenizer, longest)
+        prepared = prepare(table, plan.kept, config.text_column, job.template, tokenizer, job.longest_prompt)
         prompts += prepared[TOKENS].to_pylist()
         if len(prompts) >= config.plan_rows:
             break
     return prompts[: config.plan_rows]
 
 
-def _outputs(
-    config: JobConfig,
-    backend: Backend,
-    ledger: Ledger,
-    prompts: Sequence[list[int]],
-    prefix: list[int],
-    storage: Storage,
-    description: dict[str, object],
-) -> Outputs:
+def _outputs(job: Preparation, ledger: Ledger, prompts: Sequence[list[int]], prefix: list[int]) -> Outputs:
+    config = job.config
     if config.plan_prompts:
-        found = _answer(config, backend, ledger, prompts[: config.plan_prompts], prefix)
+        found = _answer(job, ledger, prompts[: config.plan_prompts], prefix)
     else:
-        found = _earlier(storage, description) or Outputs(
+        found = _earlier(job) or Outputs(
             [config.max_new_tokens], "the most that is allowed, max_new_tokens for every row"
         )
     if config.plan_output_tokens is not None:
@@ -150,11 +134,10 @@ def _outputs(
     return found
 
 
-def _answer(
-    config: JobConfig, backend: Backend, ledger: Ledger, prompts: Sequence[list[int]], prefix: list[int]
-) -> Outputs:
+def _answer(job: Preparation, ledger: Ledger, prompts: Sequence[list[int]], prefix: list[int]) -> Outputs:
     """Answer some prompts with the run's own settings, in this process."""
-    engine = backend.engine(config, config.threads_per_replica)
+    config = job.config
+    engine = job.backend.engine(config, config.threads_per_replica)
     engine.share_prefix(prefix)
     generator = RowGenerator(engine, config.sampling(), ledger.schedule, config.batch_size)
     stats: list[BatchStats] = []
@@ -179,15 +162,14 @@ def _answer(
     return Outputs([answer.generated_tokens for answer in good], f"{len(good)} sampled prompts answered", speed)
 
 
-def _earlier(storage: Storage, description: dict[str, object]) -> Outputs | None:
+def _earlier(job: Preparation) -> Outputs | None:
     """Lengths and speed of what a run with the same model, prompt and sampling has committed, under any schedule."""
-    record, wanted = read_run(storage), json.loads(json.dumps(description))
+    storage = job.config.output_storage()
+    record, wanted = read_run(storage), json.loads(json.dumps(job.description))
     if record is None or any(record.get(part) != wanted[part] for part in SAME_ANSWERS):
         return None
     commits = read_commits(storage)
-    totals = Totals()
-    for commit in commits:
-        totals.add(commit.totals)
+    totals = total(commits)
     lengths = _lengths(storage, commits)
     if not lengths or not totals.flops:
         return None

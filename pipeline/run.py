@@ -5,25 +5,21 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from engine import ModelShape
-from pipeline.backend import Backend, SkipDecodeBackend
+from pipeline.backend import Backend
 from pipeline.cluster import connect
 from pipeline.commit import SUCCESS_FILE, Commit, Totals, read_commits, sweep_orphans, total, write_success
 from pipeline.config import JobConfig
 from pipeline.errors import JobError, UnitsFailed
 from pipeline.failed import FAILED, FailedUnit, forget_failures
-from pipeline.fit import choose_schedule, longest_prompt
 from pipeline.interruption import Interruption
-from pipeline.plan import Plan, make_plan
+from pipeline.plan import Plan
+from pipeline.preparation import Preparation, prepare_run
 from pipeline.report import REPORT_FILE, write_report
-from pipeline.rows import output_schema
-from pipeline.run_record import claim_output, describe_run, discard_run, fingerprint
+from pipeline.run_record import claim_output, discard_run
 from pipeline.session import Done, Session
 from pipeline.stages import Task
-from pipeline.storage import absolute
-from pipeline.template import PromptTemplate
 from pipeline.unit import WorkUnit
 
 log = logging.getLogger(__name__)
@@ -51,20 +47,12 @@ def run_job(config: JobConfig, backend: Backend | None = None) -> RunResult:
         UnitsFailed: some units are recorded as failed, all others are committed; a rerun tries them again.
     """
     start = time.monotonic()
-    backend = backend or SkipDecodeBackend()
-    config = absolute_paths(config)
-    template = PromptTemplate(config.prompt, config.system, config.prompt_format, config.overlong)
-    plan = make_plan(config, template)
-    output_schema(plan.kept)
-    shape = backend.shape(config)
-    schedule = choose_schedule(config, shape)
-    longest = longest_prompt(config, shape)
+    job = prepare_run(config, backend)
+    config, plan, shape, schedule, run = job.config, job.plan, job.shape, job.schedule, job.fingerprint
     storage = config.output_storage()
-    description = describe_run(config, plan, schedule, backend.identity(config))
-    run = fingerprint(description)
     if config.fresh:
         discard_run(storage)
-    claim = claim_output(storage.at_first(), description)
+    claim = claim_output(storage.at_first(), job.description)
     commits = read_commits(storage, claim.run) if claim.resuming else []
     before = total(commits)
     log.info(
@@ -77,8 +65,7 @@ def run_job(config: JobConfig, backend: Backend | None = None) -> RunResult:
     pending = [unit for unit in plan.units if unit.id not in done_units]
     session = Done()
     if pending:
-        task = Task(config, backend, template, schedule, plan.read_columns, plan.kept, longest, claim.run)
-        session = _generate(task, plan, pending, commits)
+        session = _generate(job, claim.run, pending, commits)
         commits = commits + session.commits
     commits.sort(key=lambda commit: commit.unit)
     totals = total(commits)
@@ -96,13 +83,17 @@ def run_job(config: JobConfig, backend: Backend | None = None) -> RunResult:
         log.info("removed %d data files that no commit names", swept)
     if pending or storage.read(SUCCESS_FILE) is None:
         write_report(storage, config, shape, schedule, run, commits, totals)
-        write_success(storage, {"fingerprint": run, **description}, commits, totals)
+        write_success(storage, {"fingerprint": run, **job.description}, commits, totals)
     seconds = time.monotonic() - start
     return RunResult(config.output, report, before.rows, totals, shape, seconds, session.seconds)
 
 
-def _generate(task: Task, plan: Plan, pending: list[WorkUnit], before: list[Commit]) -> Done:
-    connect(task.config.ray_address)
+def _generate(job: Preparation, run: str, pending: list[WorkUnit], before: list[Commit]) -> Done:
+    plan = job.plan
+    task = Task(
+        job.config, job.backend, job.template, job.schedule, plan.read_columns, plan.kept, job.longest_prompt, run
+    )
+    connect(job.config.ray_address)
     # After connecting, for Ray sets handlers of its own.
     with Interruption() as interruption:
         return Session(task, plan, before, interruption).run(pending)
@@ -116,11 +107,3 @@ def _say_failed(failed: list[FailedUnit], plan: Plan, output: str) -> str:
         f"{first.unit}, rows {first.start} to {first.start + first.rows - 1} of {first.path!r} ({first.error}); "
         f"{output}/{FAILED}/ lists them: mend what they name and start the job again to retry only those"
     )
-
-
-def absolute_paths(config: JobConfig) -> JobConfig:
-    """The same configuration with paths that workers, whose directory is another, understand."""
-    paths = {"input": absolute(config.input), "output": absolute(config.output)}
-    if Path(config.model).exists():
-        paths["model"] = str(Path(config.model).resolve())
-    return config.model_copy(update=paths)

@@ -15,7 +15,7 @@ from engine import Schedule
 from pipeline.evaluation.bootstrap import Bootstrap, Estimate, Values
 from pipeline.evaluation.contender import Contender
 from pipeline.evaluation.metrics import Overlap, overlap, repetition
-from pipeline.evaluation.study import Prompt, Study, Timing
+from pipeline.evaluation.study import OUTPUTS, Prompt, Study, Timing
 
 METRICS = Overlap._fields
 EARLY = 0.5  # of full depth's length: an output that ends before this has stopped early
@@ -201,19 +201,8 @@ _COMBINED = pa.schema(
         ("contender", pa.string()),
         ("target", pa.float64()),
         ("is_rival", pa.bool_()),
-        ("id", pa.string()),
         ("reference", pa.string()),
-        ("generation", pa.string()),
-        ("tokens", pa.list_(pa.int32())),
-        ("finish_reason", pa.string()),
-        ("prompt_tokens", pa.int32()),
-        ("generated_tokens", pa.int32()),
-        ("flops_prompt", pa.int64()),
-        ("flops_decode", pa.int64()),
-        ("flops_full_depth", pa.int64()),
-        ("mean_active_layers", pa.float32()),
-        ("kl", pa.list_(pa.float32())),
-        ("agrees", pa.list_(pa.bool_())),
+        *OUTPUTS,
         *((f"{name}_to_reference", pa.float64()) for name in METRICS),
         *((f"{name}_to_full_depth", pa.float64()) for name in METRICS),
     ]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trap_double import Trap, TrapBackend
 
-from engine import BatchStats, Generation, Sampling, Schedule
+from engine import BatchStats
 
 
 @dataclass(frozen=True)
@@ -18,22 +17,9 @@ class Counting(Trap):
 
     books: str = ""
 
-    def generate(
-        self,
-        prompts: Sequence[str | Sequence[int]],
-        sampling: Sampling | None = None,
-        schedule: Schedule | None = None,
-        batch_size: int = 32,
-        sample_ids: Sequence[str] | None = None,
-        on_batch: Callable[[BatchStats], None] | None = None,
-    ) -> Iterator[Generation]:
-        def booked(stats: BatchStats) -> None:
-            with open(self.books, "a") as books:
-                books.write(f"{stats.generated_tokens}\n")
-            if on_batch is not None:
-                on_batch(stats)
-
-        yield from super().generate(prompts, sampling, schedule, batch_size, sample_ids, booked)
+    def after(self, stats: BatchStats) -> None:
+        with open(self.books, "a") as books:
+            books.write(f"{stats.generated_tokens}\n")
 
 
 def counting_backend(folder: Path | str, seconds_per_batch: float = 0.0) -> TrapBackend:

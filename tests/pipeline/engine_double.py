@@ -53,6 +53,7 @@ class Echo:
         assert sampling is not None
         assert sample_ids is not None
         assert len(sample_ids) == len(prompts)
+        self.before(prompts)
         prefix = f"{os.getpid()} " if self.signed else self.prefix
         longest = sampling.max_new_tokens
         for end in range(len(prompts), 0, -batch_size):
@@ -77,19 +78,25 @@ class Echo:
                     flops_full_depth=100 * len(prompt) + 60 * len(tokens),
                     mean_active_layers=LAYERS / 2,
                 )
+            stats = BatchStats(
+                samples=len(indices),
+                prompt_tokens=sum(len(prompts[index]) for index in indices),
+                generated_tokens=generated,
+                steps=longest,
+                flops_padding=PADDING_PER_BATCH,
+                cache_course=(0,),
+                prefill_seconds=0.0,
+                decode_seconds=0.0,
+            )
+            self.after(stats)
             if on_batch is not None:
-                on_batch(
-                    BatchStats(
-                        samples=len(indices),
-                        prompt_tokens=sum(len(prompts[index]) for index in indices),
-                        generated_tokens=generated,
-                        steps=longest,
-                        flops_padding=PADDING_PER_BATCH,
-                        cache_course=(0,),
-                        prefill_seconds=0.0,
-                        decode_seconds=0.0,
-                    )
-                )
+                on_batch(stats)
+
+    def before(self, prompts: Sequence[str | Sequence[int]]) -> None:
+        """What a double of another kind does first."""
+
+    def after(self, stats: BatchStats) -> None:
+        """What a double of another kind does when a batch is done, before anybody hears of it."""
 
     def share_prefix(self, tokens: Sequence[int]) -> int:
         return 0

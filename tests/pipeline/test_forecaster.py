@@ -17,9 +17,9 @@ from pipeline.errors import JobError
 from pipeline.forecast import Forecast, against_actual, read_forecast, write_forecast
 from pipeline.forecaster import forecast_run
 from pipeline.plan import make_plan
+from pipeline.preparation import absolute_paths
 from pipeline.row_generator import RowGenerator
 from pipeline.rows import generate
-from pipeline.run import absolute_paths
 from pipeline.run_record import claim_output, describe_run
 from pipeline.stages import Task
 from pipeline.storage import Storage

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine_double import Echo, EchoBackend
 
-from engine import BatchStats, Generation, Sampling, Schedule
 from pipeline.config import GenerationConfig
 
 KILL, RAISE, BREAK_ONCE, HANG = b"KILL", b"RAISE", b"BREAK", b"HANG"
@@ -24,19 +23,10 @@ class Trap(Echo):
     scratch: str = ""  # where it remembers what it did once
     armed: bool = True
 
-    def generate(
-        self,
-        prompts: Sequence[str | Sequence[int]],
-        sampling: Sampling | None = None,
-        schedule: Schedule | None = None,
-        batch_size: int = 32,
-        sample_ids: Sequence[str] | None = None,
-        on_batch: Callable[[BatchStats], None] | None = None,
-    ) -> Iterator[Generation]:
+    def before(self, prompts: Sequence[str | Sequence[int]]) -> None:
         for prompt in prompts if self.armed else ():
             assert not isinstance(prompt, str)
             self._spring(bytes(prompt))
-        yield from super().generate(prompts, sampling, schedule, batch_size, sample_ids, on_batch)
 
     def _spring(self, text: bytes) -> None:
         if KILL in text:

@@ -1,0 +1,57 @@
+"""All that is known of a run before a model is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine import ModelShape, Schedule
+from pipeline.backend import Backend, SkipDecodeBackend
+from pipeline.config import JobConfig
+from pipeline.fit import choose_schedule, longest_prompt
+from pipeline.plan import Plan, make_plan
+from pipeline.rows import output_schema
+from pipeline.run_record import describe_run, fingerprint
+from pipeline.storage import absolute
+from pipeline.template import PromptTemplate
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """A run's settings, checked against each other, its input and its model."""
+
+    config: JobConfig  # paths are absolute
+    backend: Backend
+    template: PromptTemplate
+    plan: Plan
+    shape: ModelShape
+    schedule: Schedule
+    longest_prompt: int
+    description: dict[str, Any]  # for the run record
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.description)
+
+
+def prepare_run(config: JobConfig, backend: Backend | None = None) -> Preparation:
+    """Raises JobError, ModelError, ScheduleError: input, model, schedule or columns do not fit."""
+    backend = backend or SkipDecodeBackend()
+    config = absolute_paths(config)
+    template = PromptTemplate(config.prompt, config.system, config.prompt_format, config.overlong)
+    plan = make_plan(config, template)
+    output_schema(plan.kept)
+    shape = backend.shape(config)
+    schedule = choose_schedule(config, shape)
+    longest = longest_prompt(config, shape)
+    description = describe_run(config, plan, schedule, backend.identity(config))
+    return Preparation(config, backend, template, plan, shape, schedule, longest, description)
+
+
+def absolute_paths(config: JobConfig) -> JobConfig:
+    """The same configuration with paths that workers, whose directory is another, understand."""
+    paths = {"input": absolute(config.input), "output": absolute(config.output)}
+    if Path(config.model).exists():
+        paths["model"] = str(Path(config.model).resolve())
+    return config.model_copy(update=paths)
