@@ -27,17 +27,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine import Engine, Schedule, checkpoint_directory, decode_flop_speedup, for_target_speedup, recipes
 from jobs import command_line
+from jobs.engine_benchmark.ablation import ALL, Ablation
 from jobs.engine_benchmark.contenders import CTranslate2, run_engine, time_engine, time_transformers
-from jobs.engine_benchmark.figures import cache_line, split_line, table, write_chart
+from jobs.engine_benchmark.figures import ablation_table, cache_line, split_line, table, write_chart
 from jobs.engine_benchmark.floor import MachineRates, decode_floor, measure_rates
 from jobs.engine_benchmark.split import time_split
 from jobs.engine_benchmark.timing import Contender, compare, take_turns
 from pipeline.errors import JobError
+from pipeline.template import PromptTemplate
 
 PROGRAM = "benchmark_engine.py"
 FULL_DEPTH = "full depth"
 RAMP = "linear ramp"  # the paper's decay: layers, and their cache, go one after the other
-INSTRUCTION = "Summarize this software package in one short sentence.\n\n"
+INSTRUCTION = "Summarize this software package in one short sentence.\n\n{text}"
 
 
 class BenchmarkEngine(BaseModel):
@@ -54,6 +56,7 @@ class BenchmarkEngine(BaseModel):
     batch_sizes: list[int] = Field([8, 32], description="rows that decode together")
     speedups: list[float] = Field([1.5, 2.0, 3.0], description="decode FLOP speed-ups to schedule")
     new_tokens: int = Field(32, ge=2, description="tokens generated for every prompt, none ends earlier")
+    ablation: bool = Field(False, description="also run the engine without each of its optimisations")
     rounds: int = Field(5, ge=1, description="times every contender runs")
     threads: int = Field(torch.get_num_threads(), ge=1, description="CPU threads")
     output: Path = Field(Path("out/benchmark"), description="directory for engine.json and engine.svg")
@@ -76,12 +79,14 @@ def benchmark(config: BenchmarkEngine) -> None:
         f"multiplies float32 matrices at {rates.flops_per_second / 1e9:.0f} GFLOP/s"
     )
     engine = Engine.load(config.model, device="cpu", dtype="float32", threads=config.threads)
+    template, longest = PromptTemplate(INSTRUCTION), engine.shape.context - config.new_tokens
     texts = pq.read_table(config.input, columns=[config.text_column])[config.text_column].to_pylist()
     with tempfile.TemporaryDirectory() as scratch:
         baselines = _Baselines(config, Path(scratch))
+        ablation = Ablation(config.model, config.threads) if config.ablation else None
         results = []
         for batch_size in config.batch_sizes:
-            prompts = [engine.tokenizer.encode_chat(INSTRUCTION + text) for text in texts[:batch_size]]
+            prompts = [template.encode({"text": text}, engine.tokenizer, longest).tokens for text in texts[:batch_size]]
             results.append(_measure(engine, prompts, baselines, rates, config))
             mean_prompt = results[-1]["mean_prompt_tokens"]
             title = f"batch {len(prompts)}, prompts of {mean_prompt:.0f} tokens on average, {config.new_tokens} new"
@@ -90,6 +95,10 @@ def benchmark(config: BenchmarkEngine) -> None:
                 console.print(split_line(name, split))
             for name, course in results[-1]["cache_bytes"].items():
                 console.print(cache_line(name, course))
+            if ablation is not None:
+                without = _ablate(engine, ablation, prompts, template.shared_prefix(engine.tokenizer), config)
+                results[-1]["without"] = without
+                console.print(ablation_table(f"batch {len(prompts)}: what each optimisation brings", without))
     machine = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__, **asdict(rates)}
     config.output.mkdir(parents=True, exist_ok=True)
     report = {"config": config.model_dump(mode="json"), "machine": machine, "results": results}
@@ -155,6 +164,27 @@ def _measure(
         split, stats = time_split(partial(run_engine, engine, prompts, config.new_tokens, schedule))
         results["time_split"][name], results["cache_bytes"][name] = split, stats.cache_course
     return results
+
+
+def _ablate(
+    engine: Engine,
+    ablation: Ablation,
+    prompts: Sequence[Sequence[int]],
+    instruction: Sequence[int],
+    config: BenchmarkEngine,
+) -> dict[str, dict[str, Any]]:
+    """By schedule: the engine's ratios over itself without each optimisation."""
+    lengths = [(len(prompt), config.new_tokens) for prompt in prompts]
+    deepest = for_target_speedup(max(config.speedups), lengths, engine.shape)
+    found = {}
+    for name, schedule in (
+        (FULL_DEPTH, Schedule.full_depth(engine.shape.layers)),
+        (f"{max(config.speedups):g}x", deepest),
+    ):
+        contenders = ablation.contenders(engine, prompts, config.new_tokens, schedule, instruction)
+        take_turns(contenders, config.rounds)
+        found[name] = compare(contenders, ALL)[0]
+    return found
 
 
 if __name__ == "__main__":

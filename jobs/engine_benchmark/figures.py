@@ -40,6 +40,19 @@ def table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     return found
 
 
+def ablation_table(title: str, by_schedule: dict[str, dict[str, Any]]) -> Table:
+    """A row for each optimisation: how many times as fast the engine is with it."""
+    found = Table(title=title, caption="output tokens/s with it / without it, prompts included, and decoding alone")
+    found.add_column("optimisation", no_wrap=True)
+    for schedule in by_schedule:
+        found.add_column(f"{schedule}\nall", justify="right")
+        found.add_column(f"{schedule}\ndecode", justify="right")
+    for name in next(iter(by_schedule.values()))["decode_over"]:
+        ratios = [row[over][name] for row in by_schedule.values() for over in ("output_over", "decode_over")]
+        found.add_row(name, *(f"{ratio:.2f}" for ratio in ratios))
+    return found
+
+
 def split_line(name: str, split: dict[str, float]) -> str:
     return f"time at {name}: " + ", ".join(f"{part} {share:.0%}" for part, share in split.items())
 

@@ -1,0 +1,59 @@
+"""What each of the engine's optimisations brings: the engine against itself without one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from unittest.mock import patch
+
+from engine import Engine, Schedule
+from engine.kernels import Kernels, OneDnnKernels
+from jobs.engine_benchmark.contenders import Prompts, time_engine
+from jobs.engine_benchmark.timing import Contender, Timing
+
+ALL = "all of them"
+
+
+class _UnpackedWeights(OneDnnKernels):
+    linear = Kernels.linear
+
+
+class _TorchNorm(OneDnnKernels):
+    rms_norm = Kernels.rms_norm
+
+
+class Ablation:
+    """Engines that lack an optimisation, loaded once."""
+
+    def __init__(self, model: str, threads: int) -> None:
+        self._unpacked, self._torch_norm = (
+            Engine.load(model, device="cpu", dtype="float32", threads=threads, kernels=kernels)
+            for kernels in (_UnpackedWeights(), _TorchNorm())
+        )
+
+    def contenders(
+        self, engine: Engine, prompts: Prompts, new_tokens: int, schedule: Schedule, instruction: Sequence[int]
+    ) -> list[Contender]:
+        """The engine with everything, named `ALL`, and without each one; `instruction` is what prompts begin with."""
+        time = partial(time_engine, prompts=prompts, new_tokens=new_tokens, schedule=schedule)
+
+        def sharing(which: Engine) -> Timing:
+            which.share_prefix(instruction)
+            timing = time(which)
+            which.share_prefix(())
+            return timing
+
+        def whole_batch() -> Timing:
+            with patch("engine.batch.ATTENTION_ROWS", len(prompts)):
+                return sharing(engine)
+
+        without: dict[str, Callable[[], Timing]] = {
+            "weights packed for oneDNN": partial(sharing, self._unpacked),
+            "RMS norm in four operations": partial(sharing, self._torch_norm),
+            "attention in groups of 8 rows": whole_batch,
+            "instruction computed once": partial(time, engine),
+        }
+        return [
+            Contender(ALL, partial(sharing, engine), flop_speedup=1.0),
+            *(Contender(name, run) for name, run in without.items()),
+        ]
