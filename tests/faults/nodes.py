@@ -10,7 +10,7 @@ import threading
 import pytest
 import ray
 from ray.cluster_utils import Cluster
-from trial import BUSY_MACHINE
+from servers import BUSY_MACHINE
 
 FAST_DEATHS = {"health_check_period_ms": 500, "health_check_timeout_ms": 2000, "health_check_failure_threshold": 3}
 

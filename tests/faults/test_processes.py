@@ -58,7 +58,10 @@ def test_a_killed_replica_costs_at_most_the_units_it_held(trial: Trial) -> None:
 
 @pytest.mark.parametrize(
     ("operation", "nth", "action", "committed"),
-    [("PUT _commits", 3, "call before", 2), ("PUT _SUCCESS.json", 1, "call before", 6)],
+    [
+        ("PUT _commits", 3, "call before", 2),
+        pytest.param("PUT _SUCCESS.json", 1, "call before", 6, marks=pytest.mark.slow),
+    ],
 )
 def test_a_killed_driver_costs_at_most_its_units_in_flight(
     trial: Trial, operation: str, nth: int, action: Action, committed: int

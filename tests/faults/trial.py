@@ -20,7 +20,7 @@ import pytest
 import ray
 from counting_double import counting_backend, tokens_generated
 from fault_proxy import FaultProxy, key
-from servers import BUCKET, S3Server
+from servers import BUCKET, BUSY_MACHINE, S3Server
 
 from pipeline.cluster import EMBEDDED_STORE_BYTES
 from pipeline.config import JobConfig
@@ -33,8 +33,6 @@ ROOT = HERE.parents[1]
 IMPORTS = ":".join(str(folder) for folder in (ROOT, HERE, HERE.parent, HERE.parent / "pipeline"))
 NEW_TOKENS = 12
 PATIENCE_S = 20.0  # the product's own default is ten minutes
-# On a machine that does other things too: workers as quick as the test that waits for them, time for a slow start.
-BUSY_MACHINE = {"RAY_worker_niceness": "0", "RAY_raylet_start_wait_time_s": "180"}
 
 
 @contextmanager

@@ -42,6 +42,7 @@ def peak_memory() -> Iterator[list[int]]:
 
 
 @pytest.mark.usefixtures("cluster")
+@pytest.mark.slow
 def test_the_drivers_memory_does_not_grow_with_the_rows(
     tmp_path: Path, job: Callable[..., JobConfig], write_parquet: Callable[..., Path]
 ) -> None:
