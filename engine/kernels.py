@@ -154,6 +154,6 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
     if device.type == "cuda":
         from engine.cuda_kernels import CudaKernels  # needs Triton, which CPUs do without
 
-        return CudaKernels()
+        return CudaKernels(device)
     packs = device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
     return OneDnnKernels() if packs and hasattr(torch.ops.mkldnn, "_linear_pointwise") else Kernels()

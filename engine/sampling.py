@@ -102,9 +102,10 @@ class Sampler:
         if self._uniform is None:
             tokens = logits.argmax(-1)
         else:
-            on_device = isinstance(step, Tensor)
-            uniform = self._uniform[:rows].index_select(1, step)[:, 0] if on_device else self._uniform[:rows, step]
-            first_width = logits.shape[1] if on_device else CANDIDATES
+            if isinstance(step, Tensor):
+                uniform, first_width = self._uniform[:rows].index_select(1, step)[:, 0], logits.shape[1]
+            else:
+                uniform, first_width = self._uniform[:rows, step], CANDIDATES
             tokens = _draw(logits.float() / self._sampling.temperature, uniform, self._sampling, first_width)
         if self._seen is not None:
             self._seen[:rows].scatter_(1, tokens[:, None], True)

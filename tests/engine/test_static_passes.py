@@ -11,9 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import BatchStats, Engine, Generation, Sampling, Schedule, recipes
+from engine import BatchStats, Engine, Generation, Sampling, Schedule
 from engine.kernels import Kernels
-from engine.workspace import Workspace, padded_rows
 
 Schedules = Callable[..., st.SearchStrategy[Schedule]]
 LAYERS = 5
