@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install demo local test test-slow chaos scale lint benchmark quality-report clean
+.PHONY: help install demo local test test-slow chaos scale lint benchmark benchmark-gpu quality-report clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -45,6 +45,10 @@ benchmark: install  ## engine against its peers on this machine, and the pipelin
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint infra/constraints.txt --editable '.[benchmark]'
 	$(BIN)/python jobs/benchmark_engine.py
 	$(BIN)/python jobs/benchmark_pipeline.py
+
+# No install: the device's own torch is the one to measure, and beside it only transformers is needed.
+benchmark-gpu:  ## engine on this machine's GPU with PYTHON's own torch and transformers; options: GPU='--shapes ...'
+	PYTHONPATH=. $(PYTHON) -m jobs.benchmark_gpu $(GPU)
 
 # The demo's corpus holds a dozen test prompts; figures worth quoting want a larger one: make quality-report CORPUS=...
 CORPUS ?= infra/demo/package_descriptions.parquet

@@ -174,6 +174,8 @@ class Batch:
         start = time.perf_counter()
         with record_function("prompts"):
             logits = self._prefill()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # once a batch, so that its time is that of the prompts
         return logits, time.perf_counter() - start
 
     def _prefill(self) -> Tensor:
