@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -25,22 +26,27 @@ class CudaKernels(Kernels):
         self._has_flash = properties.major >= 8
         self._has_triton = properties.major >= 7 and importlib.util.find_spec("triton") is not None
         self._programs = PROGRAMS_PER_PROCESSOR * properties.multi_processor_count
-        self._spans: tuple[Sequence[tuple[int, int]], Tensor] = ((), torch.empty(0))
+        self._spans: object = None  # of the pass whose `_starts` are known
 
     def packed_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, spans: Sequence[tuple[int, int]], kind: AttentionKind
+        self,
+        q: Tensor,
+        spans: Sequence[tuple[int, int]],
+        prompts: Sequence[tuple[Tensor, Tensor]],
+        kind: AttentionKind,
     ) -> Tensor:
         """One call for all prompts, in half precision and without soft caps."""
         half = q.dtype in (torch.float16, torch.bfloat16)
         if not self._has_flash or not half or kind.softcap is not None or q.shape[2] > WIDEST_FLASH_HEAD:
-            return super().packed_attention(q, k, v, spans, kind)
+            return super().packed_attention(q, spans, prompts, kind)
         from torch.nn.attention.varlen import varlen_attn
 
-        longest = max(end - start for start, end in spans)
-        bounds = self._bounds(spans, q.device)
+        k, v = (torch.cat(parts) for parts in zip(*prompts, strict=True))
+        queries = [end - start for start, end in spans]
+        lengths = [len(keys) for keys, _ in prompts]
         left = -1 if kind.window is None else kind.window - 1  # tokens before its own that a token sees; -1: all
         out = varlen_attn(
-            *(q, k, v, bounds, bounds, longest, longest),
+            *(q, k, v, *self._bounds(spans, queries, lengths, q.device), max(queries), max(lengths)),
             scale=kind.scale,
             window_size=(left, 0),
             enable_gqa=q.shape[1] != k.shape[1],
@@ -58,9 +64,12 @@ class CudaKernels(Kernels):
 
         return append_and_attend(q, k, v, pair, lengths, kind, self._programs)
 
-    def _bounds(self, spans: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-        """Where each prompt begins, and the last one ends, int32 [P + 1]; kept for the other layers of the pass."""
-        if self._spans[0] is not spans:
-            bounds = torch.tensor([spans[0][0], *(end for _, end in spans)], dtype=torch.int32, device=device)
-            self._spans = (spans, bounds)
-        return self._spans[1]
+    def _bounds(self, spans: object, queries: list[int], lengths: list[int], device: torch.device) -> Tensor:
+        """Where each prompt's queries begin and where its keys do, ends included: int32 [2, P + 1].
+
+        Kept for the other layers of the pass, lest each waits for a copy from the host.
+        """
+        if self._spans is not spans:
+            starts = [list(accumulate(counts, initial=0)) for counts in (queries, lengths)]
+            self._spans, self._starts = spans, torch.tensor(starts, dtype=torch.int32, device=device)
+        return self._starts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,21 +28,23 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def plain_varlen(
     q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, most_q: int, most_k: int, **options: Any
 ) -> Tensor:
-    """`varlen_attn` as its documentation has it, one sequence, head and token at a time."""
-    assert starts_q.dtype == torch.int32
-    assert starts_q.tolist() == starts_k.tolist()
+    """`varlen_attn` as Flash Attention documents it: the last query of a sequence is at its last key."""
+    assert starts_q.dtype == starts_k.dtype == torch.int32
     left, right = options["window_size"]
     assert right == 0
-    bounds, out = starts_q.tolist(), torch.empty_like(q)
-    assert most_q == most_k == max(b - a for a, b in itertools.pairwise(bounds))
+    spans, wholes = (list(pairwise(starts.tolist())) for starts in (starts_q, starts_k))
+    assert most_q == max(end - start for start, end in spans)
+    assert most_k == max(end - start for start, end in wholes)
     assert options["enable_gqa"] == (q.shape[1] != k.shape[1])
-    for start, end in itertools.pairwise(bounds):
+    out = torch.empty_like(q)
+    for (start, end), (first_key, last_key) in zip(spans, wholes, strict=True):
         for token in range(start, end):
-            first = start if left < 0 else max(start, token - left)
+            own = last_key - (end - token)
+            seen = slice(first_key if left < 0 else max(first_key, own - left), own + 1)
             for head in range(q.shape[1]):
                 of = head // (q.shape[1] // k.shape[1])
-                scores = k[first : token + 1, of].float() @ q[token, head].float() * options["scale"]
-                out[token, head] = (scores.softmax(0) @ v[first : token + 1, of].float()).to(q.dtype)
+                scores = k[seen, of].float() @ q[token, head].float() * options["scale"]
+                out[token, head] = (scores.softmax(0) @ v[seen, of].float()).to(q.dtype)
     return out
 
 
@@ -52,26 +54,31 @@ def plain_varlen(
 def test_prompts_laid_end_to_end_attend_each_to_itself(
     monkeypatch: pytest.MonkeyPatch, window: int | None, kv_heads: int
 ) -> None:
+    """With and without a prefix that was computed before."""
     monkeypatch.setattr(varlen, "varlen_attn", plain_varlen)
     draw = torch.Generator().manual_seed(0)
     fused = torch.randn(16, 4 + 2 * kv_heads, 8, generator=draw).to(torch.bfloat16)
     q, k, v = fused.split([4, kv_heads, kv_heads], 1)
+    prefix = torch.randn(2, 3, kv_heads, 8, generator=draw).to(torch.bfloat16)
     kind = AttentionKind(0.5, window)
     kernels = CudaKernels(CUDA)
     for spans in ([(0, 16)], [(0, 1), (1, 9), (9, 16)]):
-        expected = Kernels().packed_attention(q.float(), k.float(), v.float(), spans, kind)
+        prompts = [(k[a:b], v[a:b]) for a, b in spans]
+        prompts[-1] = (torch.cat([prefix[0], prompts[-1][0]]), torch.cat([prefix[1], prompts[-1][1]]))
+        wide = [(keys.float(), values.float()) for keys, values in prompts]
+        expected = Kernels().packed_attention(q.float(), spans, wide, kind)
         for _ in range(2):  # as in two layers
-            found = kernels.packed_attention(q, k, v, spans, kind)
+            found = kernels.packed_attention(q, spans, prompts, kind)
             torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.usefixtures("hopper")
 def test_what_torch_has_no_kernel_for_is_left_to_the_portable_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(varlen, "varlen_attn")
-    x = torch.randn(5, 2, 8)
     for dtype, kind in ((torch.float32, AttentionKind(0.5)), (torch.bfloat16, AttentionKind(0.5, None, 30.0))):
+        x = torch.randn(5, 2, 8).to(dtype)
         ours, portable = (
-            kernels.packed_attention(*(x.to(dtype),) * 3, [(0, 5)], kind) for kernels in (CudaKernels(CUDA), Kernels())
+            kernels.packed_attention(x, [(0, 5)], [(x, x)], kind) for kernels in (CudaKernels(CUDA), Kernels())
         )
         assert torch.equal(ours, portable)
 
