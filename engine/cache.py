@@ -88,12 +88,12 @@ class KVCache:
         twin.lengths = self.lengths.clone()
         return twin
 
-    def of_first_rows(self, rows: int) -> KVCache:
-        """The first rows of this cache, empty again, in the same memory. Layers freed there are kept here."""
-        for pair in self._layers.values():
-            pair.zero_()
+    def of_first_rows(self, rows: int, layers: Collection[int]) -> KVCache:
+        """The first rows of some layers, empty again, in the same memory. Layers freed there are kept here."""
         part = copy(self)
-        part._layers = dict(self._layers)
+        part._layers = {layer: pair for layer, pair in self._layers.items() if layer in layers}
+        for pair in part._layers.values():
+            pair.zero_()
         part.lengths, part._rows = torch.zeros_like(self.lengths[:rows]), self._rows[:rows]
         return part
 

@@ -33,19 +33,15 @@ class StaticBatch(Batch):
         return stats
 
     def _make_cache(self) -> KVCache:
+        rows, layers = len(self.samples), attention_layers(self._ledger.plans[0])
         longest = max(len(sample.prompt) + sample.limit for sample in self.samples)
-        self._workspace = self._workspaces.take(
-            self._decoder,
-            self._kernels,
-            attention_layers(self._ledger.plans[0]),
-            len(self.samples),
-            longest,
-            self._sampling,
-            self._eos_ids,
-            self._dtype,
-            self._device,
+        model, ends, where = (
+            (self._decoder, self._kernels),
+            (self._sampling, self._eos_ids),
+            (self._dtype, self._device),
         )
-        return self._workspace.empty_cache(len(self.samples))
+        self._workspace = self._workspaces.take(*model, layers, rows, longest, *ends, *where)
+        return self._workspace.empty_cache(rows, layers)
 
     def _fork(self, ledger: Ledger) -> Batch:
         fork = super()._fork(ledger)

@@ -66,9 +66,9 @@ class Workspace:
         """Memory of its cache."""
         return self._cache.bytes
 
-    def empty_cache(self, rows: int) -> KVCache:
-        """The cache for a batch of so many rows. Ends the one before."""
-        return self._cache.of_first_rows(rows)
+    def empty_cache(self, rows: int, layers: set[int]) -> KVCache:
+        """The cache for a batch of so many rows that decodes with these layers. Ends the one before."""
+        return self._cache.of_first_rows(rows, layers)
 
     def start(self, lengths: Tensor, limits: Sequence[int], sampler: Sampler, logits: Tensor) -> None:
         """Rows from their prompts to their first tokens.
