@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from engine.activations import Activation
 from engine.kernels import Kernels
 from engine.shape import AttentionKind
 
@@ -27,6 +29,22 @@ class CudaKernels(Kernels):
         self._has_triton = properties.major >= 7 and importlib.util.find_spec("triton") is not None
         self._programs = PROGRAMS_PER_PROCESSOR * properties.multi_processor_count
         self._spans: object = None  # of the pass whose `_starts` are known
+
+    def rotate(self, x: Tensor, factors: Tensor) -> Tensor:
+        """As above, in one kernel."""
+        if not self._has_triton:
+            return super().rotate(x, factors)
+        from engine.triton_elementwise import rotate
+
+        return rotate(x, factors)
+
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """As above, in one kernel for the activation that most models have."""
+        if not self._has_triton or activation is not F.silu:
+            return super().gate(gate_up, activation)
+        from engine.triton_elementwise import silu_gate
+
+        return silu_gate(gate_up)
 
     def packed_attention(
         self,

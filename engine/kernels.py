@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.activations import Activation
 from engine.shape import AttentionKind
 
 Linear = Callable[[Tensor], Tensor]  # [N, in] -> [N, out]
@@ -25,6 +26,16 @@ class Kernels:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
         return F.rms_norm(x, weight.shape, weight, eps)
+
+    def rotate(self, x: Tensor, factors: Tensor) -> Tensor:
+        """Interleaved queries and keys [N, heads, head_dim] times `Rotary.factors` [N, 1, head_dim / 2], in float32."""
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * factors).flatten(-2).to(x.dtype)
+
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """activation(gate) * up, [N, width], for gate and up side by side, [N, 2 * width]."""
+        gate, up = gate_up.chunk(2, -1)
+        return activation(gate) * up
 
     def prompt_attention(self, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
         """Causal attention of the last m of a prompt's n tokens.

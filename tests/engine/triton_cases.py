@@ -1,4 +1,4 @@
-"""Run in a process of its own by `test_triton_attention.py`: Triton decides at import whether it interprets.
+"""Run in a process of its own by `test_triton_kernels.py`: Triton decides at import whether it interprets.
 
 Prints the largest difference from a float64 reference for each case, as JSON.
 """
@@ -9,9 +9,10 @@ import itertools
 import json
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from engine import triton_attention
+from engine import triton_attention, triton_elementwise
 from engine.kernels import Kernels
 from engine.shape import AttentionKind
 
@@ -60,6 +61,22 @@ def differences(
     }
 
 
+def elementwise(dtype: torch.dtype) -> dict[str, float]:
+    draw = torch.Generator().manual_seed(1)
+    fused = torch.randn(3, 7, 24, generator=draw).to(dtype)
+    factors = torch.polar(torch.ones(3, 1, 12), torch.rand(3, 1, 12, generator=draw) * 6)
+    gate_up = torch.randn(3, 2 * 1100, generator=draw).to(dtype)
+    portable = Kernels()
+    pairs = {
+        "rotate": (triton_elementwise.rotate(fused[:, :5], factors), portable.rotate(fused[:, :5], factors)),
+        "gate": (triton_elementwise.silu_gate(gate_up), portable.gate(gate_up, F.silu)),
+    }
+    return {
+        name: float(((ours.float() - theirs.float()) / (1 + theirs.float().abs())).abs().max())
+        for name, (ours, theirs) in pairs.items()
+    }
+
+
 def main() -> None:
     triton_attention.TILE_BYTES = 1024  # small blocks: several in every share
     kinds = [AttentionKind(0.3, window, cap) for window in (None, 1, 20) for cap in (None, 5.0)]
@@ -70,6 +87,8 @@ def main() -> None:
         for dtype, programs in ((torch.float32, 1), (torch.float32, 32), (torch.float16, 32)):
             name = f"{heads}/{kv_heads} heads of {head_dim}, {kind}, {dtype}, {programs} programs"
             found[name] = differences(heads, kv_heads, head_dim, kind, dtype, programs)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        found[f"elementwise, {dtype}"] = elementwise(dtype)
     print(json.dumps(found))
 
 
