@@ -105,9 +105,7 @@ class Batch:
         self.samples = samples
         self._rows = list(samples)  # row -> sample
         self._sampler = self._make_sampler()
-        longest = max(len(sample.prompt) + min(sample.limit, GROWTH) for sample in samples)
-        cached = attention_layers(ledger.plans[0])
-        self._cache = KVCache(decoder.shape, cached, len(samples), longest, dtype, device)
+        self._cache = self._make_cache()
         self._cache_course = [self._cache.bytes]
         self._executed = 0  # decode FLOPs really spent, padding included
 
@@ -140,32 +138,44 @@ class Batch:
         prompts, ids = [s.prompt for s in self.samples], [s.sample_id for s in self.samples]
         return Sampler(self._sampling, self._eos_ids, self._decoder.shape.vocab, prompts, ids, self._device)
 
+    def _make_cache(self) -> KVCache:
+        longest = max(len(sample.prompt) + min(sample.limit, GROWTH) for sample in self.samples)
+        cached = attention_layers(self._ledger.plans[0])
+        return KVCache(self._decoder.shape, cached, len(self.samples), longest, self._dtype, self._device)
+
     def _generate(self, logits: Tensor, prefill_seconds: float) -> BatchStats:
         """From the last prompt tokens' logits [B, vocab] to the end of every sample."""
         start = time.perf_counter()
-        self._extend(logits, step=0)
-        step = 0
-        while not all(sample.finished for sample in self._rows):
-            self._compact()
-            self._extend(self._decode(step), step + 1)
-            step += 1
+        steps = self._decode_to_the_end(logits)
         useful = sum(self._ledger.decode(len(s.prompt), len(s.tokens)) for s in self.samples)
         return BatchStats(
             samples=len(self.samples),
             prompt_tokens=sum(sample.prompt_computed for sample in self.samples),
             generated_tokens=sum(len(s.tokens) for s in self.samples),
-            steps=step,
+            steps=steps,
             flops_padding=self._executed - useful,
             cache_course=tuple(self._cache_course),
             prefill_seconds=prefill_seconds,
             decode_seconds=time.perf_counter() - start,
         )
 
+    def _decode_to_the_end(self, logits: Tensor) -> int:
+        """From the prompts' logits [B, vocab], which are overwritten, to the last token; how many passes it took."""
+        self._extend(logits, step=0)
+        step = 0
+        while not all(sample.finished for sample in self._rows):
+            self._compact()
+            self._extend(self._decode(step), step + 1)
+            step += 1
+        return step
+
     def _timed_prefill(self) -> tuple[Tensor, float]:
         """Logits of the prompt pass, and the seconds it took."""
         start = time.perf_counter()
         with record_function("prompts"):
             logits = self._prefill()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # once a batch, so that its time is that of the prompts
         return logits, time.perf_counter() - start
 
     def _prefill(self) -> Tensor:

@@ -24,10 +24,12 @@ from engine.sampling import Sampling
 from engine.schedule import Schedule
 from engine.scoring import AnswerScore, score, similarity
 from engine.shape import ModelShape
+from engine.static_batch import StaticBatch
 from engine.stopping import Stopping
 from engine.teacher_forcing import Answer, AnswerPass
 from engine.tokenizer import Tokenizer
 from engine.unit import Unit
+from engine.workspace import Workspaces
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -59,6 +61,13 @@ def describe(model: str) -> ModelShape:
     return family_of(config).shape(config)
 
 
+def default_dtype(device: torch.device) -> str:
+    """What "auto" means on a device."""
+    if device.type != "cuda":
+        return "float32"
+    return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
+
+
 class Engine:
     """One model on one device."""
 
@@ -71,6 +80,7 @@ class Engine:
         self._device = device
         self._bridges: dict[Bridge, BridgeMap] = {}  # of the last schedule
         self._prefix: Prefix | None = None
+        self._workspaces = Workspaces()
         self.tokenizer = tokenizer
 
     @classmethod
@@ -87,7 +97,8 @@ class Engine:
         Args:
             model: a Hugging Face checkpoint directory, a hub id, a GGUF file, or "smollm2-135m-instruct" (packaged).
             device: "auto" takes a GPU if there is one, else the CPU.
-            dtype: "float32", "bfloat16" or "float16"; "auto" is float32 on a CPU and bfloat16 on a GPU.
+            dtype: "float32", "bfloat16" or "float16"; "auto" is float32 on a CPU, bfloat16 on a GPU, float16
+                on one too old to compute in bfloat16 (before Ampere).
             threads: CPU threads of this process; default torch's own choice.
             kernels: default the fastest for device and dtype.
 
@@ -99,7 +110,7 @@ class Engine:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         if dtype == "auto":
-            dtype = "float32" if device == "cpu" else "bfloat16"
+            dtype = default_dtype(torch.device(device))
         if dtype not in DTYPES:
             raise ModelError(f"dtype {dtype!r} is not known: use auto, {', '.join(DTYPES)}")
         where, precision = torch.device(device), DTYPES[dtype]
@@ -260,10 +271,11 @@ class Engine:
             schedule: default full depth; layers that it never decodes with need no cache.
         """
         new_tokens = (sampling or Sampling()).max_new_tokens
-        free = free_bytes(self._device)
+        free = free_bytes(self._device) + self._workspaces.bytes
         schedule = schedule or Schedule.full_depth(self.shape.layers)
-        element_bytes = self._dtype.itemsize
-        return rows_that_fit(free, self._device.type, self.shape, schedule, prompt_tokens, new_tokens, element_bytes)
+        sizes = (prompt_tokens, new_tokens, self._dtype.itemsize)
+        static = self._kernels.static_passes
+        return rows_that_fit(free, self._device.type, self.shape, schedule, *sizes, static=static)
 
     def _ledger(self, schedule: Schedule | None) -> Ledger:
         schedule = schedule or Schedule.full_depth(self.shape.layers)
@@ -323,7 +335,7 @@ class Engine:
         for first in range(0, len(samples), batch_size):
             rows = samples[first : first + batch_size]
             with torch.inference_mode():
-                stats = Batch(*self._batch_arguments(rows, ledger, bridges, sampling, stopping)).run()
+                stats = self._batch(rows, ledger, bridges, sampling, stopping).run()
             if on_batch is not None:
                 on_batch(stats)
             yield from (_generation(sample, stopping, ledger) for sample in rows)
@@ -342,12 +354,16 @@ class Engine:
         for first in range(0, len(samples), batch_size):
             rows = samples[first : first + batch_size]
             with torch.inference_mode():
-                batch = Batch(*self._batch_arguments(rows, whole, bridges, sampling, stopping))
-                runs = batch.run_each(ledgers)
+                runs = self._batch(rows, whole, bridges, sampling, stopping).run_each(ledgers)
             for index, (ledger, (finished, stats)) in enumerate(zip(ledgers, runs, strict=True)):
                 if on_batch is not None:
                     on_batch(index, stats)
                 yield from ((index, _generation(sample, stopping, ledger)) for sample in finished)
+
+    def _batch(self, *arguments: Any) -> Batch:
+        """A batch that decodes as the kernels ask for; arguments as for `_batch_arguments`."""
+        batch = self._batch_arguments(*arguments)
+        return StaticBatch(self._workspaces, *batch) if self._kernels.static_passes else Batch(*batch)
 
     def _batch_arguments(
         self,

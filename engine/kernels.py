@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.activations import Activation
 from engine.shape import AttentionKind
 
 Linear = Callable[[Tensor], Tensor]  # [N, in] -> [N, out]
@@ -16,6 +17,8 @@ Linear = Callable[[Tensor], Tensor]  # [N, in] -> [N, out]
 class Kernels:
     """Portable kernels in plain torch."""
 
+    static_passes = False  # decode with `StaticBatch`: passes of fixed shapes, made for graphs, instead of `Batch`
+
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """x -> x W' + b for a weight of [out, in]."""
         return lambda x: F.linear(x, weight, bias)
@@ -23,6 +26,16 @@ class Kernels:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
         return F.rms_norm(x, weight.shape, weight, eps)
+
+    def rotate(self, x: Tensor, factors: Tensor) -> Tensor:
+        """Interleaved queries and keys [N, heads, head_dim] times `Rotary.factors` [N, 1, head_dim / 2], in float32."""
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * factors).flatten(-2).to(x.dtype)
+
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """activation(gate) * up, [N, width], for gate and up side by side, [N, 2 * width]."""
+        gate, up = gate_up.chunk(2, -1)
+        return activation(gate) * up
 
     def prompt_attention(self, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
         """Causal attention of the last m of a prompt's n tokens.
@@ -51,6 +64,27 @@ class Kernels:
             out = scores.float().softmax(-1).to(v.dtype) @ v
         return out[0].transpose(0, 1).flatten(1)
 
+    def packed_attention(
+        self,
+        q: Tensor,
+        spans: Sequence[tuple[int, int]],
+        prompts: Sequence[tuple[Tensor, Tensor]],
+        kind: AttentionKind,
+    ) -> Tensor:
+        """`prompt_attention` of several prompts whose last tokens are laid end to end.
+
+        Args:
+            q: [N, heads, head_dim].
+            spans: where each prompt's queries are, [start, end). The same object in every layer of a pass.
+            prompts: keys and values of each, of all its n tokens, [n, kv_heads, head_dim].
+            kind: the layer's scale, window and soft cap.
+
+        Returns:
+            [N, heads * head_dim].
+        """
+        pairs = zip(spans, prompts, strict=True)
+        return torch.cat([self.prompt_attention(q[start:end], k, v, kind) for (start, end), (k, v) in pairs])
+
     def decode_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kind: AttentionKind) -> Tensor:
         """One new token per row attends to its row's cache.
 
@@ -72,6 +106,30 @@ class Kernels:
         else:
             scores = _cap(torch.bmm(grouped, k.transpose(1, 2)) * kind.scale, kind.softcap) + mask
         return torch.bmm(scores.softmax(-1), v).view(rows, heads * head_dim)
+
+    def append_and_attend(
+        self, q: Tensor, k: Tensor, v: Tensor, pair: Tensor, lengths: Tensor, kind: AttentionKind
+    ) -> Tensor:
+        """One new token per row joins its row's cache and attends to it, with shapes that no length decides.
+
+        Args:
+            q: [B, heads, head_dim].
+            k, v: [B, kv_heads, head_dim].
+            pair: keys and values of a layer, [2, R, kv_heads, T, head_dim] with R >= B; changed.
+            lengths: [B], tokens that each row has cached: the new one takes the slot after them.
+            kind: the layer's scale, window and soft cap.
+
+        Returns:
+            [B, heads * head_dim].
+        """
+        count, kv_heads, slots = len(q), pair.shape[2], torch.arange(pair.shape[3], device=q.device)
+        rows, newest = torch.arange(count, device=q.device), lengths[:, None]
+        pair[0, rows, :, lengths] = k
+        pair[1, rows, :, lengths] = v
+        unseen = slots > newest if kind.window is None else (slots > newest) | (slots <= newest - kind.window)
+        mask = torch.zeros(unseen.shape, dtype=q.dtype, device=q.device).masked_fill_(unseen, -torch.inf)
+        keys, values = pair[:, :count].flatten(1, 2)  # [B * kv_heads, T, head_dim] each
+        return self.decode_attention(q, keys, values, mask.repeat_interleave(kv_heads, 0).unsqueeze(1), kind)
 
 
 def _cap(scores: Tensor, softcap: float) -> Tensor:
@@ -104,5 +162,9 @@ class OneDnnKernels(Kernels):
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
     """The fastest kernels for a device and dtype."""
+    if device.type == "cuda":
+        from engine.cuda_kernels import CudaKernels  # needs Triton, which CPUs do without
+
+        return CudaKernels(device)
     packs = device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
     return OneDnnKernels() if packs and hasattr(torch.ops.mkldnn, "_linear_pointwise") else Kernels()

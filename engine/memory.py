@@ -13,6 +13,7 @@ from engine.plan import attention_layers, decode_plan
 from engine.prompt_pass import PROMPT_TOKENS
 from engine.schedule import Schedule
 from engine.shape import ModelShape
+from engine.workspace import padded_rows
 
 # Rows beyond which a batch gains little: a CPU's arithmetic is full with a few dozen rows, a GPU's with a few hundred.
 MOST_ROWS = {"cpu": 64, "cuda": 512}
@@ -21,7 +22,13 @@ LOGIT_COPIES = 4  # float32 [B, vocab]: as computed, adjusted, sorted, and as pr
 
 
 def batch_bytes(
-    shape: ModelShape, schedule: Schedule, rows: int, prompt_tokens: int, new_tokens: int, element_bytes: int
+    shape: ModelShape,
+    schedule: Schedule,
+    rows: int,
+    prompt_tokens: int,
+    new_tokens: int,
+    element_bytes: int,
+    static: bool = False,
 ) -> int:
     """Most memory that a batch takes beside the weights.
 
@@ -30,6 +37,7 @@ def batch_bytes(
         prompt_tokens: of its longest prompt.
         new_tokens: most that a row generates.
         element_bytes: 4 in float32, 2 in half precision.
+        static: it decodes in a `Workspace`, which has a cache of its full size from the start.
     """
     mlp_width = shape.mlp_parameters // shape.hidden  # three times the inner width where there is a gate
     per_token = 8 * shape.hidden + 2 * shape.query_width + mlp_width
@@ -37,6 +45,11 @@ def batch_bytes(
     logits = LOGIT_COPIES * rows * shape.vocab * 4
     context = prompt_tokens + new_tokens
     scores = 2 * min(rows, ATTENTION_ROWS) * shape.heads * context * element_bytes
+    if static:
+        layers, slots = len(attention_layers(decode_plan(schedule, 0))), -(-context // GROWTH) * GROWTH
+        cache = layers * padded_rows(rows) * shape.cache_elements(slots) * element_bytes
+        moving = cache // max(1, layers)  # while rows change places, those of one layer stand in memory twice
+        return cache + max(prompt_pass + logits, logits + moving)
     return cache_peak(shape, schedule, rows, prompt_tokens, new_tokens, element_bytes) + max(
         prompt_pass + logits, logits + scores
     )
@@ -68,6 +81,7 @@ def rows_that_fit(
     prompt_tokens: int,
     new_tokens: int,
     element_bytes: int,
+    static: bool = False,
 ) -> int:
     """Largest batch size, at least 1, whose predicted memory is within SHARE of `free_bytes`.
 
@@ -78,7 +92,8 @@ def rows_that_fit(
     low, high = 1, most
     while low <= high:
         middle = (low + high) // 2
-        if batch_bytes(shape, schedule, middle, prompt_tokens, new_tokens, element_bytes) <= SHARE * free_bytes:
+        needed = batch_bytes(shape, schedule, middle, prompt_tokens, new_tokens, element_bytes, static)
+        if needed <= SHARE * free_bytes:
             fits, low = middle, middle + 1
         else:
             high = middle - 1

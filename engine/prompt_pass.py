@@ -68,15 +68,14 @@ def run_prompts(
     spans = list(zip([0, *ends], ends, strict=False))
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kind = decoder.shape.attention_kind(layer)
-        attended = []
+        whole = []
         for index, (start, end) in enumerate(spans):
             keys, values = k[start:end], v[start:end]
             if prefix and shared[index]:
                 keys, values = (torch.cat(pair) for pair in zip(prefix.layers[layer], (keys, values), strict=True))
             keep(layer, index, keys, values)
-            attended.append(kernels.prompt_attention(q[start:end], keys, values, kind))
-        return torch.cat(attended)
+            whole.append((keys, values))
+        return kernels.packed_attention(q, spans, whole, decoder.shape.attention_kind(layer))
 
     positions = torch.cat([torch.arange(start, len(prompt)) for prompt, start in zip(prompts, shared, strict=True)])
     positions = positions.to(device)

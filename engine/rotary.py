@@ -1,4 +1,4 @@
-"""Rotary position embedding as one complex multiplication.
+"""Rotary position embedding as one complex multiplication (`Kernels.rotate`).
 
 transformers pairs dimension i with i + head_dim/2. Attention only sees q . k, so rearranging the rows of the query and
 key projections (`interleave`) to make pairs neighbours changes nothing but the speed: neighbours are a complex number.
@@ -58,9 +58,3 @@ class Rotary:
             return self._short[positions].unsqueeze(1)
         outgrown = (lengths > self._original_context)[:, None]
         return torch.where(outgrown, self._long[positions], self._short[positions]).unsqueeze(1)
-
-    @staticmethod
-    def rotate(x: Tensor, factors: Tensor) -> Tensor:
-        """Rotate interleaved queries and keys [N, heads, head_dim] in float32."""
-        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-        return torch.view_as_real(pairs * factors).flatten(-2).to(x.dtype)

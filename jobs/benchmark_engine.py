@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
+from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine import Engine, Schedule, checkpoint_directory, decode_flop_speedup, for_target_speedup, recipes
@@ -152,7 +153,7 @@ def _measure(
         for name, schedule in schedules.items()
     ]
     contenders = baselines.contenders(prompts) + ours
-    take_turns(contenders, config.rounds)
+    take_turns(contenders, config.rounds, partial(track, description="timing", transient=True))
     results: dict[str, Any] = {
         "batch_size": len(prompts),
         "mean_prompt_tokens": sum(map(len, prompts)) / len(prompts),

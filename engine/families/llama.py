@@ -100,11 +100,11 @@ class LlamaDecoder:
 
     def _position(self, layer: int, qk: Tensor, rotations: Rotations) -> Tensor:
         """Queries and keys [N, heads + kv_heads, head_dim] as they attend: with their positions."""
-        return Rotary.rotate(qk, rotations[0])
+        return self._kernels.rotate(qk, rotations[0])
 
     def _mlp_block(self, layer: int, x: Tensor) -> Tensor:
-        gate, up = self._gate_up[layer](self._norm(x, self._mlp_norm[layer])).chunk(2, -1)
-        return self._down[layer](self._activation(gate) * up)
+        gate_up = self._gate_up[layer](self._norm(x, self._mlp_norm[layer]))
+        return self._down[layer](self._kernels.gate(gate_up, self._activation))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._kernels.rms_norm(x, weight, self._eps)
@@ -113,7 +113,7 @@ class LlamaDecoder:
         return (Rotary(config, self.shape, self._device),)
 
     def _linear(self, *names: str, rotated: int = 0) -> Linear:
-        """Projections stacked; the first `rotated` of them rearranged for `Rotary`."""
+        """Projections stacked; the first `rotated` of them rearranged for `Kernels.rotate`."""
         parts = [self._weights.take(f"{name}.weight") for name in names]
         biases = [self._weights.take(f"{name}.bias") for name in names if f"{name}.bias" in self._weights]
         for part in (parts, biases):

@@ -36,15 +36,18 @@ class FirstToken(StoppingCriteria):
         self.at: float | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
-        self.at = self.at or time.perf_counter()
-        return torch.zeros(len(input_ids), dtype=torch.bool)
+        if self.at is None:
+            _wait(input_ids.device)
+            self.at = time.perf_counter()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 def time_transformers(reference: PreTrainedModel, prompts: Prompts, new_tokens: int) -> Timing:
     """Left-padded, as its users do."""
     longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    where = reference.device
+    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=where)
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=where)
     first = FirstToken()
     start = time.perf_counter()
     with torch.inference_mode():
@@ -56,9 +59,16 @@ def time_transformers(reference: PreTrainedModel, prompts: Prompts, new_tokens: 
             min_new_tokens=new_tokens,
             stopping_criteria=StoppingCriteriaList([first]),
         )
+    _wait(where)
     end = time.perf_counter()
     assert first.at is not None
     return Timing(first.at - start, end - first.at, len(prompts), new_tokens)
+
+
+def _wait(device: torch.device) -> None:
+    """For all that has been started."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class CTranslate2:

@@ -11,9 +11,11 @@ import torch
 
 from engine import Ledger, ModelShape, Schedule
 
-BUFFER_BYTES = 512 << 20  # far beyond any cache
-MATRIX = 2048
+# By device: a buffer far beyond any cache, a matrix large enough to keep every unit busy.
+BUFFER_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}
+MATRIX = {"cpu": 2048, "cuda": 8192}
 REPEATS = 7
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +23,16 @@ class MachineRates:
     """Measured with the benchmark's own number of threads."""
 
     bytes_per_second: float  # reading memory
-    flops_per_second: float  # float32 matrix product of large squares
+    flops_per_second: float  # matrix product of large squares
 
 
-def measure_rates() -> MachineRates:
-    buffer, matrix = torch.ones(BUFFER_BYTES // 4), torch.randn(MATRIX, MATRIX)
-    reading = _seconds(lambda: buffer.sum())
-    multiplying = _seconds(lambda: matrix @ matrix)
-    return MachineRates(BUFFER_BYTES / reading, 2 * MATRIX**3 / multiplying)
+def measure_rates(device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> MachineRates:
+    """What the device does at best, in a dtype."""
+    size, width = BUFFER_BYTES[device.type], MATRIX[device.type]
+    buffer, matrix = torch.ones(size // 4, device=device), torch.randn(width, width, device=device).to(dtype)
+    reading = _seconds(lambda: buffer.sum(), device)
+    multiplying = _seconds(lambda: matrix @ matrix, device)
+    return MachineRates(size / reading, 2 * width**3 / multiplying)
 
 
 def decode_floor(
@@ -54,10 +58,12 @@ def decode_floor(
     return seconds
 
 
-def _seconds(work: Callable[[], object]) -> float:
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
     times = []
-    for _ in range(REPEATS):
+    for _ in range(REPEATS + 1):  # the first warms up
         start = time.perf_counter()
         work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
-    return median(times)
+    return median(times[1:])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
-
-from rich.progress import track
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +39,11 @@ class Contender:
     timings: list[Timing] = field(default_factory=list)
 
 
-def take_turns(contenders: Sequence[Contender], rounds: int) -> None:
-    """Time every contender once a round, in a rotating order, after a round that warms up."""
-    for turn in track(range(rounds + 1), "timing", transient=True):
+def take_turns(
+    contenders: Sequence[Contender], rounds: int, track: Callable[[Iterable[int]], Iterable[int]] = iter
+) -> None:
+    """Time every contender once a round, in a rotating order, after a round that warms up; `track` shows progress."""
+    for turn in track(range(rounds + 1)):
         first = turn % len(contenders)
         for contender in [*contenders[first:], *contenders[:first]]:
             timing = contender.run()
