@@ -11,6 +11,18 @@ from pipeline.config import JobConfig
 from pipeline.errors import JobError
 
 EMBEDDED_STORE_BYTES = 1 << 30  # work units in flight are small; Ray's default would claim a third of the memory
+# A Ray of one machine shares its cores with the replicas, whose threads wait for each other: what it reports to itself
+# many times a second would cost them twice.
+ONE_MACHINE = {
+    # On a small machine Ray ends workers that idle for a second; the next read would import torch again.
+    "idle_worker_killing_time_threshold_ms": 600_000,
+    "enable_metrics_collection": False,
+    "event_stats": False,
+    "memory_monitor_refresh_ms": 1000,
+    "metrics_report_interval_ms": 60_000,
+    "raylet_report_resources_period_milliseconds": 1000,
+    "task_events_report_interval_ms": 10_000,
+}
 # Of a read or commit task. Three decimals, unlike a replica's: with equal claims Ray would fuse reading into the
 # replica, and nothing would overlap.
 TASK_CPUS = 0.475
@@ -38,8 +50,7 @@ def connect(address: str | None) -> None:
                 address="local",
                 include_dashboard=False,
                 object_store_memory=EMBEDDED_STORE_BYTES,
-                # On a small machine Ray ends workers that idle for a second; the next read would import torch again.
-                _system_config={"idle_worker_killing_time_threshold_ms": 600_000},
+                _system_config=ONE_MACHINE,
                 **quiet,
             )
         else:
