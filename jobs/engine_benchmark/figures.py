@@ -70,7 +70,7 @@ def write_chart(path: Path, results: Sequence[dict[str, Any]]) -> None:
             cache.plot([size / 1e6 for size in course], label=name, drawstyle="steps-post")
         cache.set_title("key/value cache, MB", loc="left", fontsize=11, color=INK)
         cache.spines[["top", "right"]].set_visible(False)
-        cache.set_ylim(bottom=0)
+        cache.set_ylim(0, 1.4 * max(map(max, result["cache_bytes"].values())) / 1e6)  # room for the legend
         rows = result["contenders"][::-1]
         names = [row["name"] for row in rows]
         rates = [row["decode_tokens_per_s"] for row in rows]
@@ -82,7 +82,7 @@ def write_chart(path: Path, results: Sequence[dict[str, Any]]) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(x=0.1)
     panels[0, 0].legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1))
-    panels[0, 1].legend(frameon=False, fontsize=8)
+    panels[0, 1].legend(frameon=False, fontsize=8, ncols=3, loc="upper right")
     panels[-1, 0].set_xlabel("output tokens/s while decoding")
     panels[-1, 1].set_xlabel("decode step")
     figure.savefig(path)
