@@ -138,12 +138,12 @@ class Engine:
         2 x p x kv_heads x head_dim numbers of memory per layer for p tokens.
 
         Returns:
-            The FLOPs that it took; 0 where prefixes can't be shared (keys that depend on a prompt's length).
+            The FLOPs that it took; 0 where they can't be shared: they fill the context, or keys depend on what follows.
         """
         ledger = self._ledger(None)
         with torch.inference_mode():
             place = (self._decoder, self._kernels, self._device)
-            self._prefix = compute_prefix(*place, tokens, prompt_plan(ledger.schedule)) if tokens else None
+            self._prefix = compute_prefix(*place, tokens, prompt_plan(ledger.schedule))
         return ledger.prefix(len(tokens)) if self._prefix else 0
 
     def generate(

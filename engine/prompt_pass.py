@@ -25,15 +25,22 @@ class Prefix:
     layers: tuple[tuple[Tensor, Tensor], ...]  # keys and values [p, kv_heads, head_dim]
 
     def shared(self, prompt: Sequence[int]) -> int:
-        """How many of a prompt's tokens need not be computed: all of the prefix or none, and never the last one."""
-        length = len(self.tokens)
-        return length if len(prompt) > length and tuple(prompt[:length]) == self.tokens else 0
+        """How many of a prompt's tokens need not be computed."""
+        return shared_tokens(self.tokens, prompt)
+
+
+def shared_tokens(prefix: Sequence[int], prompt: Sequence[int]) -> int:
+    """How many tokens a prompt takes from a prefix: all or none, and never the prompt's last one."""
+    length = len(prefix)
+    return length if len(prompt) > length and tuple(prompt[:length]) == tuple(prefix) else 0
 
 
 def compute_prefix(
     decoder: Decoder, kernels: Kernels, device: torch.device, tokens: Sequence[int], plan: Sequence[Operation]
 ) -> Prefix | None:
-    """A prefix of p >= 1 tokens, or None where its keys would depend on what follows it."""
+    """A prefix of p tokens; None where it is empty, fills the context, or its keys would depend on what follows it."""
+    if not 0 < len(tokens) < decoder.shape.context:
+        return None
     positions = torch.arange(len(tokens), device=device)
     alone = decoder.rotations(positions, torch.full_like(positions, len(tokens)))
     longest = decoder.rotations(positions, torch.full_like(positions, decoder.shape.context))

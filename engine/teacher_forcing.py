@@ -19,7 +19,6 @@ from engine.packing import packs
 from engine.plan import ApplyBridge, Operation, decode_plan, prompt_plan
 from engine.prompt_pass import PROMPT_TOKENS, run_prompts
 from engine.schedule import Schedule
-from engine.shape import AttentionKind
 from engine.unit import Unit, all_units
 
 LOGIT_TOKENS = 512  # tokens whose logits are computed at a time: bounds memory
@@ -134,7 +133,7 @@ class AnswerPass:
                 for (prompt_k, prompt_v), count in zip(self._prompts[layer], counts, strict=True):
                     ours = slice(first, first + count)
                     keys, values = torch.cat([prompt_k, k[ours]]), torch.cat([prompt_v, v[ours]])
-                    outputs.append(continued_attention(q[ours], keys, values, kind))
+                    outputs.append(self._kernels.prompt_attention(q[ours], keys, values, kind))
                     first += count
                 return torch.cat(outputs)
 
@@ -142,29 +141,6 @@ class AnswerPass:
             rotations = self._decoder.rotations(positions, positions + 1)
             part = self._decoder.attention(operation.unit.layer, part, rotations, attend)
         return part if whole else x.index_copy(0, rows, part)
-
-
-def continued_attention(q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
-    """Causal attention of the last m of n tokens.
-
-    Args:
-        q: [m, heads, head_dim].
-        k, v: [n, kv_heads, head_dim].
-        kind: the layer's scale, window and soft cap.
-
-    Returns:
-        [m, heads * head_dim].
-    """
-    m, n, kv_heads = len(q), len(k), k.shape[1]
-    grouped = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [kv_heads, group, m, head_dim]
-    scores = grouped @ k.permute(1, 2, 0).unsqueeze(1) * kind.scale  # [kv_heads, group, m, n]
-    if kind.softcap is not None:
-        scores = torch.tanh(scores / kind.softcap) * kind.softcap
-    age = torch.arange(n - m, n, device=q.device)[:, None] - torch.arange(n, device=q.device)
-    seen = (age >= 0) & (age < (kind.window or n))
-    weights = scores.masked_fill(~seen, -torch.inf).float().softmax(-1).to(v.dtype)
-    out: Tensor = weights @ v.transpose(0, 1).unsqueeze(1)  # [kv_heads, group, m, head_dim]
-    return out.permute(2, 0, 1, 3).flatten(1)
 
 
 def _by_place(plan: Sequence[Operation]) -> dict[int, Operation]:

@@ -183,7 +183,7 @@ def _ablate(
         (f"{max(config.speedups):g}x", deepest),
     ):
         contenders = ablation.contenders(engine, prompts, config.new_tokens, schedule, instruction)
-        take_turns(contenders, config.rounds)
+        take_turns(contenders, config.rounds, partial(track, description=f"ablations, {name}", transient=True))
         found[name] = compare(contenders, ALL)[0]
     return found
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from engine import BatchStats, Generation, Ledger
+from engine.prompt_pass import shared_tokens
 from pipeline.backend import Backend
 from pipeline.commit import Commit, read_commits, total
 from pipeline.config import JobConfig
@@ -68,7 +69,7 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
     lengths = [len(tokens) for tokens in good]
     pairs = [(prompt, min(output, shape.context - prompt)) for prompt in lengths for output in outputs.lengths]
     per_output = scale / len(outputs.lengths)
-    shared = [len(prefix) if tokens[: len(prefix)] == prefix else 0 for tokens in good]
+    shared = [shared_tokens(prefix, tokens) for tokens in good]
     flops_prompt = round(scale * sum(map(ledger.prompt, lengths, shared)))
     flops_decode = round(per_output * sum(ledger.decode(*pair) for pair in pairs))
     full_decode = round(per_output * sum(ledger.full_depth.decode(*pair) for pair in pairs))

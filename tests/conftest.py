@@ -30,6 +30,15 @@ settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With two test processes one runs all that start Ray; other files go, each in one piece, to whichever is free."""
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        starts_ray = item.path.parent.name in ("e2e", "faults") or "cluster" in fixtures
+        item.add_marker(pytest.mark.xdist_group("clusters" if starts_ray else str(item.path)))
+
+
 ASCII = [chr(code) for code in range(33, 127)] + ["Ġ"]  # the byte-level alphabet writes a space as Ġ
 
 

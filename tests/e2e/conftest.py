@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 from ray.exceptions import RayError
 from ray.job_submission import JobSubmissionClient
-from servers import SCRIPTS, free_ports, stop, wait_until
+from servers import SCRIPTS, S3Server, free_ports, stop, wait_until
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class RayHead:
 
 
 @pytest.fixture(scope="session")
-def ray_head() -> Iterator[RayHead]:
-    """A Ray head with two cores and token authentication."""
+def ray_head(s3: S3Server) -> Iterator[RayHead]:
+    """A Ray head with two cores, token authentication and the S3 server's credentials."""
     port, dashboard, client = free_ports(3)
     # Short: the paths of Ray's sockets have a limit.
     scratch = tempfile.mkdtemp(prefix="ray")
@@ -34,6 +34,7 @@ def ray_head() -> Iterator[RayHead]:
         "PATH": f"{SCRIPTS}:{os.environ['PATH']}",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        **s3.environment,
     }
     command = [
         str(SCRIPTS / "ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}",

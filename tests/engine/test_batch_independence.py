@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import Engine, Sampling, Schedule, recipes
+from tests.engine.prompts import random_prompts
 
 SAMPLINGS = {
     "greedy": Sampling(max_new_tokens=24),
@@ -30,11 +30,6 @@ SAMPLINGS = {
     ),
 }
 Results = dict[tuple[str, int], tuple[int, ...]]  # (sample id, which of the prompt's samples) -> tokens
-
-
-def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
-    draw = torch.Generator().manual_seed(seed)
-    return [torch.randint(1, 96, (length,), generator=draw).tolist() for length in lengths]
 
 
 def generate(

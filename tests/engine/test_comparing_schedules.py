@@ -15,6 +15,7 @@ from torch import Tensor
 import engine.batch
 from engine import BatchStats, Engine, PromptError, Sampling, Schedule, ScheduleError, decays, orders, recipes
 from engine.sampling import Sampler
+from tests.engine.prompts import random_prompts
 
 Schedules = Callable[..., st.SearchStrategy[Schedule]]
 LAYERS = 5
@@ -31,11 +32,6 @@ def tiny(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Path]) -
     }[request.param]
     directory = make_checkpoint(family=request.param, num_hidden_layers=LAYERS, eos=[3, 19, 35], **family)
     return Engine.load(str(directory), device="cpu")
-
-
-def random_prompts(lengths: list[int], seed: int) -> list[list[int]]:
-    draw = torch.Generator().manual_seed(seed)
-    return [torch.randint(1, 96, (length,), generator=draw).tolist() for length in lengths]
 
 
 @settings(max_examples=8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from engine import EarlyExit, Engine, Ledger, Sampling, Schedule
 from engine.early_exit import Kind, cheapest_check
+from tests.engine.prompts import random_prompts
 
 LAYERS = 5
 KINDS: list[Kind] = ["CALM-DEC", "multi-layer exit"]
@@ -23,11 +24,6 @@ def tiny(make_checkpoint: Callable[..., Path]) -> tuple[Engine, LlamaForCausalLM
     directory = make_checkpoint(num_hidden_layers=LAYERS, eos=[3, 19, 35], head_dim=8, tie_word_embeddings=False)
     model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
     return Engine.load(str(directory), device="cpu"), model
-
-
-def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
-    draw = torch.Generator().manual_seed(seed)
-    return [torch.randint(1, 96, (length,), generator=draw).tolist() for length in lengths]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine import Engine, Ledger, Sampling, Schedule, decode_flop_speedup, describe
 from engine.families import FAMILIES
-from tests.engine.test_full_depth import generated_by_engine, generated_by_transformers, random_prompts
+from tests.engine.prompts import random_prompts
+from tests.engine.test_full_depth import generated_by_engine, generated_by_transformers
 
 LAYERS = 5
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 16}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from engine import (
 )
 from engine.kernels import Kernels
 from engine.shape import AttentionKind
+from tests.engine import prompts
 
 Schedules = Callable[..., st.SearchStrategy[Schedule]]
 
@@ -75,9 +77,7 @@ def load(make_checkpoint: Callable[..., Path]) -> Callable[[str], Engine]:
     return load_model
 
 
-def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
-    draw = torch.Generator().manual_seed(seed)
-    return [torch.randint(1, 50, (length,), generator=draw).tolist() for length in lengths]
+random_prompts = partial(prompts.random_prompts, vocab=50)
 
 
 def generate_counted(

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine import Engine, Generation, Sampling, recipes
+from tests.engine.prompts import random_prompts
 from tests.engine.test_families import LAYERS, VARIANTS
-from tests.engine.test_full_depth import random_prompts
 
 SHARED = 20  # more than the windows of the variants that have them
 
@@ -60,4 +60,15 @@ def test_keys_that_depend_on_a_prompts_length_are_not_shared(make_checkpoint: Ca
     [prefix] = random_prompts([SHARED])
     assert engine.share_prefix(prefix) == 0
     [generation] = engine.generate([[*prefix, 5]], Sampling(max_new_tokens=2))
+    assert generation.shared_prefix_tokens == 0
+
+
+@pytest.mark.parametrize("tokens", [128, 200])
+def test_a_prefix_that_fills_the_context_is_left_to_the_prompts_own_errors(
+    make_checkpoint: Callable[..., Path], tokens: int
+) -> None:
+    engine = Engine.load(str(make_checkpoint(max_position_embeddings=128)), device="cpu")
+    [prefix] = random_prompts([tokens])
+    assert engine.share_prefix(prefix) == 0
+    [generation] = engine.generate([prefix[:20]], Sampling(max_new_tokens=2))
     assert generation.shared_prefix_tokens == 0

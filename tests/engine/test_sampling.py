@@ -18,6 +18,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 import engine.sampling
 from engine import Engine, Generation, PromptError, Sampling
 from engine.sampling import Sampler, random_stream
+from tests.engine.prompts import random_prompts
 
 CPU = torch.device("cpu")
 
@@ -213,11 +214,6 @@ def tiny(make_checkpoint: Callable[..., Path]) -> Engine:
 @pytest.fixture(scope="module")
 def eager_to_end(make_checkpoint: Callable[..., Path]) -> Engine:
     return Engine.load(str(make_checkpoint(eos=list(range(0, 96, 2)))), device="cpu")
-
-
-def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
-    draw = torch.Generator().manual_seed(seed)
-    return [torch.randint(1, 96, (length,), generator=draw).tolist() for length in lengths]
 
 
 def generate(engine_: Engine, prompts: Sequence[Sequence[int]], **settings: Any) -> list[Generation]:

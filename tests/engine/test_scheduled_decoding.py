@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import engine.batch
 from engine import Block, Bridge, Engine, Generation, Sampling, Schedule, Unit, decays, orders, recipes
 from engine.sampling import Sampler
+from tests.engine.prompts import random_prompts
 
 Schedules = Callable[..., st.SearchStrategy[Schedule]]
 LAYERS = 5
@@ -119,11 +120,6 @@ def tiny(make_checkpoint: Callable[..., Path]) -> tuple[Engine, LlamaForCausalLM
     """Ends a text with any of six tokens, so that rows leave their batch at different steps."""
     directory = make_checkpoint(num_hidden_layers=LAYERS, eos=[3, 19, 35, 51, 67, 83], head_dim=8)
     return Engine.load(str(directory), device="cpu"), reference(directory)
-
-
-def random_prompts(lengths: Sequence[int], seed: int) -> list[list[int]]:
-    draw = torch.Generator().manual_seed(seed)
-    return [torch.randint(1, 96, (length,), generator=draw).tolist() for length in lengths]
 
 
 @settings(max_examples=60)

@@ -32,6 +32,7 @@ from engine import (
 )
 from engine.kernels import Kernels
 from engine.workspace import Workspace, Workspaces, padded_rows
+from tests.engine.prompts import random_prompts
 
 Schedules = Callable[..., st.SearchStrategy[Schedule]]
 LAYERS = 5
@@ -64,11 +65,6 @@ def load_pair(directory: Path) -> Pair:
 def tiny(make_checkpoint: Callable[..., Path]) -> Pair:
     """Ends a text with any of six tokens, so that rows leave their batch at different steps."""
     return load_pair(make_checkpoint(num_hidden_layers=LAYERS, eos=[3, 19, 35, 51, 67, 83], max_position_embeddings=96))
-
-
-def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
-    draw = torch.Generator().manual_seed(seed)
-    return [torch.randint(1, 96, (length,), generator=draw).tolist() for length in lengths]
 
 
 def generate(

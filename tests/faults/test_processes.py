@@ -35,6 +35,7 @@ def cluster() -> str:
     return address
 
 
+@pytest.mark.slow
 def test_tasks_killed_around_every_read_write_and_commit_are_done_again(trial: Trial) -> None:
     faults = [
         Fault("GET in", 5, "kill before"),  # the first four are the planning's and the first span's footers

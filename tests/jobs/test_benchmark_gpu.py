@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from jobs import benchmark_gpu
+
 ROOT = Path(__file__).parents[2]
 
 # What a machine with nothing but torch, transformers and what these need would not have.
@@ -48,11 +52,11 @@ def test_a_dry_run_on_a_cpu_gives_every_figure_that_needs_no_gpu(tmp_path: Path)
         assert name in done.stdout
 
 
-def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "jobs.benchmark_gpu", "--device", "cuda", "--output", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stdout.splitlines() == [
+def test_without_a_gpu_it_says_so_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert benchmark_gpu.main(["--device", "cuda", "--output", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.splitlines() == [
         "benchmark_gpu: error: torch sees no CUDA device; --device cpu --shapes tiny tries it out"
     ]

@@ -11,7 +11,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from engine import Engine, Sampling, Schedule, checkpoint_directory
+from engine import Engine, Sampling, Schedule, ScheduleError, checkpoint_directory
+from jobs import calibrate_schedule, command_line
+from pipeline.errors import JobError
 
 ROOT = Path(__file__).parent.parent.parent
 CORPUS = "infra/demo/package_descriptions.parquet"
@@ -93,9 +95,9 @@ def test_progress_says_how_fast_it_goes(calibrated: tuple[Path, str]) -> None:
         (["--text-column", "body"], "no column 'body'"),
     ],
 )
-def test_what_cannot_work_is_one_line(model: Path, tmp_path: Path, flags: list[str], said: str) -> None:
-    given = ["--model", str(model), "--output", str(tmp_path), "--prompts", "24", "--max-new-tokens", "4"]
-    ended = calibrate(*given, *flags)
-    assert ended.returncode == 1
-    assert said in ended.stderr.splitlines()[-1]
-    assert "Traceback" not in ended.stderr
+def test_what_cannot_work_is_said(model: Path, tmp_path: Path, flags: list[str], said: str) -> None:
+    given = ["--input", str(ROOT / CORPUS), "--model", str(model), "--output", str(tmp_path), "--threads", "1"]
+    given += ["--prompts", "24", "--max-new-tokens", "4", *flags]
+    config = command_line.parse(calibrate_schedule.CalibrateSchedule, calibrate_schedule.PROGRAM, given)
+    with pytest.raises((JobError, ScheduleError), match=said):
+        calibrate_schedule.calibrate(config)
