@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from matplotlib.figure import Figure
 from engine import ModelShape, Schedule
 from pipeline.audit import audit_estimate
 from pipeline.bill import bill
+from pipeline.chart_style import ACCENT, INK, PALE, to_svg
 from pipeline.commit import Commit, Totals
 from pipeline.config import JobConfig
 from pipeline.forecast import against_actual, read_forecast
@@ -26,7 +26,6 @@ REPORT_FILE = "report.html"
 MAX_FILES = 20  # output files looked into for lengths and samples, spread over the run
 SAMPLES = 12
 ERRORS = 12
-INK, ACCENT, PALE = "#24292f", "#2f6f4f", "#c9d8cf"
 
 
 def write_report(
@@ -122,7 +121,7 @@ def _flops_chart(totals: Totals) -> str:
     axes.margins(x=0.12)
     axes.set_xlabel("TFLOP")
     axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
-    return _svg(figure)
+    return to_svg(figure)
 
 
 def _lengths_chart(rows: pa.Table) -> str:
@@ -132,7 +131,7 @@ def _lengths_chart(rows: pa.Table) -> str:
     axes.set_xlabel("tokens")
     axes.set_ylabel("rows looked at")
     axes.legend(frameon=False)
-    return _svg(figure)
+    return to_svg(figure)
 
 
 def _schedule_chart(schedule: Schedule) -> str:
@@ -151,7 +150,7 @@ def _schedule_chart(schedule: Schedule) -> str:
         axes.set_xlabel("every decode step")
         axes.set_xticks([])
     axes.set_ylabel("layer")
-    return _svg(figure)
+    return to_svg(figure)
 
 
 def _figure(title: str, height: float) -> tuple[Figure, Axes]:
@@ -160,10 +159,3 @@ def _figure(title: str, height: float) -> tuple[Figure, Axes]:
     axes.set_title(title, loc="left", fontsize=11, color=INK)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
-
-
-def _svg(figure: Figure) -> str:
-    sink = io.StringIO()
-    figure.savefig(sink, format="svg")
-    text = sink.getvalue()
-    return text[text.index("<svg") :]

@@ -9,8 +9,10 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from pipeline.chart_style import ACCENT, INK, PALE
+
 SHORT = {"transformers": "hf", "ctranslate2": "ct2"}
-INK, OURS, THEIRS, PALE = "#24292f", "#2f6f4f", "#9aa5b1", "#c9d8cf"
+THEIRS = "#9aa5b1"
 
 
 def table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
@@ -76,7 +78,7 @@ def write_chart(path: Path, results: Sequence[dict[str, Any]]) -> None:
         rates = [row["decode_tokens_per_s"] for row in rows]
         limits = [row["decode_tokens_per_s"] / row.get("share_of_floor", float("inf")) for row in rows]
         axes.barh(names, limits, color=PALE, label="this machine's limit")
-        bars = axes.barh(names, rates, color=[OURS if "measured_speedup" in row else THEIRS for row in rows])
+        bars = axes.barh(names, rates, color=[ACCENT if "measured_speedup" in row else THEIRS for row in rows])
         axes.bar_label(bars, [f"{rate:.0f}" for rate in rates], padding=4, color=INK)
         axes.set_title(f"batch {result['batch_size']}", loc="left", fontsize=11, color=INK)
         axes.spines[["top", "right"]].set_visible(False)

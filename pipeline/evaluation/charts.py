@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from itertools import cycle
 
@@ -15,11 +14,12 @@ from matplotlib.patches import Patch
 from engine import Schedule
 from engine.plan import ApplyBridge, decode_plan
 from engine.unit import all_units
+from pipeline.chart_style import ACCENT, INK, PALE, to_svg
 from pipeline.evaluation.bootstrap import Estimate
 from pipeline.evaluation.contender import FULL_DEPTH
 from pipeline.evaluation.figures import Figures
 
-INK, ACCENT, PALE, BRIDGE = "#24292f", "#2f6f4f", "#c9d8cf", "#d9a441"
+BRIDGE = "#d9a441"
 # Rivals: hues that stay apart for most colour-blind readers (Okabe and Ito's palette, without its green).
 RIVAL_COLORS = (
     "#0072b2",
@@ -82,7 +82,7 @@ def frontier(found: Sequence[Figures], styles: Styles, whole_sample: bool) -> st
         axes.set_xlim(left=0.98)
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    return _svg(figure)
+    return to_svg(figure)
 
 
 def agreement_by_step(found: Sequence[Figures], styles: Styles) -> str:
@@ -103,7 +103,7 @@ def agreement_by_step(found: Sequence[Figures], styles: Styles) -> str:
     panels[0].set_ylabel("agreement")
     labelled = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    return _svg(figure)
+    return to_svg(figure)
 
 
 def schedule_maps(named: Sequence[tuple[str, Schedule]]) -> str:
@@ -125,7 +125,7 @@ def schedule_maps(named: Sequence[tuple[str, Schedule]]) -> str:
     legend = [Patch(facecolor=ACCENT, label="runs"), Patch(facecolor=BRIDGE, label="bridge"),
               Patch(facecolor="#ffffff", edgecolor=PALE, label="skipped")]  # fmt: skip
     figure.legend(handles=legend, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    return _svg(figure)
+    return to_svg(figure)
 
 
 def schedule_grid(schedule: Schedule) -> np.ndarray:
@@ -170,12 +170,3 @@ def _grid(count: int, height: float) -> tuple[Figure, list[Axes]]:
 def _style(axes: Axes, title: str) -> None:
     axes.set_title(title, loc="left", fontsize=10, color=INK)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _svg(figure: Figure) -> str:
-    sink = io.StringIO()
-    # Names inside one file must differ from figure to figure, yet the file must not change from run to run.
-    with mpl.rc_context({"svg.hashsalt": "skipdecode", "svg.fonttype": "path"}):
-        figure.savefig(sink, format="svg", metadata={"Date": None})
-    text = sink.getvalue()
-    return text[text.index("<svg") :]
