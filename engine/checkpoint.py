@@ -12,15 +12,17 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from filelock import FileLock
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
-from transformers.utils.logging import disable_progress_bar
 
 from engine.errors import ModelError
+
+# Importing transformers takes seconds; much of what imports the engine, such as a --help, reads no model.
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +81,8 @@ def prepare(model: str) -> Path:
 
 def read_config(model: str) -> PreTrainedConfig:
     """The model's config, without its weights. Raises ModelError."""
+    from transformers import AutoConfig
+
     path = locate(model)
     if path.is_file() and _converted_directory(path).exists():
         path = _converted_directory(path)
@@ -176,6 +180,9 @@ def _converted_directory(gguf: Path) -> Path:
 
 def _convert_gguf(gguf: Path, directory: Path) -> None:
     """Dequantise into a safetensors checkpoint of transformers' own layout."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
     disable_progress_bar()  # in a replica's log they are noise
     where = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     try:

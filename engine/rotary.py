@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.errors import ModelError
 from engine.shape import ModelShape
@@ -27,6 +26,8 @@ class Rotary:
 
     def __init__(self, config: Any, shape: ModelShape, device: torch.device, layer_type: str | None = None) -> None:
         """`layer_type` picks the parameters where a config has several sets. Raises ModelError for an unknown type."""
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
         parameters = config.rope_parameters[layer_type] if layer_type else config.rope_parameters
         kind = parameters["rope_type"]
         if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:

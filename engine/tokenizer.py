@@ -7,8 +7,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig
-
 from engine import checkpoint
 from engine.errors import ModelError
 
@@ -17,6 +15,8 @@ class Tokenizer:
     """A checkpoint's tokenizer and the ids that end its generations."""
 
     def __init__(self, directory: Path) -> None:
+        from transformers import AutoTokenizer
+
         self.directory = directory
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
@@ -33,6 +33,8 @@ class Tokenizer:
         """Tokens that end a generation: the generation config's, else the tokenizer's."""
         ids: object = None
         if (self.directory / "generation_config.json").is_file():
+            from transformers import GenerationConfig
+
             ids = GenerationConfig.from_pretrained(self.directory).eos_token_id
         if ids is None:
             ids = self._tokenizer.eos_token_id

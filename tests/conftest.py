@@ -32,11 +32,14 @@ settings.load_profile("repeatable")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With two test processes one runs all that start Ray; other files go, each in one piece, to whichever is free."""
+    """Two test processes: tests that share a server or a cluster stay together, as do those of any other file."""
     for item in items:
-        fixtures = getattr(item, "fixturenames", ())
-        starts_ray = item.path.parent.name in ("e2e", "faults") or "cluster" in fixtures
-        item.add_marker(pytest.mark.xdist_group("clusters" if starts_ray else str(item.path)))
+        group = str(item.path)
+        if item.path.parent.name in ("e2e", "faults"):
+            group = "servers"
+        elif "cluster" in getattr(item, "fixturenames", ()):
+            group = "cluster"
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 ASCII = [chr(code) for code in range(33, 127)] + ["Ġ"]  # the byte-level alphabet writes a space as Ġ

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from transformers import PreTrainedConfig
 
 from engine.checkpoint import Weights
 from engine.decoder import Decoder
@@ -14,6 +13,9 @@ from engine.errors import ModelError
 from engine.families import gemma2, gemma3, llama, mistral, opt, qwen2, qwen3, smollm3
 from engine.kernels import Kernels
 from engine.shape import ModelShape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 class Family(NamedTuple):

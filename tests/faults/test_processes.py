@@ -50,6 +50,7 @@ def test_tasks_killed_around_every_read_write_and_commit_are_done_again(trial: T
     trial.check()
 
 
+@pytest.mark.slow
 def test_a_killed_replica_costs_at_most_the_units_it_held(trial: Trial) -> None:
     trial.proxy.arm(trial.name, [Fault("PUT _commits", 3, "call before", call=kill_replicas)])
     trial.run(seconds_per_batch=0.5)

@@ -87,10 +87,10 @@ def test_a_file_that_became_unreadable_costs_its_own_units_only(
     ]
 
 
+@pytest.mark.slow
 def test_replicas_that_die_while_they_load_the_model_end_the_job(
-    tmp_path: Path, job: Job, write_parquet: WriteParquet, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, job: Job, write_parquet: WriteParquet
 ) -> None:
-    monkeypatch.setattr("pipeline.session.HOPELESS_STARTS", 1)  # a start takes seconds
     write_parquet(tmp_path / "in/a.parquet", {"text": ["x"]})
     with pytest.raises(JobError, match=r"died . times in a row while they loaded model"):
         run_job(job(), TrapBackend(dies_loading=True))
