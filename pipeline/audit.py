@@ -54,6 +54,8 @@ class Auditor:
             ids: of the rows.
             output: the rows' generations under the schedule.
         """
+        if not self._fraction:
+            return {}
         rows = [
             row
             for row, error in enumerate(output["error"].to_pylist())

@@ -95,49 +95,49 @@ def generate(
     """
     prompts: list[list[int] | None] = prepared[TOKENS].to_pylist()
     good = [index for index, tokens in enumerate(prompts) if tokens is not None]
-    records: list[dict[str, Any]] = [
-        {"finish_reason": "error", "prompt_truncated": truncated, "error": error, **_ZEROS}
-        for truncated, error in zip(prepared[TRUNCATED].to_pylist(), prepared[ERROR].to_pylist(), strict=True)
-    ]
+    columns = _error_columns(prepared[ERROR].to_pylist())
+    columns["prompt_truncated"] = prepared[TRUNCATED].to_pylist()
     generations = generator.generate(
         [prompts[index] or [] for index in good], [sample_ids[index] for index in good], on_batch
     )
     for index, generation in zip(good, generations, strict=True):
         if isinstance(generation, str):
-            records[index]["error"] = generation
+            columns["error"][index] = generation
             continue
-        records[index].update(
-            generation=generation.text,
-            finish_reason=generation.finish_reason,
-            prompt_tokens=generation.prompt_tokens,
-            shared_prefix_tokens=generation.shared_prefix_tokens,
-            generated_tokens=generation.generated_tokens,
-            flops_prompt=generation.flops_prompt,
-            flops_decode=generation.flops_decode,
-            flops_full_depth=generation.flops_full_depth,
-            mean_active_layers=generation.mean_active_layers,
-        )
-    return _output(prepared.drop_columns([TOKENS, TRUNCATED, ERROR]), records)
+        columns["generation"][index] = generation.text
+        for name in _MEASURED:
+            columns[name][index] = getattr(generation, name)
+    return _output(prepared.drop_columns([TOKENS, TRUNCATED, ERROR]), columns)
 
 
 def quarantine(table: pa.Table, kept: pa.Schema, errors: Sequence[str]) -> pa.Table:
     """Output table of rows that nothing but their errors can be said of."""
-    records = [{"finish_reason": "error", "prompt_truncated": False, "error": error, **_ZEROS} for error in errors]
-    return _output(pa.table({field.name: _kept(table, field) for field in kept}), records)
+    return _output(pa.table({field.name: _kept(table, field) for field in kept}), _error_columns(errors))
 
 
-def _output(kept: pa.Table, records: list[dict[str, Any]]) -> pa.Table:
-    generated = pa.Table.from_pylist(records, schema=GENERATED)
+def _error_columns(errors: Sequence[str | None]) -> dict[str, list[Any]]:
+    """Columns of GENERATED for rows that have no generation; tables by columns are built in a third of the time."""
+    return {field.name: [_NOTHING[field.name]] * len(errors) for field in GENERATED} | {"error": list(errors)}
+
+
+def _output(kept: pa.Table, columns: dict[str, list[Any]]) -> pa.Table:
+    generated = pa.table(columns, schema=GENERATED)
     return pa.table([*kept.columns, *generated.columns], schema=output_schema(kept.schema))
 
 
-_ZEROS = {field.name: 0 for field in GENERATED if pa.types.is_integer(field.type)} | {"mean_active_layers": 0.0}
+_NOTHING = {field.name: 0 for field in GENERATED} | {
+    "generation": None,
+    "finish_reason": "error",
+    "prompt_truncated": False,
+    "error": None,
+}
+_MEASURED = [name for name in GENERATED.names if name not in ("generation", "prompt_truncated", "error")]
 
 
 def _python_values(column: pa.ChunkedArray) -> list[Any]:
     """Values of a column; a string that is not valid UTF-8 comes as its UnicodeDecodeError."""
     column = column.cast(_value_type(column.type))
-    if not _is_string(column.type):
+    if not _is_string(column.type) or _is_valid(column):
         return list(column.to_pylist())
     return [_decoded(value) for value in column.cast(pa.large_binary()).to_pylist()]
 
@@ -154,13 +154,19 @@ def _kept(table: pa.Table, field: pa.Field) -> pa.ChunkedArray | pa.Array:
     if field.name not in table.column_names:
         return pa.nulls(table.num_rows, field.type)
     column, type_ = table[field.name].cast(field.type), _value_type(field.type)
-    if _is_string(type_):
-        try:
-            column.validate(full=True)
-        except pa.ArrowInvalid:
-            values = column.cast(type_).cast(pa.large_binary()).to_pylist()
-            return pa.array([None if v is None else v.decode(errors="replace") for v in values], type_).cast(field.type)
+    if _is_string(type_) and not _is_valid(column):
+        values = column.cast(type_).cast(pa.large_binary()).to_pylist()
+        return pa.array([None if v is None else v.decode(errors="replace") for v in values], type_).cast(field.type)
     return column
+
+
+def _is_valid(column: pa.ChunkedArray) -> bool:
+    """Whether its strings are UTF-8, among all else that Arrow demands."""
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
 
 
 def _value_type(type_: pa.DataType) -> pa.DataType:
