@@ -27,7 +27,7 @@ local: install  ## the demo on a real S3 server and Ray head, by ray job submit;
 	$(BIN)/python infra/local/demo.py
 
 test: lint  ## lint, types and the whole suite
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest
 
 test-slow: install  ## tests of real jobs and clusters that take minutes each
 	$(BIN)/python -m pytest -m slow

@@ -30,18 +30,6 @@ settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two test processes: tests that share a server or a cluster stay together, as do those of any other file."""
-    for item in items:
-        group = str(item.path)
-        if item.path.parent.name in ("e2e", "faults"):
-            group = "servers"
-        elif "cluster" in getattr(item, "fixturenames", ()):
-            group = "cluster"
-        item.add_marker(pytest.mark.xdist_group(group))
-
-
 ASCII = [chr(code) for code in range(33, 127)] + ["Ġ"]  # the byte-level alphabet writes a space as Ġ
 
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from engine_double import LAYERS, Echo, EchoBackend, NoEngineBackend
+from trap_double import Company
 
 from pipeline.commit import read_commits
 from pipeline.config import JobConfig
@@ -216,7 +217,8 @@ def spread(
         rows_per_unit=5,
         replicas=2,
     )
-    run_job(config, EchoBackend(Echo(signed=True, seconds_per_batch=0.1)))
+    meeting = tmp_path_factory.mktemp("meeting")
+    run_job(config, EchoBackend(Company(signed=True, seconds_per_batch=0.1, folder=str(meeting))))
     return read_output(config.output)
 
 

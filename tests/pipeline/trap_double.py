@@ -40,6 +40,19 @@ class Trap(Echo):
             raise RuntimeError("CUDA error: device-side assert triggered")
 
 
+@dataclass(frozen=True)
+class Company(Echo):
+    """Begins nothing before `replicas` processes have something to begin: on a busy machine one may come much later."""
+
+    folder: str = ""  # where they meet
+    replicas: int = 2
+
+    def before(self, prompts: Sequence[str | Sequence[int]]) -> None:
+        Path(self.folder, str(os.getpid())).touch()
+        while len(os.listdir(self.folder)) < self.replicas:
+            time.sleep(0.1)
+
+
 def trap_backend(scratch: Path | str, armed: bool = True) -> EchoBackend:
     return TrapBackend(Trap(scratch=str(scratch), armed=armed))
 

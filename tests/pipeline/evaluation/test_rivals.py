@@ -48,6 +48,7 @@ def test_skipdecode_takes_the_warm_up_with_the_lowest_kl(calibration: Calibratio
     assert rival.method.skip_order[0].layer == int(best)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["calm-dec", "multi-layer-exit"])
 def test_an_exit_rule_meets_its_target_on_what_it_generates(calibration: Calibration, name: str) -> None:
     rival = RIVALS[name](calibration, 1.3)
