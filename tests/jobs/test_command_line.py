@@ -64,6 +64,8 @@ VALUES: dict[str, Any] = {
     "s3_read_timeout_s": 5.0,
     "audit_fraction": 0.01,
     "min_audit_rouge": 0.8,
+    "max_flops": 1e18,
+    "max_gpu_hours": 12.5,
     "plan": True,
     "plan_rows": 50,
     "plan_prompts": 4,
