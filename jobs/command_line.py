@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from engine import ModelError, ScheduleError
-from pipeline.errors import JobError, JobStopped, UnitsFailed, one_line
+from pipeline.errors import JobError, JobStopped, NothingToDo, UnitsFailed, one_line
 
 Config = TypeVar("Config", bound=BaseModel)
 
@@ -46,10 +46,13 @@ def parse(
 def run(program: str, job: Callable[[], None]) -> int:
     """Exit code of a job; what it ended with is one line, unless it is a defect, which keeps its traceback.
 
-    0 done; 1 something to change first; 3 some units failed, all others are done; 4 stopped, a rerun resumes.
+    0 done, or nothing to do; 1 something to change first; 3 some units failed, all others are done; 4 stopped, a rerun
+    resumes.
     """
     try:
         job()
+    except NothingToDo as reason:
+        print(f"{program}: nothing to do: {reason}", file=sys.stderr)
     except (JobError, ModelError, ScheduleError) as error:
         print(f"{program}: error: {error}", file=sys.stderr)
         return FAILED_EXIT

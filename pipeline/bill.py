@@ -6,13 +6,21 @@ from pipeline.commit import Totals
 from pipeline.config import JobConfig
 
 
-def bill(config: JobConfig, totals: Totals) -> dict[str, str]:
-    """Lines of the bill; without a price just the hours.
+def billed_hours(config: JobConfig, totals: Totals) -> float:
+    """GPU-hours, without GPUs replica-hours, that replicas spent on committed units: starting up and what was done
+    twice come on top."""
+    return totals.seconds / 3600 * config.billed_gpus
 
-    Hours are those that replicas spent on committed units: starting up and what was done twice come on top.
-    """
-    hours = totals.seconds / 3600 * config.billed_gpus
-    lines = {"GPU-hours" if config.gpus_per_replica else "replica-hours": f"{hours:.4f}"}
+
+def hours_unit(config: JobConfig) -> str:
+    """What `billed_hours` counts."""
+    return "GPU-hours" if config.gpus_per_replica else "replica-hours"
+
+
+def bill(config: JobConfig, totals: Totals) -> dict[str, str]:
+    """Lines of the bill; without a price just the hours."""
+    hours = billed_hours(config, totals)
+    lines = {hours_unit(config): f"{hours:.4f}"}
     if config.price_per_gpu_hour is None:
         return lines
     money = hours * config.price_per_gpu_hour

@@ -57,6 +57,11 @@ class Totals(FlopSums):
             setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
 
     @property
+    def flops_spent(self) -> int:
+        """All that was computed: padding and audits cost what output costs."""
+        return self.flops + self.flops_prefix + self.flops_padding + self.flops_audit
+
+    @property
     def mean_active_layers(self) -> float:
         return self.active_layers / self.generated_tokens if self.generated_tokens else 0.0
 

@@ -183,6 +183,19 @@ class JobConfig(GenerationConfig, StorageConfig, PlanConfig):
         None, gt=0, le=1, description="stop, resumably, once audited outputs' ROUGE-L to full depth is surely below"
     )
 
+    max_flops: float | None = Field(
+        None,
+        gt=0,
+        description="stop, resumably, once committed units have spent so many FLOPs, such as 1e18: prompts, decoding, "
+        "shared prefix, padding and audits, in all sessions of the run",
+    )
+    max_gpu_hours: float | None = Field(
+        None,
+        gt=0,
+        description="stop, resumably, once committed units have taken so many GPU-hours, without GPUs replica-hours, "
+        "as in the bill, in all sessions of the run",
+    )
+
     @model_validator(mode="after")
     def _audits(self) -> Self:
         if self.min_audit_rouge is not None and not self.audit_fraction:

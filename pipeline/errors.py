@@ -13,6 +13,10 @@ class UnitsFailed(Exception):
     """All units were tried and some are recorded under `_failed/`; a rerun tries those again."""
 
 
+class NothingToDo(Exception):
+    """The job ended before it began, and that is fine: another does its work, or nothing is new."""
+
+
 def one_line(error: BaseException) -> str:
     """What a library says in several lines, for use inside such a message."""
     return " ".join(str(error).split()) or type(error).__name__

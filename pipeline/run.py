@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from engine import ModelShape
 from pipeline.backend import Backend
+from pipeline.ceiling import check_ceiling
 from pipeline.cluster import connect
 from pipeline.commit import SUCCESS_FILE, Commit, Totals, read_commits, sweep_orphans, total, write_success
 from pipeline.config import JobConfig
@@ -43,7 +44,7 @@ def run_job(config: JobConfig, backend: Backend | None = None) -> RunResult:
 
     Raises:
         JobError, ModelError, ScheduleError: input, model, schedule or output do not fit; before any model is loaded.
-        JobStopped: a signal, a storage outage or a stall ended it; a rerun resumes.
+        JobStopped: a signal, a storage outage, a stall or a cost ceiling ended it; a rerun resumes.
         UnitsFailed: some units are recorded as failed, all others are committed; a rerun tries them again.
     """
     start = time.monotonic()
@@ -90,6 +91,7 @@ def run_job(config: JobConfig, backend: Backend | None = None) -> RunResult:
 
 def _generate(job: Preparation, run: str, pending: list[WorkUnit], before: list[Commit]) -> Done:
     plan = job.plan
+    check_ceiling(job.config, total(before), plan.rows)
     task = Task(
         job.config, job.backend, job.template, job.schedule, plan.read_columns, plan.kept, job.longest_prompt, run
     )

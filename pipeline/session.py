@@ -13,6 +13,7 @@ from engine import ModelError
 from pipeline.attempts import Attempts, Next
 from pipeline.audit import fails_audit, say_failed_audit
 from pipeline.board import Board, Counts
+from pipeline.ceiling import check_ceiling, reached_ceiling
 from pipeline.cluster import replica_resources
 from pipeline.commit import SNAPSHOT_EVERY, Commit, total, write_snapshot
 from pipeline.errors import JobError, JobStopped
@@ -64,6 +65,7 @@ class Session:
         self._pending: dict[str, WorkUnit] = {}
         self._stop_reason: JobStopped | JobError | None = None
         self._stop_deadline = 0.0
+        self._spent = False  # a cost ceiling is reached
         self._counts = Counts()
         self._counted_at = 0.0
 
@@ -102,6 +104,7 @@ class Session:
             units.close()
         if self._stop_reason is not None:
             raise self._stop_reason
+        self._check_ceiling()
         self._account_for([unit.id for unit in again if unit.id not in seen])
 
     def _receive(self, parcel: Parcel) -> str:
@@ -116,6 +119,7 @@ class Session:
             self._meter.committed(commit, self._totals)
             self._check_audit()
             self._pending.pop(unit.id, None)
+            self._begin_no_more_than_allowed()
         elif parcel.failure is not None:
             self._failed(unit, parcel.failure)
         return unit.id
@@ -168,10 +172,22 @@ class Session:
         if minimum is not None and fails_audit(self._totals, minimum):
             self._stop(JobStopped(say_failed_audit(self._totals, minimum, self._plan.rows)))
 
+    def _begin_no_more_than_allowed(self) -> None:
+        """Once a ceiling is reached, units in flight finish, however long they take: they are paid for."""
+        if self._pending and not self._spent and (spent := reached_ceiling(self._task.config, self._totals)):
+            log.warning("%s are spent: units in flight finish, no other begins", spent)
+            self._spent = True
+            self._board.stop()
+
+    def _check_ceiling(self) -> None:
+        if self._spent and self._pending:
+            check_ceiling(self._task.config, self._totals, self._plan.rows)
+
     def _check_isolation(self) -> None:
         self._check()
         if self._stop_reason is not None:
             raise self._stop_reason
+        self._check_ceiling()
 
     def _check(self) -> None:
         """Look for reasons to stop; raises the reason once its time is over."""
@@ -180,10 +196,10 @@ class Session:
                 JobStopped(f"{self._interruption.signal}: units in flight were ended, start the job again to resume")
             )
         now = time.monotonic()
-        if self._stop_reason is not None:
+        if self._stop_reason is not None or self._spent:
             self._board.stop()
-            if now >= self._stop_deadline:
-                raise self._stop_reason
+        if self._stop_reason is not None and now >= self._stop_deadline:
+            raise self._stop_reason
         if now - self._counted_at < BOARD_INTERVAL_S:
             return
         self._counted_at, self._counts = now, self._board.read([])

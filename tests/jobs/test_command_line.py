@@ -13,7 +13,7 @@ from jobs import command_line
 from jobs.benchmark_engine import BenchmarkEngine
 from jobs.benchmark_pipeline import BenchmarkPipeline
 from jobs.summarize_corpus import SummarizeCorpus
-from pipeline.errors import JobError, UnitsFailed
+from pipeline.errors import JobError, NothingToDo, UnitsFailed
 from pipeline.storage import StorageGone
 
 # A value other than the default for every option.
@@ -64,6 +64,8 @@ VALUES: dict[str, Any] = {
     "s3_read_timeout_s": 5.0,
     "audit_fraction": 0.01,
     "min_audit_rouge": 0.8,
+    "max_flops": 1e18,
+    "max_gpu_hours": 12.5,
     "plan": True,
     "plan_rows": 50,
     "plan_prompts": 4,
@@ -213,6 +215,14 @@ def test_what_a_user_has_to_change_is_one_line_and_exit_code_1(
 
     assert command_line.run("job.py", job) == 1
     assert capsys.readouterr().err == "job.py: error: the model 'x' is gone\n"
+
+
+def test_nothing_to_do_is_said_and_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    def job() -> None:
+        raise NothingToDo("another job does it")
+
+    assert command_line.run("job.py", job) == 0
+    assert capsys.readouterr().err == "job.py: nothing to do: another job does it\n"
 
 
 @pytest.mark.parametrize(("error", "code", "word"), [(UnitsFailed, 3, "incomplete"), (StorageGone, 4, "stopped")])
