@@ -22,7 +22,7 @@ def check_ceiling(config: JobConfig, totals: Totals, rows: int) -> None:
     """Raises JobStopped if these totals of committed units, of a job over so many rows, have reached a ceiling."""
     spent = reached_ceiling(config, totals)
     if spent:
+        way_on = "go on with as much again" if config.incremental else "resume it with a higher ceiling or without one"
         raise JobStopped(
-            f"{spent} are spent, with {rows - totals.rows:,} of {rows:,} rows left: start the job again with a higher "
-            "ceiling, or without one, to go on"
+            f"{spent} are spent, with {rows - totals.rows:,} of {rows:,} rows left: start the job again to {way_on}"
         )

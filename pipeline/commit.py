@@ -8,7 +8,7 @@ import io
 import json
 import uuid
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -211,10 +211,17 @@ def _foreign(storage: Storage, commit: Commit, run: str) -> JobError:
     )
 
 
-def sweep_orphans(storage: Storage, commits: Iterable[Commit]) -> int:
-    """Remove data files that no commit names: what attempts left that died or came second. Returns how many."""
-    committed = {commit.file for commit in commits}
+def sweep_orphans(storage: Storage, commits: Collection[Commit], is_over: Callable[[str], bool] | None = None) -> int:
+    """Remove data files that no commit names: what attempts left that died or came second. Returns how many.
+
+    With `is_over`, only those of units that are committed, so that no other attempt can be any more, and those of which
+    it says that they never will be.
+    """
+    committed, units = {commit.file for commit in commits}, {commit.unit for commit in commits}
     orphans = [name for name in storage.names(DATA) if name not in committed]
+    if is_over is not None:
+        unit_of = {name: name.removeprefix(f"{DATA}/").rpartition("-")[0] for name in orphans}
+        orphans = [name for name, unit in unit_of.items() if unit in units or is_over(unit)]
     storage.remove(orphans)
     return len(orphans)
 

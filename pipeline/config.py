@@ -148,6 +148,11 @@ class JobConfig(GenerationConfig, StorageConfig, PlanConfig):
     input: str = Field(description="Parquet file, directory or glob: a local path or any fsspec URL such as s3://")
     output: str = Field(description="directory to write to; an unfinished run found there is resumed")
     fresh: bool = Field(False, description="delete the run found in the output and start anew, instead of resuming it")
+    incremental: bool = Field(
+        False,
+        description="do only what is new: files that earlier jobs with the same output and settings have not done, or "
+        "that have changed since, whose old rows are replaced; end at once, well, while another such job is at work",
+    )
     s3_anonymous_input: bool = Field(False, description="read a public input without credentials")
     keep_columns: list[str] | None = Field(
         None, description="input columns copied to the output; default the id column, or all columns if none is named"
@@ -187,14 +192,20 @@ class JobConfig(GenerationConfig, StorageConfig, PlanConfig):
         None,
         gt=0,
         description="stop, resumably, once committed units have spent so many FLOPs, such as 1e18: prompts, decoding, "
-        "shared prefix, padding and audits, in all sessions of the run",
+        "shared prefix, padding and audits; in all sessions of the run, of an incremental run in this one",
     )
     max_gpu_hours: float | None = Field(
         None,
         gt=0,
         description="stop, resumably, once committed units have taken so many GPU-hours, without GPUs replica-hours, "
-        "as in the bill, in all sessions of the run",
+        "as in the bill; in all sessions of the run, of an incremental run in this one",
     )
+
+    @model_validator(mode="after")
+    def _increments(self) -> Self:
+        if self.incremental and self.limit is not None:
+            raise ValueError(f"limit {self.limit} cannot be combined with incremental, which does files as a whole")
+        return self
 
     @model_validator(mode="after")
     def _audits(self) -> Self:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
 from pipeline.storage import Storage
@@ -37,7 +37,6 @@ def read_failures(storage: Storage) -> list[FailedUnit]:
     return [FailedUnit(**json.loads(content)) for content in contents if content is not None]
 
 
-def forget_failures(storage: Storage, committed: Iterable[str]) -> None:
-    """Remove the records of units that have been committed since."""
-    done = set(committed)
-    storage.remove([f"{FAILED}/{failed.unit}.json" for failed in read_failures(storage) if failed.unit in done])
+def forget_failures(storage: Storage, keep: Collection[str]) -> None:
+    """Remove the records of all units but those that a session has just given up: the others are committed, or gone."""
+    storage.remove([f"{FAILED}/{failed.unit}.json" for failed in read_failures(storage) if failed.unit not in keep])

@@ -16,7 +16,7 @@ FORECAST_FILE = "_plan.json"
 class Forecast(FlopSums):
     """Expected figures of a whole run. FLOPs as in the ledger; seconds are replica-seconds, summed over replicas."""
 
-    run: str  # fingerprint
+    run: str  # fingerprint, and if incremental also what is new
     rows: int
     work_units: int
     sampled_rows: int

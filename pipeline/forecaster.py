@@ -19,6 +19,7 @@ from pipeline.commit import Commit, read_commits, total
 from pipeline.config import JobConfig
 from pipeline.errors import JobError
 from pipeline.forecast import Forecast
+from pipeline.incremental import only_new, work_name
 from pipeline.preparation import Preparation, prepare_run
 from pipeline.read import read_units
 from pipeline.row_generator import RowGenerator
@@ -45,7 +46,9 @@ class Outputs:
 
 
 def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
-    """Rows, tokens, FLOPs, time and cost to expect. Loads a model only if `plan_prompts` asks for answers.
+    """Rows, tokens, FLOPs, time and cost to expect; of an incremental run those of what is new.
+
+    Loads a model only if `plan_prompts` asks for answers.
 
     Output lengths come from `plan_output_tokens`, else from answers to sampled prompts, else from what a run with the
     same model, prompt and sampling has committed to the output, else every row is taken to reach `max_new_tokens`.
@@ -53,8 +56,11 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
 
     Raises:
         JobError, ModelError, ScheduleError: as for a run.
+        NothingToDo: the run is incremental and nothing is new.
     """
     job = prepare_run(config, backend)
+    if config.incremental:
+        job = only_new(job)
     config, plan, shape = job.config, job.plan, job.shape
     ledger = Ledger(shape, job.schedule)
     tokenizer = job.backend.tokenizer(config)
@@ -82,7 +88,7 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
             price = config.price_per_gpu_hour * config.billed_gpus / 3600
             cost, full_cost = seconds * price, full_seconds * price
     return Forecast(
-        run=job.fingerprint,
+        run=work_name(job, plan.units),
         rows=plan.rows,
         work_units=len(plan.units),
         sampled_rows=len(prompts),

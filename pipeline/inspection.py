@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from pipeline.commit import SUCCESS_FILE, Commit, Totals, checksum, read_commits, total
 from pipeline.errors import JobError
 from pipeline.failed import FailedUnit, read_failures
+from pipeline.known_files import read_known_files, version_of
 from pipeline.run_record import claim_name, read_run
 from pipeline.storage import Storage
 
@@ -26,14 +27,13 @@ class Inspection:
 
     output: str
     run: dict[str, Any]  # the run's record
+    rows: int  # of the whole run
     commits: list[Commit]
     failed: list[FailedUnit]
     manifest: dict[str, Any] | None
-
-    @property
-    def rows(self) -> int:
-        """Of the whole run."""
-        return int(self.run["input"]["rows"])
+    # Of an incremental run:
+    replaced: list[Commit]  # of old versions of changed files, which go once the new ones are done
+    partial: set[str]  # versions of files that vanished from the input half done
 
     @property
     def totals(self) -> Totals:
@@ -67,8 +67,17 @@ def inspect(storage: Storage) -> Inspection:
     commits = read_commits(storage, claim_name(run))
     done = {commit.unit for commit in commits}
     failed = [unit for unit in read_failures(storage) if unit.unit not in done]
-    manifest = storage.read(SUCCESS_FILE)
-    return Inspection(storage.url.rstrip("/"), run, commits, failed, json.loads(manifest) if manifest else None)
+    content = storage.read(SUCCESS_FILE)
+    manifest = json.loads(content) if content else None
+    replaced: list[Commit] = []
+    known = read_known_files(storage)
+    if known:  # the run is incremental
+        current = {file.version for file in known.values()}
+        replaced = [commit for commit in commits if version_of(commit.unit) not in current]
+        commits = [commit for commit in commits if version_of(commit.unit) in current]
+    partial = {file.version for file in known.values() if file.partial}
+    rows = sum(file.rows for file in known.values()) if known else int(run["input"].get("rows", 0))
+    return Inspection(storage.url.rstrip("/"), run, rows, commits, failed, manifest, replaced, partial)
 
 
 def verify(storage: Storage, inspection: Inspection) -> list[str]:
@@ -77,8 +86,9 @@ def verify(storage: Storage, inspection: Inspection) -> list[str]:
     Reads all data files: checksums and row counts against the commits, the commits against the manifest, and the
     committed row ranges against the input's rows.
     """
+    everything = [*inspection.commits, *inspection.replaced]
     with ThreadPoolExecutor(VERIFY_THREADS) as pool:
-        found = [damage for damage in pool.map(lambda c: _check_file(storage, c), inspection.commits) if damage]
+        found = [damage for damage in pool.map(lambda c: _check_file(storage, c), everything) if damage]
     found += _check_ranges(inspection)
     if inspection.manifest is not None:
         found += _check_manifest(inspection, inspection.manifest)
@@ -105,7 +115,9 @@ def _check_ranges(inspection: Inspection) -> Iterator[str]:
             end, path, sample = 0, commit.path, commit.sample
         if commit.start < end:
             yield f"rows {commit.start} to {end - 1} of {path!r} are there twice"
-        elif commit.start > end and inspection.manifest is not None:
+        elif (
+            commit.start > end and inspection.manifest is not None and version_of(commit.unit) not in inspection.partial
+        ):
             yield f"rows {end} to {commit.start - 1} of {path!r} are missing"
         end = commit.start + commit.totals.rows
     rows = inspection.totals.rows
@@ -115,7 +127,7 @@ def _check_ranges(inspection: Inspection) -> Iterator[str]:
 
 def _check_manifest(inspection: Inspection, manifest: dict[str, Any]) -> Iterator[str]:
     listed = {entry["file"]: entry["checksum"] for entry in manifest["commits"]}
-    committed = {commit.file: commit.checksum for commit in inspection.commits}
+    committed = {commit.file: commit.checksum for commit in [*inspection.commits, *inspection.replaced]}
     if manifest.get("fingerprint") != inspection.run["fingerprint"]:
         yield f"{SUCCESS_FILE} is that of run {manifest.get('fingerprint')}, not of {inspection.run['fingerprint']}"
     for file in sorted(listed.keys() ^ committed.keys()):

@@ -1,7 +1,8 @@
 """What a run tells Prometheus through Ray: counts at commit, so that they are the ledger's, and replicas at work.
 
 Ray exports each metric as `ray_<name>` on every node's metrics port. Counters are those of one session of a run; what
-earlier sessions committed stands in `skipdecode_committed_rows` alone.
+earlier sessions committed stands in `skipdecode_committed_rows` alone. Of an incremental run, the gauges of planned and
+committed rows are about what is new.
 """
 
 from __future__ import annotations

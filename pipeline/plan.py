@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import hashlib
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -12,6 +13,7 @@ import pyarrow.parquet as pq
 
 from pipeline.config import JobConfig
 from pipeline.errors import JobError, one_line
+from pipeline.known_files import KnownFile, file_version
 from pipeline.storage import Storage, stamp
 from pipeline.template import PromptTemplate
 from pipeline.unit import WorkUnit
@@ -28,6 +30,9 @@ class InputFile:
     identity: str  # changes when the file does
     row_groups: tuple[int, ...]  # rows of each
     schema: pa.Schema
+    name: str = ""  # relative to the input
+    checksum: str | None = None  # of the content, in an incremental run where the file system has none
+    version: str = ""  # in an incremental run: names its units
 
     @property
     def rows(self) -> int:
@@ -46,6 +51,10 @@ class Plan:
     @property
     def rows(self) -> int:
         return sum(unit.rows for unit in self.units)
+
+    def without(self, done: Container[str]) -> Plan:
+        """The same plan, less the units of these ids."""
+        return replace(self, units=tuple(unit for unit in self.units if unit.id not in done))
 
     def spans(self, units: Collection[WorkUnit]) -> Iterator[list[WorkUnit]]:
         """Runs of neighbouring units of one file and sample, each for one read task to stream.
@@ -69,13 +78,18 @@ class Plan:
             yield span
 
 
-def make_plan(config: JobConfig, template: PromptTemplate) -> Plan:
+def make_plan(config: JobConfig, template: PromptTemplate, known: Mapping[str, KnownFile] | None = None) -> Plan:
     """Read the footers and check them against the configuration.
+
+    Args:
+        config: the job.
+        template: of its prompts.
+        known: the files that an incremental run has met before, None for any other run.
 
     Raises:
         JobError: no input, an unreadable file, a missing or non-string text column, columns whose types differ.
     """
-    files = _read_footers(config.input_storage().at_first())
+    files = _read_footers(config.input_storage().at_first(), known)
     types = _column_types(files)
     if config.text_column not in types:
         raise JobError(
@@ -99,10 +113,10 @@ def make_plan(config: JobConfig, template: PromptTemplate) -> Plan:
     return Plan(files, tuple(read), kept, tuple(units))
 
 
-def _read_footers(storage: Storage) -> tuple[InputFile, ...]:
+def _read_footers(storage: Storage, known: Mapping[str, KnownFile] | None) -> tuple[InputFile, ...]:
     paths = _input_paths(storage)
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-        return tuple(pool.map(lambda path: _read_footer(storage, path), paths))
+        return tuple(pool.map(lambda path: _read_footer(storage, path, known), paths))
 
 
 def _input_paths(storage: Storage) -> list[str]:
@@ -125,18 +139,32 @@ def _input_paths(storage: Storage) -> list[str]:
     return sorted(visible)
 
 
-def _read_footer(storage: Storage, path: str) -> InputFile:
+def _read_footer(storage: Storage, path: str, known: Mapping[str, KnownFile] | None) -> InputFile:
+    name, checksum, version = storage.relative(path), None, ""
     try:
         info = storage.attempt("reading", lambda: storage.fs.info(path))
         with storage.open_path(path) as stream:
             footer = pq.ParquetFile(stream)
             groups = tuple(footer.metadata.row_group(i).num_rows for i in range(footer.num_row_groups))
             schema = footer.schema_arrow
+        if known is not None:
+            checksum = _checksum(storage, path, info, known.get(name))
+            version = file_version(name, checksum or stamp(info))
     except (OSError, pa.ArrowException) as error:
         raise JobError(
             f"input file {path!r} cannot be read as Parquet ({one_line(error)}): repair it or take it out"
         ) from error
-    return InputFile(path, stamp(info), groups, schema)
+    return InputFile(path, stamp(info), groups, schema, name, checksum, version)
+
+
+def _checksum(storage: Storage, path: str, info: dict[str, Any], known: KnownFile | None) -> str | None:
+    """Of a file's content, where its file system has no ETag for it; reads the file only if its stamp is new."""
+    if info.get("ETag"):
+        return None
+    if known is not None and known.checksum is not None and known.stamp == stamp(info):
+        return known.checksum
+    with storage.open_path(path) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _column_types(files: Sequence[InputFile]) -> dict[str, pa.DataType]:
@@ -169,10 +197,12 @@ def _check_text_column(file: InputFile, column: str) -> None:
 def _units(files: Sequence[InputFile], rows_per_unit: int, limit: int | None, samples: int = 1) -> Iterator[WorkUnit]:
     left = sum(file.rows for file in files) if limit is None else limit
     for number, file in enumerate(files):
+        # New files come between old ones: an incremental run names units by the file itself, not by its place.
+        file_name = file.version or f"{number:05d}"
         for sample in range(samples):
             for start in range(0, min(file.rows, left), rows_per_unit):
                 rows = min(rows_per_unit, min(file.rows, left) - start)
-                name = f"{number:05d}-{start:09d}" + (f"-{sample:03d}" if samples > 1 else "")
+                name = f"{file_name}-{start:09d}" + (f"-{sample:03d}" if samples > 1 else "")
                 yield WorkUnit(name, file.path, start, rows, sample)
         left -= min(file.rows, left)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from engine import ModelShape, Schedule
 from pipeline.backend import Backend, SkipDecodeBackend
 from pipeline.config import JobConfig
 from pipeline.fit import choose_schedule, longest_prompt
+from pipeline.known_files import KnownFile, read_known_files
 from pipeline.plan import Plan, make_plan
 from pipeline.rows import output_schema
 from pipeline.run_record import describe_run, fingerprint
@@ -29,6 +30,7 @@ class Preparation:
     schedule: Schedule
     longest_prompt: int
     description: dict[str, Any]  # for the run record
+    known: dict[str, KnownFile] = field(default_factory=dict)  # what the output of an incremental run says of its input
 
     @property
     def fingerprint(self) -> str:
@@ -40,13 +42,14 @@ def prepare_run(config: JobConfig, backend: Backend | None = None) -> Preparatio
     backend = backend or SkipDecodeBackend()
     config = absolute_paths(config)
     template = PromptTemplate(config.prompt, config.system, config.prompt_format, config.overlong)
-    plan = make_plan(config, template)
+    known = read_known_files(config.output_storage().at_first()) if config.incremental else None
+    plan = make_plan(config, template, known)
     output_schema(plan.kept)
     shape = backend.shape(config)
     schedule = choose_schedule(config, shape)
     longest = longest_prompt(config, shape)
     description = describe_run(config, plan, schedule, backend.identity(config))
-    return Preparation(config, backend, template, plan, shape, schedule, longest, description)
+    return Preparation(config, backend, template, plan, shape, schedule, longest, description, known or {})
 
 
 def absolute_paths(config: JobConfig) -> JobConfig:

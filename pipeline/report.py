@@ -19,7 +19,7 @@ from pipeline.bill import bill
 from pipeline.chart_style import ACCENT, INK, PALE, to_svg
 from pipeline.commit import Commit, Totals
 from pipeline.config import JobConfig
-from pipeline.forecast import against_actual, read_forecast
+from pipeline.forecast import Line
 from pipeline.storage import Storage
 
 REPORT_FILE = "report.html"
@@ -36,8 +36,9 @@ def write_report(
     run: str,
     commits: Sequence[Commit],
     totals: Totals,
+    planned: Sequence[Line] = (),
 ) -> None:
-    """Render and write the report of a finished run."""
+    """Render and write the report of a finished run; `planned` compares it with the plan that was made for it."""
     stride = max(1, len(commits) // MAX_FILES)
     rows = _read_rows(storage, commits[::stride])
     kept = [name for name in rows.column_names if name not in ("generation", "error")][:1] if rows.num_rows else []
@@ -54,7 +55,7 @@ def write_report(
         totals=totals,
         config=config.model_dump(mode="json", exclude_none=True),
         facts=summary(totals, shape.layers) | bill(config, totals),
-        planned=against_actual(read_forecast(storage, run), totals),
+        planned=planned,
         charts=charts,
         label=label,
         samples=_pick(generated, SAMPLES),

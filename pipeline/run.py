@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from engine import ModelShape
@@ -14,14 +15,17 @@ from pipeline.commit import SUCCESS_FILE, Commit, Totals, read_commits, sweep_or
 from pipeline.config import JobConfig
 from pipeline.errors import JobError, UnitsFailed
 from pipeline.failed import FAILED, FailedUnit, forget_failures
+from pipeline.forecast import against_actual, read_forecast
+from pipeline.incremental import History, work_name
 from pipeline.interruption import Interruption
+from pipeline.lease import Lease
 from pipeline.plan import Plan
 from pipeline.preparation import Preparation, prepare_run
 from pipeline.report import REPORT_FILE, write_report
-from pipeline.run_record import claim_output, discard_run
+from pipeline.run_record import Claim, claim_output, discard_run
 from pipeline.session import Done, Session
 from pipeline.stages import Task
-from pipeline.unit import WorkUnit
+from pipeline.storage import Storage
 
 log = logging.getLogger(__name__)
 
@@ -45,60 +49,134 @@ def run_job(config: JobConfig, backend: Backend | None = None) -> RunResult:
     Raises:
         JobError, ModelError, ScheduleError: input, model, schedule or output do not fit; before any model is loaded.
         JobStopped: a signal, a storage outage, a stall or a cost ceiling ended it; a rerun resumes.
+        NothingToDo: another job is at work on the output of an incremental run.
         UnitsFailed: some units are recorded as failed, all others are committed; a rerun tries them again.
     """
+    with leased(config) as lease:
+        return run_leased(config, backend, lease)
+
+
+def leased(config: JobConfig) -> AbstractContextManager[Lease | None]:
+    """The lease on the output of an incremental run; other runs need none. Entering it raises NothingToDo."""
+    if config.incremental:
+        return Lease(config.output_storage())
+    return nullcontext()
+
+
+def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) -> RunResult:
+    """`run_job` under a lease that is held for longer than the run itself. Raises as `run_job`."""
     start = time.monotonic()
-    job = prepare_run(config, backend)
-    config, plan, shape, schedule, run = job.config, job.plan, job.shape, job.schedule, job.fingerprint
-    storage = config.output_storage()
-    if config.fresh:
+    job = prepare_run(config, backend)  # under the lease: an older plan might not know what another job has done since
+    storage = job.config.output_storage()
+    begun = _begin(job, storage)
+    session = _generate(begun, lease) if begun.new.units else Done()
+    if lease is not None:
+        lease.check()
+    commits = [*begun.commits, *session.commits]
+    if begun.history is not None:
+        commits = begun.history.settle(commits)
+    commits.sort(key=lambda commit: (commit.path, commit.start, commit.sample))
+    totals = total(commits)
+    if begun.claim.resuming:
+        forget_failures(storage, keep={unit.unit for unit in session.failed})
+    if session.failed:
+        _report(begun, storage, session, commits, totals)
+        raise UnitsFailed(_say_failed(session.failed, begun.work, job.config.output))
+    _check_complete(job.plan, commits)
+    begun.claim.check(storage)
+    swept = sweep_orphans(storage, commits, begun.history.is_replaced if begun.history is not None else None)
+    if swept:
+        log.info("removed %d data files that no commit names", swept)
+    if begun.new.units or storage.read(SUCCESS_FILE) is None:
+        _report(begun, storage, session, commits, totals)
+        held = begun.history.describe(commits) if begun.history is not None else {}
+        description = {**job.description, "input": job.description["input"] | held}
+        write_success(storage, {"fingerprint": job.fingerprint, **description}, commits, totals)
+    report = f"{storage.url.rstrip('/')}/{REPORT_FILE}"
+    seconds = time.monotonic() - start
+    return RunResult(job.config.output, report, begun.before.rows, totals, job.shape, seconds, session.seconds)
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A job that has looked into its output."""
+
+    job: Preparation
+    claim: Claim
+    history: History | None  # of an incremental run
+    commits: list[Commit]  # that stand
+    new: Plan  # less the units of these
+
+    @property
+    def before(self) -> Totals:
+        return total(self.commits)
+
+    @property
+    def work(self) -> Plan:
+        """What progress, messages and ceilings are about: the whole run, or if incremental what is new."""
+        return self.job.plan if self.history is None else self.new
+
+
+def _begin(job: Preparation, storage: Storage) -> _Begun:
+    if job.config.fresh:
         discard_run(storage)
     claim = claim_output(storage.at_first(), job.description)
     commits = read_commits(storage, claim.run) if claim.resuming else []
-    before = total(commits)
-    log.info(
-        "run %s: %d rows in %d units of %d files, %d rows already committed",
-        run, plan.rows, len(plan.units), len(plan.files), before.rows,
-    )  # fmt: skip
-    if schedule.is_full_depth:
+    history = None
+    if job.config.incremental:
+        history = History(storage, job, job.known if claim.resuming else {})
+        commits = history.settle(commits)
+    begun = _Begun(job, claim, history, commits, job.plan.without({commit.unit for commit in commits}))
+    if history is not None and begun.new.units:
+        storage.remove([SUCCESS_FILE])  # or it would tell readers and schedulers that nothing is left to do
+    _say_begun(begun)
+    return begun
+
+
+def _say_begun(begun: _Begun) -> None:
+    job, plan, rows = begun.job, begun.job.plan, begun.before.rows
+    if begun.history is None:
+        log.info(
+            "run %s: %d rows in %d units of %d files, %d rows already committed",
+            job.fingerprint, plan.rows, len(plan.units), len(plan.files), rows,
+        )  # fmt: skip
+    elif begun.new.units:
+        files = {unit.path for unit in begun.new.units}
+        log.info(
+            "run %s: %d of %d files are new or changed: %d rows in %d units to do, %d rows already committed",
+            job.fingerprint, len(files), len(plan.files), begun.new.rows, len(begun.new.units), rows,
+        )  # fmt: skip
+    else:
+        log.info("run %s: nothing is new: all %d files are done, %d rows", job.fingerprint, len(plan.files), rows)
+    if job.schedule.is_full_depth:
         log.info("full depth: nothing is skipped (target_speedup or schedule would)")
-    done_units = {commit.unit for commit in commits}
-    pending = [unit for unit in plan.units if unit.id not in done_units]
-    session = Done()
-    if pending:
-        session = _generate(job, claim.run, pending, commits)
-        commits = commits + session.commits
-    commits.sort(key=lambda commit: commit.unit)
-    totals = total(commits)
-    if claim.resuming:
-        forget_failures(storage, (commit.unit for commit in commits))
-    report = f"{storage.url.rstrip('/')}/{REPORT_FILE}"
-    if session.failed:
-        write_report(storage, config, shape, schedule, run, commits, totals)
-        raise UnitsFailed(_say_failed(session.failed, plan, config.output))
-    if totals.rows != plan.rows:
-        raise JobError(f"{totals.rows} of {plan.rows} rows are committed: start the job again to resume it")
-    claim.check(storage)
-    swept = sweep_orphans(storage, commits)
-    if swept:
-        log.info("removed %d data files that no commit names", swept)
-    if pending or storage.read(SUCCESS_FILE) is None:
-        write_report(storage, config, shape, schedule, run, commits, totals)
-        write_success(storage, {"fingerprint": run, **job.description}, commits, totals)
-    seconds = time.monotonic() - start
-    return RunResult(config.output, report, before.rows, totals, shape, seconds, session.seconds)
 
 
-def _generate(job: Preparation, run: str, pending: list[WorkUnit], before: list[Commit]) -> Done:
-    plan = job.plan
-    check_ceiling(job.config, total(before), plan.rows)
+def _generate(begun: _Begun, lease: Lease | None) -> Done:
+    job, plan = begun.job, begun.work
+    check_ceiling(job.config, Totals() if job.config.incremental else begun.before, plan.rows)
     task = Task(
-        job.config, job.backend, job.template, job.schedule, plan.read_columns, plan.kept, job.longest_prompt, run
-    )
+        job.config, job.backend, job.template, job.schedule, plan.read_columns, plan.kept, job.longest_prompt,
+        begun.claim.run,
+    )  # fmt: skip
     connect(job.config.ray_address)
     # After connecting, for Ray sets handlers of its own.
     with Interruption() as interruption:
-        return Session(task, plan, before, interruption).run(pending)
+        return Session(task, plan, begun.commits, interruption, lease).run(list(begun.new.units))
+
+
+def _check_complete(plan: Plan, commits: list[Commit]) -> None:
+    committed = {commit.unit: commit.totals.rows for commit in commits}
+    rows = sum(committed.get(unit.id, 0) for unit in plan.units)
+    if rows != plan.rows:
+        raise JobError(f"{rows} of {plan.rows} rows are committed: start the job again to resume it")
+
+
+def _report(begun: _Begun, storage: Storage, session: Done, commits: list[Commit], totals: Totals) -> None:
+    job = begun.job
+    forecast = read_forecast(storage, work_name(job, begun.new.units))
+    lines = against_actual(forecast, totals if begun.history is None else total(session.commits))
+    write_report(storage, job.config, job.shape, job.schedule, job.fingerprint, commits, totals, lines)
 
 
 def _say_failed(failed: list[FailedUnit], plan: Plan, output: str) -> str:

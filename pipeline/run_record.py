@@ -14,6 +14,7 @@ from pipeline.commit import COMMITS, DATA, SNAPSHOT_FILE, SUCCESS_FILE
 from pipeline.config import JobConfig
 from pipeline.errors import JobError, one_line
 from pipeline.failed import FAILED
+from pipeline.known_files import INPUTS_FILE
 from pipeline.plan import Plan
 from pipeline.report import REPORT_FILE
 from pipeline.storage import Storage
@@ -25,16 +26,28 @@ MOST_SHOWN = 60  # characters of a value in a message
 def describe_run(config: JobConfig, plan: Plan, schedule: Schedule, model_identity: str) -> dict[str, Any]:
     """The parts of the fingerprint, in words a person can compare."""
     prompt_fields = ("text_column", "system", "prompt", "prompt_format", "max_prompt_tokens", "overlong")
-    files = {file.path: [file.identity, file.rows] for file in plan.files}
     return {
         "model": [config.model, model_identity, config.dtype],
         "schedule": schedule.to_dict(),
         "sampling": config.sampling().to_dict() | {"samples_per_prompt": config.samples_per_row},
         "prompt": {name: getattr(config, name) for name in prompt_fields},
-        "input": {"files": len(files), "digest": _digest(files), "rows": plan.rows, "kept": plan.kept.names},
+        "input": _describe_input(config, plan),
         "rows_per_unit": config.rows_per_unit,
         "version": engine.__version__,
     }
+
+
+def _describe_input(config: JobConfig, plan: Plan) -> dict[str, Any]:
+    if config.incremental:
+        # Files may come, change and go; where they lie belongs to the run, for another input may have the same names in
+        # it, and so do the types of their columns, for all of the output has one schema.
+        return {
+            "incremental": True,
+            "root": config.input,
+            "kept": [f"{field.name}: {field.type}" for field in plan.kept],
+        }
+    files = {file.path: [file.identity, file.rows] for file in plan.files}
+    return {"files": len(files), "digest": _digest(files), "rows": plan.rows, "kept": plan.kept.names}
 
 
 def fingerprint(description: dict[str, Any]) -> str:
@@ -105,7 +118,7 @@ def discard_run(storage: Storage) -> None:
     storage.remove([SUCCESS_FILE, SNAPSHOT_FILE])
     for folder in (COMMITS, FAILED, DATA):  # commits before the data they name
         storage.remove(storage.names(folder))
-    storage.remove([REPORT_FILE, RUN_FILE])
+    storage.remove([REPORT_FILE, INPUTS_FILE, RUN_FILE])
 
 
 def _changes(was: Any, now: Any, name: str = "") -> list[tuple[str, Any, Any]]:

@@ -20,6 +20,7 @@ from pipeline.errors import JobError, JobStopped
 from pipeline.failed import FailedUnit, record_failure
 from pipeline.interruption import Interruption
 from pipeline.isolation import Isolation
+from pipeline.lease import Lease
 from pipeline.metrics import RunMeter
 from pipeline.plan import Plan
 from pipeline.progress import ProgressReporter
@@ -48,20 +49,31 @@ class Done:
 class Session:
     """Runs the pending units of a plan on the connected cluster."""
 
-    def __init__(self, task: Task, plan: Plan, before: list[Commit], interruption: Interruption) -> None:
+    def __init__(
+        self,
+        task: Task,
+        plan: Plan,
+        before: list[Commit],
+        interruption: Interruption,
+        lease: Lease | None = None,
+    ) -> None:
+        """`plan` is what progress, audits and ceilings are about; `before` are the commits of earlier sessions."""
         self._task = task
         self._plan = plan
-        self._before = before  # commits of earlier sessions
+        self._before = before
+        self._lease = lease
+        # What an incremental run has committed earlier is no part of its plan, which holds but what is new.
+        counted = [] if task.config.incremental else before
         self._interruption = interruption
         self._storage = task.config.output_storage()
         self._resources = replica_resources(task.config)
         self._board = Board()
-        self._progress = ProgressReporter(self._board, plan.rows, total(before))
+        self._progress = ProgressReporter(self._board, plan.rows, total(counted))
         self._meter = RunMeter(task.run, plan.rows)
         self._attempts = Attempts(task.config.unit_attempts)
         self._watchdog = Watchdog(task.config.stall_minutes * 60)
         self._done = Done()
-        self._totals = total(before)
+        self._totals = total(counted)
         self._pending: dict[str, WorkUnit] = {}
         self._stop_reason: JobStopped | JobError | None = None
         self._stop_deadline = 0.0
@@ -195,6 +207,8 @@ class Session:
             self._stop(
                 JobStopped(f"{self._interruption.signal}: units in flight were ended, start the job again to resume")
             )
+        if self._lease is not None and self._lease.lost:
+            self._stop(JobStopped(self._lease.lost))
         now = time.monotonic()
         if self._stop_reason is not None or self._spent:
             self._board.stop()

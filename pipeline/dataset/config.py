@@ -63,6 +63,10 @@ class DatasetConfig(JobConfig):
     def _formats(self) -> Self:
         if self.output_format == "openai-batch" and self.input_format != "openai-batch":
             raise ValueError("output_format openai-batch answers requests: it needs input_format openai-batch")
+        if self.incremental and self.input_format == "openai-batch":
+            raise ValueError(
+                "incremental looks for new Parquet files: requests of input_format openai-batch are one file"
+            )
         if self.samples_per_prompt > 1 and not self.temperature and self.input_format == "parquet":
             raise ValueError("samples_per_prompt above 1 needs a temperature above 0: greedy samples are all the same")
         if self.max_chars is not None and self.max_chars < self.min_chars:

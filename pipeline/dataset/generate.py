@@ -13,14 +13,14 @@ import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from pipeline.backend import Backend
-from pipeline.commit import SUCCESS_FILE, Commit, read_commits
+from pipeline.commit import SUCCESS_FILE, Commit, checksum, read_commits
 from pipeline.dataset import openai_batch
 from pipeline.dataset.card import write_card
 from pipeline.dataset.config import DatasetConfig
 from pipeline.dataset.filters import Filters
 from pipeline.dataset.shards import ShardWriter
 from pipeline.errors import JobError, one_line
-from pipeline.run import RunResult, run_job
+from pipeline.run import RunResult, leased, run_leased
 from pipeline.storage import Storage
 
 GENERATION = "_generation"  # the run's own output, below the data set's directory
@@ -74,29 +74,37 @@ def generate_dataset(config: DatasetConfig, backend: Backend | None = None) -> D
     """Run, filter, publish. Rerun to resume; other filters on the same run filter its committed rows again.
 
     Raises:
-        JobError, ModelError, ScheduleError, JobStopped, UnitsFailed: as `run_job`.
+        JobError, ModelError, ScheduleError, JobStopped, NothingToDo, UnitsFailed: as `run_job`.
     """
     Filters(config)  # a schema that cannot be used should not come to light after a night of generation
     job = generation_config(config)
-    storage = config.output_storage()
-    if config.fresh:
-        storage.at_first().remove([MANIFEST])  # what it lists will have been made by another run
-    result = run_job(job, backend)
+    with leased(job) as lease:
+        storage = config.output_storage()
+        if config.fresh:
+            storage.at_first().remove([MANIFEST])  # what it lists will have been made by another run
+        result = run_leased(job, backend, lease)
+        manifest = _publish(config, job, storage, result)
+    return DatasetResult(
+        config.output, result, manifest["rows"], manifest["dropped"], [entry["file"] for entry in manifest["files"]]
+    )
+
+
+def _publish(config: DatasetConfig, job: DatasetConfig, storage: Storage, result: RunResult) -> dict[str, Any]:
+    """The data set's manifest; what it lists is written unless it is there as it should be."""
     filters = Filters(config)
     success = json.loads(job.output_storage().read(SUCCESS_FILE) or b"{}")
+    commits = checksum(json.dumps(success["commits"]).encode())  # an incremental run has more of them every night
     wanted = json.loads(json.dumps(
-        {"run": success["fingerprint"], "filters": filters.described, "format": config.output_format,
-         "rows_per_shard": config.rows_per_shard}
+        {"run": success["fingerprint"], "commits": commits, "filters": filters.described,
+         "format": config.output_format, "rows_per_shard": config.rows_per_shard}
     ))  # fmt: skip
-    manifest = json.loads(storage.read(MANIFEST) or b"{}")
+    manifest: dict[str, Any] = json.loads(storage.read(MANIFEST) or b"{}")
     if {name: manifest.get(name) for name in wanted} != wanted:
         storage.remove([MANIFEST])  # what it lists is about to be replaced
         publish = _publish_responses if config.output_format == "openai-batch" else _publish_shards
         manifest = {**wanted, **publish(config, job, storage, filters, success, result)}
         storage.write(MANIFEST, json.dumps(manifest, indent=1).encode())
-    return DatasetResult(
-        config.output, result, manifest["rows"], manifest["dropped"], [entry["file"] for entry in manifest["files"]]
-    )
+    return manifest
 
 
 def _publish_shards(
@@ -104,7 +112,7 @@ def _publish_shards(
     result: RunResult,
 ) -> dict[str, Any]:  # fmt: skip
     writer: ShardWriter | None = None
-    for table in _committed(job.output_storage()):
+    for table in _committed(job.output_storage(), success):
         keep = [filters.reason_to_drop(row) is None for row in table.to_pylist()]
         kept = table.filter(pa.array(keep, pa.bool_())).drop_columns(list(LEFT_OUT))
         writer = writer or ShardWriter(storage, kept.schema, config.rows_per_shard)
@@ -126,7 +134,7 @@ def _publish_responses(
 ) -> dict[str, Any]:  # fmt: skip
     rows = [
         {**row, "dropped": filters.reason_to_drop(row)}
-        for table in _committed(job.output_storage())
+        for table in _committed(job.output_storage(), success)
         for row in table.to_pylist()
     ]
     answers, errors = openai_batch.responses(rows, success["fingerprint"], config.model, int(time.time()))
@@ -137,10 +145,11 @@ def _publish_responses(
     return {"rows": filters.kept, "dropped": dict(filters.dropped), "files": files}
 
 
-def _committed(storage: Storage) -> Iterator[pa.Table]:
-    """Committed rows in input order, with the number of their sample."""
-    commits = sorted(read_commits(storage), key=lambda commit: (commit.path, commit.start, commit.sample))
-    for commit in commits:
+def _committed(storage: Storage, success: dict[str, Any]) -> Iterator[pa.Table]:
+    """Rows of the run's manifest in input order, with the number of their sample."""
+    listed = {entry["file"] for entry in success["commits"]}
+    commits = [commit for commit in read_commits(storage) if commit.file in listed]
+    for commit in sorted(commits, key=lambda commit: (commit.path, commit.start, commit.sample)):
         yield _read(storage, commit)
 
 

@@ -64,6 +64,7 @@ VALUES: dict[str, Any] = {
     "s3_read_timeout_s": 5.0,
     "audit_fraction": 0.01,
     "min_audit_rouge": 0.8,
+    "incremental": True,
     "max_flops": 1e18,
     "max_gpu_hours": 12.5,
     "plan": True,

@@ -53,8 +53,8 @@ def test_the_message_names_spent_ceiling_rows_left_and_the_way_on(job: Job) -> N
     with pytest.raises(JobStopped) as stopped:
         check_ceiling(job(max_flops=1e18), Totals(rows=1000, flops_decode=12 * 10**17), 3500)
     assert str(stopped.value) == (
-        "1.2e+18 FLOPs of max_flops 1e+18 are spent, with 2,500 of 3,500 rows left: start the job again with a "
-        "higher ceiling, or without one, to go on"
+        "1.2e+18 FLOPs of max_flops 1e+18 are spent, with 2,500 of 3,500 rows left: start the job again to "
+        "resume it with a higher ceiling or without one"
     )
 
 

@@ -11,12 +11,16 @@ import datasets
 import pytest
 import yaml
 from engine_double import Echo, EchoBackend, NoEngineBackend
+from inline_session import without_ray
 from openai.types.chat import ChatCompletion
+from pydantic import ValidationError
 
 from pipeline.commit import read_commits
 from pipeline.dataset.config import DatasetConfig
 from pipeline.dataset.generate import GENERATION, generate_dataset
+from pipeline.errors import NothingToDo
 from pipeline.inspection import inspect, verify
+from pipeline.lease import Lease
 from pipeline.storage import Storage
 
 TEXTS = [f"text {number:02d} {'x' * number}" for number in range(12)] + ["TEXT 03 xxx"]
@@ -97,3 +101,32 @@ def test_a_batch_of_requests_is_answered_request_by_request(tmp_path: Path) -> N
     assert completion.choices[0].message.content == "said \x01user: hello\x02"
     assert (tmp_path / "set/errors.jsonl").read_text() == ""
     assert result.files == ["output.jsonl", "errors.jsonl"]
+
+
+def test_an_incremental_data_set_grows_with_its_input(
+    config: Callable[..., DatasetConfig],
+    tmp_path: Path,
+    write_parquet: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = without_ray(monkeypatch)
+    given = config(incremental=True, samples_per_prompt=2, duplicates="keep", max_new_tokens=50)
+    assert generate_dataset(given, EchoBackend()).kept == 2 * len(TEXTS)
+    units = session.units_done
+    write_parquet(tmp_path / "in/1.parquet", {"id": [100, 101], "text": ["new 0", "new 1"]})
+    assert generate_dataset(given, EchoBackend()).kept == 2 * (len(TEXTS) + 2)
+    assert session.units_done == units + 2
+    assert verify(Storage(f"{given.output}/{GENERATION}"), inspect(Storage(f"{given.output}/{GENERATION}"))) == []
+
+    loaded = datasets.load_dataset(given.output, split="train", cache_dir=str(tmp_path / "cache"))
+    assert sorted(loaded["generation"]) == sorted(2 * [*TEXTS, "new 0", "new 1"])
+    before = (tmp_path / "set/README.md").stat().st_mtime_ns
+    assert generate_dataset(given, NoEngineBackend()).kept == 2 * (len(TEXTS) + 2)
+    assert (tmp_path / "set/README.md").stat().st_mtime_ns == before
+    with Lease(Storage(f"{given.output}/{GENERATION}")), pytest.raises(NothingToDo):
+        generate_dataset(given, NoEngineBackend())
+
+
+def test_requests_are_not_done_incrementally() -> None:
+    with pytest.raises(ValidationError, match="incremental looks for new Parquet files"):
+        DatasetConfig(input="in.jsonl", output="out", input_format="openai-batch", incremental=True)

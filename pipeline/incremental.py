@@ -1,0 +1,120 @@
+"""An incremental run: what is new in its input, and what a changed file's new version replaces in its output."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from pipeline.commit import COMMITS, SUCCESS_FILE, Commit, read_commits
+from pipeline.errors import NothingToDo
+from pipeline.known_files import KnownFile, version_of, write_known_files
+from pipeline.plan import InputFile
+from pipeline.preparation import Preparation
+from pipeline.run_record import claim_name, read_run
+from pipeline.storage import Storage
+from pipeline.unit import WorkUnit
+
+log = logging.getLogger(__name__)
+
+
+class History:
+    """What an output holds of each input file, over all jobs that have written to it."""
+
+    def __init__(self, storage: Storage, job: Preparation, known: Mapping[str, KnownFile]) -> None:
+        """`known` is the output's record."""
+        self._storage = storage
+        self._files = job.plan.files
+        self._rows: Counter[str] = Counter()  # by version, of the files that are there
+        for unit in job.plan.units:
+            self._rows[version_of(unit.id)] += unit.rows
+        self._known = dict(known)
+        self._replaced: set[str] = set()
+
+    def settle(self, commits: Sequence[Commit]) -> list[Commit]:
+        """Record what these commits, all there are, have done, and retire those of versions that were replaced.
+
+        A file's old version counts until every unit of the new one is committed. Dying anywhere in here is harmless:
+        the next job comes to the same result. Returns the commits that stay. StorageGone, StorageRefused.
+        """
+        committed: Counter[str] = Counter()
+        for commit in commits:
+            committed[version_of(commit.unit)] += commit.totals.rows
+        there = {file.name: self._found(file, committed) for file in self._files}
+        gone = {name: _vanished(name, file, committed) for name, file in self._known.items() if name not in there}
+        if there | gone != self._known:
+            self._known = there | gone
+            write_known_files(self._storage, self._known)
+        self._replaced = {version for file in self._known.values() for version in file.replaced}
+        stale = [commit for commit in commits if self.is_replaced(commit.unit)]
+        if stale:
+            log.info("%d units are of versions of files that were replaced since: taken out", len(stale))
+            # The manifest lists them; their data is swept at the end.
+            self._storage.remove([SUCCESS_FILE])
+            self._storage.remove([f"{COMMITS}/{commit.unit}.json" for commit in stale])
+        return [commit for commit in commits if not self.is_replaced(commit.unit)]
+
+    def describe(self, commits: Sequence[Commit]) -> dict[str, int]:
+        """For the manifest: of how much input these commits, those that stay, are the output."""
+        return {"files": len({commit.path for commit in commits}), "rows": sum(c.totals.rows for c in commits)}
+
+    def is_replaced(self, unit: str) -> bool:
+        """Whether a unit belongs to a version of a file that no longer counts, so that it can't be committed for good.
+
+        Of a unit that is unknown that cannot be said: a job that took over the lease might be doing it.
+        """
+        return version_of(unit) in self._replaced
+
+    def _found(self, file: InputFile, committed: Mapping[str, int]) -> KnownFile:
+        before, rows = self._known.get(file.name), self._rows[file.version]
+        done = None if before is None else _done(before, committed)
+        if committed[file.version] == rows:
+            done = file.version
+        past = _past(before, {file.version, done})
+        return KnownFile(file.identity, file.checksum, file.version, rows, done, past)
+
+
+def _vanished(name: str, before: KnownFile, committed: Mapping[str, int]) -> KnownFile:
+    """A file that is gone from the input keeps its output: its last version that is whole, else what there is."""
+    done = _done(before, committed)
+    version, partial = done or before.version, before.partial or done is None
+    if done is None:
+        log.warning(
+            "input file %r vanished when %d of its %d rows were done: these stay", name, committed[version], before.rows
+        )
+    past = _past(before, {version})
+    return replace(before, version=version, rows=committed[version], done=version, replaced=past, partial=partial)
+
+
+def _done(file: KnownFile, committed: Mapping[str, int]) -> str | None:
+    return file.version if committed[file.version] == file.rows else file.done
+
+
+def _past(file: KnownFile | None, counting: set[str | None]) -> tuple[str, ...]:
+    if file is None:
+        return ()
+    versions = {file.version, file.done, *file.replaced} - counting
+    return tuple(sorted(version for version in versions if version is not None))
+
+
+def only_new(job: Preparation) -> Preparation:
+    """The same job over nothing but the units that are not committed. Raises NothingToDo if all are; JobError."""
+    storage = job.config.output_storage()
+    record = None if job.config.fresh else read_run(storage)
+    commits = []
+    if record is not None and record["fingerprint"] == job.fingerprint:
+        commits = read_commits(storage, claim_name(record))
+    plan = job.plan.without({commit.unit for commit in commits})
+    if not plan.units:
+        raise NothingToDo(f"nothing is new: all {len(job.plan.files)} files of {job.config.input!r} are done")
+    return replace(job, plan=plan)
+
+
+def work_name(job: Preparation, units: Iterable[WorkUnit]) -> str:
+    """What a plan of this job is named by: the run, and if incremental also the units that are new."""
+    if not job.config.incremental:
+        return job.fingerprint
+    digest = hashlib.sha256("\n".join(sorted(unit.id for unit in units)).encode()).hexdigest()
+    return f"{job.fingerprint}-{digest[:16]}"

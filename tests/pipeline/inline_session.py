@@ -1,0 +1,60 @@
+"""A session without Ray: units are done one after the other in this process, through the same stages' functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from engine_double import Echo
+
+from pipeline import run
+from pipeline.commit import Commit, commit_unit
+from pipeline.errors import JobStopped
+from pipeline.interruption import Interruption
+from pipeline.lease import Lease
+from pipeline.plan import Plan
+from pipeline.row_generator import RowGenerator
+from pipeline.rows import generate
+from pipeline.session import Done
+from pipeline.stages import Task
+from pipeline.unit import WorkUnit
+
+
+class InlineSession:
+    """Stands in for `Session`; stops after so many units, if told to."""
+
+    stop_after: int | None = None
+    units_done = 0
+
+    def __init__(
+        self, task: Task, plan: Plan, before: list[Commit], interruption: Interruption, lease: Lease | None
+    ) -> None:
+        self._task, self._plan = task, plan
+
+    def run(self, pending: list[WorkUnit]) -> Done:
+        done = Done()
+        for unit in self._units(pending):
+            done.commits.append(unit)
+            InlineSession.units_done += 1
+            if len(done.commits) == InlineSession.stop_after:
+                raise JobStopped("told to")
+        return done
+
+    def _units(self, pending: list[WorkUnit]) -> Iterator[Commit]:
+        task = self._task
+        engine = task.backend.engine(task.config, None)
+        assert isinstance(engine, Echo)
+        generator = RowGenerator(engine, task.config.sampling(), task.schedule, 32)
+        for span in self._plan.spans(pending):
+            for unit, prepared in task.prepared(span):
+                output = generate(prepared, [str(row) for row in range(unit.rows)], generator)
+                yield commit_unit(task.config.output_storage(), unit, output, 0, 3600.0, task.run)
+
+
+def without_ray(patch: pytest.MonkeyPatch) -> type[InlineSession]:
+    """Let `run_job` generate so; each unit takes an hour of a replica's time, as far as the books go."""
+    patch.setattr(run, "Session", InlineSession)
+    patch.setattr(run, "connect", lambda address: None)
+    patch.setattr(InlineSession, "stop_after", None)
+    patch.setattr(InlineSession, "units_done", 0)
+    return InlineSession

@@ -1,0 +1,677 @@
+"""Incremental runs: only what is new is done, a changed file's rows are replaced, and one job works at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from engine_double import Echo, EchoBackend, NoEngineBackend
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from inline_session import InlineSession, without_ray
+from pydantic import ValidationError
+from servers import BUCKET, S3Server, wait_until
+
+from jobs import inspect_run, summarize_corpus
+from pipeline import incremental, lease, run
+from pipeline.commit import COMMITS, read_commits
+from pipeline.config import JobConfig
+from pipeline.errors import JobError, JobStopped, NothingToDo, UnitsFailed
+from pipeline.failed import read_failures, record_failure
+from pipeline.forecast import write_forecast
+from pipeline.forecaster import forecast_run
+from pipeline.inspection import inspect, verify
+from pipeline.known_files import read_known_files
+from pipeline.lease import Holder, Lease
+from pipeline.run import run_job
+from pipeline.storage import Storage
+
+Job = Callable[..., JobConfig]
+WriteParquet = Callable[..., Path]
+Put = Callable[..., None]
+
+
+@pytest.fixture
+def put(tmp_path: Path, write_parquet: WriteParquet) -> Put:
+    """Writes an input file of so many rows; its texts name file, version and row."""
+
+    def write(name: str, rows: int, version: str = "v1") -> None:
+        texts = [f"{name} {version} {row}" for row in range(rows)]
+        write_parquet(tmp_path / f"in/{name}.parquet", {"text": pa.array(texts, pa.string())})
+
+    return write
+
+
+@pytest.fixture
+def nightly(job: Job) -> Job:
+    """An incremental job in units of four rows."""
+    return lambda **options: job(**{"incremental": True, "rows_per_unit": 4, "max_new_tokens": 40, **options})
+
+
+@pytest.fixture
+def inline(monkeypatch: pytest.MonkeyPatch) -> type[InlineSession]:
+    return without_ray(monkeypatch)
+
+
+def by(name: str) -> EchoBackend:
+    """An engine whose generations begin with a name."""
+    return EchoBackend(Echo(f"{name}: "))
+
+
+def generations(output: str) -> list[str]:
+    """What a reader finds through the manifest, sorted; nothing else lies beside it."""
+    manifest = json.loads(Path(output, "_SUCCESS.json").read_text())
+    files = [entry["file"] for entry in manifest["commits"]]
+    assert {f"data/{path.name}" for path in Path(output, "data").iterdir()} == set(files)
+    rows = [row for file in files for row in pq.read_table(Path(output, file)).to_pylist()]
+    assert manifest["totals"]["rows"] == manifest["input"]["rows"] == len(rows)
+    found = inspect(Storage(output))
+    assert (found.state, found.rows, found.replaced) == ("done", len(rows), [])
+    assert verify(Storage(output), found) == []
+    assert all(row["generation"].split(": ")[1] == row["text"] for row in rows)
+    return sorted(row["generation"] for row in rows)
+
+
+def texts(by: str, name: str, rows: int, version: str = "v1") -> list[str]:
+    return [f"{by}: {name} {version} {row}" for row in range(rows)]
+
+
+def everything(*parts: Sequence[str]) -> list[str]:
+    return sorted(text for part in parts for text in part)
+
+
+def snapshot(output: str) -> dict[Path, int]:
+    """Every file of an output but the lease, with its time."""
+    return {path: path.stat().st_mtime_ns for path in Path(output).rglob("*") if "_lease" not in path.parts}
+
+
+@pytest.mark.usefixtures("cluster")
+def test_on_ray_a_night_does_new_and_changed_files_and_no_others(nightly: Job, put: Put) -> None:
+    config = nightly()
+    put("a", 6)
+    put("c", 9)
+    run_job(config, by("one"))
+    put("b", 5)
+    put("c", 7, "v2")
+    result = run_job(config, by("two"))
+    expected = everything(texts("one", "a", 6), texts("two", "b", 5), texts("two", "c", 7, "v2"))
+    assert generations(config.output) == expected
+    assert (result.rows_resumed, result.totals.rows) == (15, 18)
+
+
+@pytest.mark.usefixtures("inline")
+def test_progress_messages_and_manifest_say_what_is_new_and_what_is_there(
+    nightly: Job, put: Put, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "pipeline")
+    put("b", 6)
+    put("empty", 0)
+    run_job(nightly(), by("one"))
+    assert "2 of 2 files" not in caplog.text
+    put("a", 9)
+    run_job(nightly(), by("two"))
+    assert ": 1 of 3 files are new or changed: 9 rows in 3 units to do, 6 rows already committed" in caplog.text
+    manifest = json.loads(Path(nightly().output, "_SUCCESS.json").read_text())
+    assert (manifest["input"]["files"], manifest["input"]["rows"], manifest["totals"]["rows"]) == (2, 15, 15)
+    # Files in the order of their names, rows in order.
+    commits = {commit.file: commit for commit in read_commits(Storage(nightly().output))}
+    listed = [(Path(commits[entry["file"]].path).stem, commits[entry["file"]].start) for entry in manifest["commits"]]
+    assert listed == [("a", 0), ("a", 4), ("a", 8), ("b", 0), ("b", 4)]
+
+
+def test_with_nothing_new_no_cluster_and_no_engine_is_started_and_nothing_written(
+    nightly: Job,
+    put: Put,
+    inline: type[InlineSession],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    put("a", 6)
+    run_job(nightly(), by("one"))
+    before = snapshot(nightly().output)
+    monkeypatch.setattr(run, "connect", None)
+    caplog.set_level("INFO", "pipeline")
+    assert run_job(nightly(), NoEngineBackend()).totals.rows == 6
+    assert "nothing is new: all 1 files are done, 6 rows" in caplog.text
+    assert snapshot(nightly().output) == before
+
+
+@pytest.mark.usefixtures("inline")
+def test_a_file_that_was_copied_again_is_not_new_and_is_read_but_once(
+    nightly: Job, put: Put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put("a", 6)
+    run_job(nightly(), by("one"))
+    path = tmp_path / "in/a.parquet"
+    os.utime(path, (1e9, 1e9))
+    run_job(nightly(), NoEngineBackend())
+    assert read_known_files(Storage(nightly().output))["a.parquet"].stamp.endswith("1000000000.0")
+    monkeypatch.setattr("pipeline.plan.hashlib.file_digest", None)
+    run_job(nightly(), NoEngineBackend())
+
+
+@pytest.mark.usefixtures("inline")
+def test_a_file_that_vanished_keeps_its_output_and_comes_back_done(nightly: Job, put: Put, tmp_path: Path) -> None:
+    config = nightly()
+    put("a", 6)
+    put("b", 5)
+    run_job(config, by("one"))
+    away = (tmp_path / "in/a.parquet").rename(tmp_path / "a.parquet")
+    put("c", 3)
+    run_job(config, by("two"))
+    expected = everything(texts("one", "a", 6), texts("one", "b", 5), texts("two", "c", 3))
+    assert generations(config.output) == expected
+    away.rename(tmp_path / "in/a.parquet")
+    run_job(config, NoEngineBackend())
+    assert generations(config.output) == expected
+
+
+def test_until_a_changed_file_is_done_its_old_rows_stay_and_nothing_claims_to_be_complete(
+    nightly: Job,
+    put: Put,
+    inline: type[InlineSession],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = nightly()
+    put("a", 6)
+    put("b", 9)
+    run_job(config, by("one"))
+    put("b", 10, "v2")
+    inline.stop_after = 2
+    with pytest.raises(JobStopped):
+        run_job(config, by("two"))
+    assert not Path(config.output, "_SUCCESS.json").exists()
+    found = inspect(Storage(config.output))
+    assert (found.state, found.rows, found.totals.rows) == ("unfinished", 16, 14)
+    assert sum(commit.totals.rows for commit in found.replaced) == 9
+    assert verify(Storage(config.output), found) == []
+    monkeypatch.setattr(sys, "argv", ["inspect_run.py", config.output, "--verify"])
+    assert inspect_run.main() == 4
+    assert "14 of 16 rows in 4 units" in " ".join(capsys.readouterr().out.split())
+
+    inline.stop_after = None
+    run_job(config, by("three"))
+    expected = everything(texts("one", "a", 6), texts("two", "b", 10, "v2")[:8], texts("three", "b", 10, "v2")[8:])
+    assert generations(config.output) == expected
+
+
+def test_a_file_that_vanishes_half_done_in_its_new_version_keeps_its_old_rows(
+    nightly: Job, put: Put, inline: type[InlineSession], tmp_path: Path
+) -> None:
+    config = nightly()
+    put("a", 6)
+    put("b", 9)
+    run_job(config, by("one"))
+    for version in ("v2", "v3"):  # of the second nothing is left once there is a third
+        put("b", 10, version)
+        inline.stop_after = 1
+        with pytest.raises(JobStopped):
+            run_job(config, by(version))
+    assert len(read_commits(Storage(config.output))) == 2 + 3 + 1
+    (tmp_path / "in/b.parquet").unlink()
+    run_job(config, NoEngineBackend())
+    assert generations(config.output) == everything(texts("one", "a", 6), texts("one", "b", 9))
+
+
+def test_a_file_that_vanishes_half_done_for_the_first_time_keeps_what_is_done(
+    nightly: Job, put: Put, inline: type[InlineSession], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = nightly()
+    put("a", 10)
+    put("b", 2)
+    inline.stop_after = 2
+    with pytest.raises(JobStopped):
+        run_job(config, by("one"))
+    first, _ = read_commits(Storage(config.output))
+    Path(config.output, f"_commits/{first.unit}.json").unlink()  # as if the second unit had been the faster one
+    away = (tmp_path / "in/a.parquet").rename(tmp_path / "a.parquet")
+    inline.stop_after = None
+    run_job(config, by("two"))
+    assert "'a.parquet' vanished when 4 of its 10 rows were done" in caplog.text
+    Path(config.output, first.file).unlink()  # its attempt might be another job's
+    assert generations(config.output) == everything(texts("one", "a", 8)[4:], texts("two", "b", 2))
+    away.rename(tmp_path / "in/a.parquet")
+    run_job(config, by("three"))
+    a = [*texts("three", "a", 4), *texts("one", "a", 8)[4:], *texts("three", "a", 10)[8:]]
+    whole = everything(a, texts("two", "b", 2))
+    assert generations(config.output) == whole
+
+
+def test_a_file_that_changes_back_is_done_again(nightly: Job, put: Put, inline: type[InlineSession]) -> None:
+    config = nightly()
+    for night, version in (("one", "v1"), ("two", "v2"), ("three", "v1")):
+        put("a", 6, version)
+        run_job(config, by(night))
+        assert generations(config.output) == texts(night, "a", 6, version)
+    put("a", 0)
+    run_job(config, NoEngineBackend())
+    assert generations(config.output) == []
+
+
+class Killed(BaseException):
+    """As good as kill -9: nothing in the job handles it."""
+
+
+@pytest.fixture
+def unsettled(nightly: Job, put: Put, inline: type[InlineSession], monkeypatch: pytest.MonkeyPatch) -> JobConfig:
+    """An output in which the new version of one of two files is committed as a whole, beside its old one."""
+    config = nightly()
+    put("a", 6)
+    put("b", 9)
+    run_job(config, by("one"))
+    put("b", 10, "v2")
+    settle = incremental.History.settle
+
+    def dies(self: incremental.History, commits: Any) -> Any:
+        if inline.units_done > 5:
+            raise Killed
+        return settle(self, commits)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(incremental.History, "settle", dies)
+        with pytest.raises(Killed):
+            run_job(config, by("two"))
+    assert len(read_commits(Storage(config.output))) == 2 + 3 + 3
+    return config
+
+
+class DeathAt:
+    """Dies before one write or removal, counted from 0 (None: never), and leaves its lease behind."""
+
+    def __init__(self, step: int | None) -> None:
+        self._left = -1 if step is None else step
+        self._patch = pytest.MonkeyPatch()
+
+    def __enter__(self) -> None:
+        for owner, name in ((Storage, "_write_scratch"), (os, "link"), (os, "replace"), (os, "unlink")):
+            self._patch.setattr(owner, name, self._counted(getattr(owner, name)))
+        self._patch.setattr(Lease, "__exit__", lambda self, *of: self._left.set())
+        self._patch.setattr(lease, "LEASE_S", 0.0)  # it has expired by the time that anybody looks
+
+    def __exit__(self, *of: object) -> None:
+        self._patch.undo()
+
+    def _counted(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*of: Any, **options: Any) -> Any:
+            self._left -= 1
+            if self._left == -1:
+                raise Killed
+            return operation(*of, **options)
+
+        return counted
+
+
+@pytest.fixture
+def plain_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report without charts, which take longer to draw than the rest of a job here."""
+    monkeypatch.setattr(run, "write_report", lambda storage, *of: storage.write("report.html", b""))
+
+
+@pytest.mark.usefixtures("plain_report")
+def test_dying_at_any_step_while_a_version_is_replaced_leaves_every_row_once(
+    unsettled: JobConfig, tmp_path: Path
+) -> None:
+    expected = everything(texts("one", "a", 6), texts("two", "b", 10, "v2"))
+    for step in count():
+        output = str(tmp_path / f"killed at {step}")
+        shutil.copytree(unsettled.output, output)
+        config = unsettled.model_copy(update={"output": output})
+        try:
+            with DeathAt(step):
+                run_job(config, NoEngineBackend())
+        except Killed:
+            run_job(config, NoEngineBackend())
+            assert generations(output) == expected
+        else:
+            assert generations(output) == expected
+            break
+    assert step > 15
+
+
+NAMES = ("a", "b", "c")
+put_file = st.tuples(st.just("put"), st.sampled_from(NAMES), st.integers(1, 3))
+remove_file = st.tuples(st.just("remove"), st.sampled_from(NAMES))
+run_once = st.tuples(st.just("run"), st.none() | st.integers(0, 40), st.none() | st.integers(1, 3))
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(events=st.lists(put_file | remove_file | run_once, min_size=4, max_size=14))
+@pytest.mark.usefixtures("plain_report")
+def test_after_any_history_of_files_stops_and_deaths_every_row_is_there_once(
+    nightly: Job, write_parquet: WriteParquet, inline: type[InlineSession], tmp_path: Path, events: list[Any]
+) -> None:
+    """Of a file that is there its present version, whole; of one that is gone one version, whole if any ever was."""
+    folder = Path(tempfile.mkdtemp(dir=tmp_path))
+    config = nightly(input=str(folder / "in"), output=str(folder / "out"), rows_per_unit=2)
+    write_parquet(folder / "in/always.parquet", {"text": ["always v1 0"]})
+    size = {1: 5, 2: 4, 3: 0}  # rows of a version
+    there: dict[str, int] = {}
+    once_whole: set[str] = set()
+    for event in [*events, ("run", None, None)]:
+        if event[0] == "put":
+            _, name, version = event
+            rows = [f"{name} v{version} {row}" for row in range(size[version])]
+            write_parquet(folder / f"in/{name}.parquet", {"text": pa.array(rows, pa.string())})
+            there[name] = version
+        elif event[0] == "remove" and event[1] in there:
+            (folder / f"in/{event[1]}.parquet").unlink()
+            del there[event[1]]
+        elif event[0] == "run":
+            inline.stop_after = event[2]
+            try:
+                with DeathAt(event[1]):
+                    run_job(config, by("x"))
+                once_whole |= there.keys()
+            except (Killed, JobStopped):
+                assert event != ("run", None, None)
+
+    manifest = json.loads((folder / "out/_SUCCESS.json").read_text())
+    found: dict[str, dict[int, list[int]]] = {}
+    for entry in manifest["commits"]:
+        for text in pq.read_table(folder / "out" / entry["file"])["generation"].to_pylist():
+            name, version, row = text.removeprefix("x: ").split()
+            found.setdefault(name, {}).setdefault(int(version[1:]), []).append(int(row))
+    assert found.pop("always") == {1: [0]}
+    for name in NAMES:
+        versions = found.get(name, {})
+        if name in there:
+            rows = list(range(size[there[name]]))
+            assert versions == ({there[name]: rows} if rows else {})
+        elif versions:
+            ((version, rows),) = versions.items()
+            assert len(rows) == len(set(rows))
+            assert name not in once_whole or rows == list(range(size[version]))
+    storage = Storage(config.output)
+    assert verify(storage, inspect(storage)) == []
+
+
+def test_what_a_process_of_an_old_version_still_commits_counts_for_nothing(
+    nightly: Job, put: Put, inline: type[InlineSession], tmp_path: Path
+) -> None:
+    """It lost its lease while it was paused. Even with its file gone since, the file's last version is what counts."""
+    config = nightly()
+    put("a", 6)
+    put("b", 6)
+    run_job(config, by("one"))
+    output = Path(config.output)
+    old = read_commits(Storage(config.output))
+    shutil.copytree(output / "_commits", tmp_path / "late")
+    put("a", 5, "v2")
+    run_job(config, by("two"))
+    (tmp_path / "in/a.parquet").unlink()
+    late = [commit.unit for commit in old if commit.path.endswith("a.parquet")]
+    for unit in late:
+        shutil.copy(tmp_path / f"late/{unit}.json", output / f"_commits/{unit}.json")
+        (output / f"data/{unit}-0123456789ab.parquet").write_bytes(b"came second")
+    run_job(config, NoEngineBackend())
+    assert generations(config.output) == everything(texts("two", "a", 5, "v2"), texts("one", "b", 6))
+
+
+def test_the_sweep_leaves_alone_what_another_job_may_be_about_to_commit(
+    nightly: Job, put: Put, inline: type[InlineSession]
+) -> None:
+    config = nightly()
+    put("a", 6)
+    run_job(config, by("one"))
+    (commit, _) = read_commits(Storage(config.output))
+    data = Path(config.output, "data")
+    (data / f"{commit.unit}-0123456789ab.parquet").write_bytes(b"came second: its unit is committed")
+    (data / f"{'f' * 16}-000000000-0123456789ab.parquet").write_bytes(b"of a file that this job does not know")
+    run_job(config, NoEngineBackend())
+    assert len(list(data.iterdir())) == 2 + 1
+
+
+def test_the_commits_of_a_snapshot_are_found_again(
+    nightly: Job, put: Put, inline: type[InlineSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.commit.SNAPSHOT_EVERY", 3)
+    config = nightly()
+    for night in range(4):
+        put(f"file {night}", 7)
+        put("changing", 5, f"v{night}")
+        run_job(config, by(f"night {night}"))
+    assert Path(config.output, "_snapshot.json.gz").exists()
+    assert inline.units_done == 4 * (2 + 2)
+    parts = [texts(f"night {night}", f"file {night}", 7) for night in range(4)]
+    assert generations(config.output) == everything(*parts, texts("night 3", "changing", 5, "v3"))
+
+
+def test_failures_of_a_file_that_was_mended_are_forgotten(
+    nightly: Job, put: Put, inline: type[InlineSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = nightly()
+    put("a", 6)
+    put("b", 3)
+
+    def fails(self: InlineSession, pending: Any) -> Any:
+        done = session(self, [unit for unit in pending if "b.parquet" not in unit.path])
+        failed = [unit for unit in pending if "b.parquet" in unit.path]
+        done.failed = [record_failure(Storage(config.output), unit, 3, "unreadable") for unit in failed]
+        return done
+
+    session = InlineSession.run
+    with monkeypatch.context() as patch:
+        patch.setattr(InlineSession, "run", fails)
+        with pytest.raises(UnitsFailed, match=r"1 of 3 units \(3 rows\) failed"):
+            run_job(config, by("one"))
+    assert inspect(Storage(config.output)).state == "incomplete: some units failed"
+    put("b", 4, "mended")
+    run_job(config, by("two"))
+    assert read_failures(Storage(config.output)) == []
+    assert generations(config.output) == everything(texts("one", "a", 6), texts("two", "b", 4, "mended"))
+
+
+@pytest.mark.usefixtures("inline")
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"seed": 1}, "sampling"),
+        ({"rows_per_unit": 5}, "rows_per_unit"),
+        ({"keep_columns": []}, r"input: input\.kept"),
+        ({"incremental": False}, "input"),
+        ({"input": "in/a.parquet"}, r"input: input\.root"),
+    ],
+)
+def test_other_settings_are_another_run(
+    nightly: Job, put: Put, tmp_path: Path, change: dict[str, Any], part: str
+) -> None:
+    put("a", 6)
+    run_job(nightly(), by("one"))
+    if "input" in change:
+        change = {"input": str(tmp_path / change["input"])}
+    with pytest.raises(JobError, match=f"which differs in {part}"):
+        run_job(nightly(**change), NoEngineBackend())
+
+
+@pytest.mark.usefixtures("inline")
+def test_fresh_forgets_what_was_done(nightly: Job, put: Put) -> None:
+    put("a", 6)
+    put("gone", 2)
+    run_job(nightly(), by("one"))
+    Path(nightly().input, "gone.parquet").unlink()
+    run_job(nightly(fresh=True, rows_per_unit=3), by("two"))
+    assert generations(nightly().output) == texts("two", "a", 6)
+    storage = Storage(nightly().output)
+    assert list(read_known_files(storage)) == ["a.parquet"]
+    run_job(nightly(fresh=True, incremental=False), by("three"))
+    assert read_known_files(storage) == {}
+    assert verify(storage, inspect(storage)) == []
+
+
+def test_a_limit_is_a_contradiction(nightly: Job) -> None:
+    with pytest.raises(ValidationError, match="limit 5 cannot be combined with incremental"):
+        nightly(limit=5)
+
+
+def test_a_ceiling_is_each_nights_own(nightly: Job, put: Put, inline: type[InlineSession]) -> None:
+    """Units take an hour. Sessions here look at no ceiling, so what is checked before they start is all there is."""
+    config = nightly(max_gpu_hours=2.0)
+    put("a", 12)
+    run_job(config, by("one"))
+    put("b", 4)
+    run_job(config, by("two"))
+    assert generations(config.output) == everything(texts("one", "a", 12), texts("two", "b", 4))
+    whole = nightly(incremental=False, output=f"{config.output} of a plain run", max_gpu_hours=2.0)
+    inline.stop_after = 2
+    with pytest.raises(JobStopped, match="told to"):
+        run_job(whole, by("one"))
+    with pytest.raises(JobStopped, match=r"2 replica-hours of max_gpu_hours 2 are spent, with 8 of 16 rows left"):
+        run_job(whole, NoEngineBackend())
+
+
+@pytest.mark.usefixtures("cluster")
+def test_on_ray_a_night_stops_at_its_ceiling_and_the_next_goes_on(nightly: Job, put: Put) -> None:
+    put("a", 40)
+    put("b", 3)
+    config = nightly(rows_per_unit=4, max_flops=1.0, keep_columns=["text"])
+    backend = EchoBackend(Echo("one: ", seconds_per_batch=0.5))
+    with pytest.raises(JobStopped, match=r"with \d+ of 43 rows left: start the job again to go on with as much again"):
+        run_job(config, backend)
+    first = inspect(Storage(config.output)).totals.rows
+    assert 4 <= first < 43
+    with pytest.raises(JobStopped, match=f"of {43 - first} rows left"):
+        run_job(config, backend)
+    assert inspect(Storage(config.output)).totals.rows > first
+
+
+@pytest.mark.usefixtures("inline")
+def test_a_plan_is_of_what_is_new_and_the_report_compares_it_with_that(nightly: Job, put: Put) -> None:
+    put("a", 6)
+    config = nightly(plan_output_tokens=8)
+    storage = Storage(config.output)
+    assert forecast_run(config, NoEngineBackend()).rows == 6
+    run_job(config, by("one"))
+    with pytest.raises(NothingToDo, match=r"nothing is new: all 1 files of .* are done"):
+        forecast_run(config, NoEngineBackend())
+    assert forecast_run(nightly(fresh=True), NoEngineBackend()).rows == 6
+    put("b", 9)
+    forecast = forecast_run(config, NoEngineBackend())
+    assert (forecast.rows, forecast.work_units, forecast.prompt_tokens) == (9, 3, 9 * len("b v1 0"))
+    write_forecast(storage, forecast)
+    run_job(config, by("two"))
+    report = " ".join(Path(config.output, "report.html").read_text().split())
+    assert '<th scope="row">rows</th><td>9</td><td>9</td><td>1.000</td>' in report
+    assert "15 rows" in report
+    put("c", 2)
+    run_job(config, by("three"))
+    assert "Plan against actual" not in Path(config.output, "report.html").read_text()
+
+
+def test_a_second_job_ends_well_at_once_and_says_who_is_at_work(
+    nightly: Job, put: Put, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put("a", 6)
+    config = nightly()
+    monkeypatch.setattr(run, "prepare_run", None)
+    flags = ["--input", config.input, "--output", config.output, "--incremental"]
+    monkeypatch.setattr(sys, "argv", ["summarize_corpus.py", *flags])
+    with Lease(Storage(config.output)):
+        assert summarize_corpus.main() == 0
+    said = capsys.readouterr().err.strip().splitlines()
+    assert len(said) == 1
+    assert f"nothing to do: process {os.getpid()} on " in said[0]
+    assert f"is doing output '{config.output}', on a lease until 20" in said[0]
+
+
+@pytest.mark.usefixtures("inline")
+def test_the_lease_is_given_up_after_success_and_after_failure(nightly: Job, put: Put) -> None:
+    put("a", 6)
+    for options in ({}, {"text_column": "body"}, {"seed": 9}):
+        try:
+            run_job(nightly(**options), by("one"))
+        except JobError:
+            assert options
+        with Lease(Storage(nightly().output)):
+            pass
+
+
+@pytest.mark.usefixtures("inline")
+def test_a_job_that_lost_its_lease_with_its_last_unit_takes_nothing_out_and_finishes_nothing(
+    nightly: Job, put: Put, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = nightly()
+    put("a", 6)
+    run_job(config, by("one"))
+    put("a", 6, "v2")
+    session = InlineSession.run
+
+    def overtaken(self: InlineSession, pending: Any) -> Any:
+        done = session(self, pending)
+        Storage(config.output).write("_lease/000000003.json", Holder("elsewhere", 7, "another").to_json())
+        return done
+
+    with monkeypatch.context() as patch:
+        patch.setattr(InlineSession, "run", overtaken)
+        with pytest.raises(JobStopped, match="process 7 on elsewhere has taken over output"):
+            run_job(config, by("two"))
+    assert len(read_commits(Storage(config.output))) == 2 + 2
+    assert not Path(config.output, "_SUCCESS.json").exists()
+    run_job(config, NoEngineBackend())
+    assert generations(config.output) == texts("two", "a", 6, "v2")
+
+
+@pytest.mark.usefixtures("cluster")
+def test_on_ray_a_job_that_lost_its_lease_stops(nightly: Job, put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
+    put("a", 60)
+    config = nightly()
+    storage = Storage(config.output)
+    receive = run.Session._receive
+
+    def overtaken(self: Any, parcel: Any) -> str:
+        storage.write("_lease/000000002.json", Holder("elsewhere", 7, "another").to_json())
+        wait_until(lambda: self._lease.lost != "", "noticing the loss")
+        return receive(self, parcel)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lease, "RENEW_S", 0.2)
+        patch.setattr(run.Session, "_receive", overtaken)
+        with pytest.raises(JobStopped, match="process 7 on elsewhere has taken over output"):
+            run_job(config, EchoBackend(Echo("one: ", seconds_per_batch=0.3)))
+    assert not Path(config.output, "_SUCCESS.json").exists()
+    assert storage.names("_lease")[-1] == "_lease/000000002.json"
+    assert 0 < len(storage.names(COMMITS)) < 15
+
+
+def test_on_object_storage_a_file_is_known_by_its_etag_and_is_not_read_for_it(
+    s3: S3Server, nightly: Job, inline: type[InlineSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    root = f"{BUCKET}/incremental"
+
+    def upload(name: str, texts: Sequence[str]) -> None:
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.table({"text": texts}), sink)
+        s3.files.pipe_file(f"{root}/in/{name}.parquet", sink.getvalue().to_pybytes())
+
+    def output() -> list[str]:
+        manifest = json.loads(s3.files.cat_file(f"{root}/out/_SUCCESS.json"))
+        assert len(s3.files.ls(f"{root}/out/data", refresh=True)) == len(manifest["commits"])
+        contents = [s3.files.cat_file(f"{root}/out/{entry['file']}") for entry in manifest["commits"]]
+        return sorted(text for c in contents for text in pq.read_table(pa.BufferReader(c))["generation"].to_pylist())
+
+    config = nightly(input=f"s3://{root}/in", output=f"s3://{root}/out", rows_per_unit=1)
+    monkeypatch.setattr("pipeline.plan.hashlib.file_digest", None)
+    upload("a", ["a 1", "a 2"])
+    upload("b", ["b 1", "b 2"])
+    run_job(config, by("one"))
+    upload("a", ["a 1", "a 2"])  # the same again
+    upload("b", ["b 3"])
+    upload("c", ["c 1"])
+    run_job(config, by("two"))
+    assert output() == ["one: a 1", "one: a 2", "two: b 3", "two: c 1"]
+    run_job(config, NoEngineBackend())
+    storage = Storage(config.output)
+    assert verify(storage, inspect(storage)) == []
+    assert {file.checksum for file in read_known_files(storage).values()} == {None}
