@@ -60,7 +60,7 @@ def ray_head(s3: S3Server) -> Iterator[RayHead]:
         return True
 
     try:
-        wait_until(takes_jobs, "the start of the Ray head")
+        wait_until(takes_jobs, "the start of the Ray head", limit_s=120)
         yield RayHead(url, environment)
     finally:
         stop(server)
