@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import ray
@@ -91,6 +92,12 @@ class _BoardActor:
         )
 
 
+@cache
+def _place() -> tuple[str, str]:
+    """This process and Ray's id of its node."""
+    return f"process {os.getpid()} on {ray.util.get_node_ip_address()}", ray.get_runtime_context().get_node_id()
+
+
 class Board:
     """Handle to it. A job goes on without its board, should that die."""
 
@@ -109,9 +116,7 @@ class Board:
 
     def take(self, unit: str) -> bool:
         """This process begins a unit; False if it should not, because the job is stopping."""
-        context = ray.get_runtime_context()
-        replica = f"process {os.getpid()} on {ray.util.get_node_ip_address()}"
-        return bool(self._ask(self._actor.take.remote(unit, replica, context.get_node_id()), True))
+        return bool(self._ask(self._actor.take.remote(unit, *_place()), True))
 
     def batch_done(self, unit: str, rows: int, tokens: int) -> None:
         """Never waits, so it costs generation nothing."""
@@ -126,6 +131,7 @@ class Board:
         self._actor.stop.remote()
 
     def stopping(self) -> bool:
+        """Whether no unit should begin any more."""
         return bool(self._ask(self._actor.stopping.remote(), False))
 
     def read(self, committed: list[str]) -> Counts:

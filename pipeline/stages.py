@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from engine import BatchStats, Schedule
 from pipeline.audit import Auditor
 from pipeline.backend import Backend
 from pipeline.board import Board
+from pipeline.collector import spare_collector
 from pipeline.config import JobConfig
 from pipeline.metrics import ReplicaMeter
 from pipeline.read import read_units
@@ -27,6 +29,8 @@ from pipeline.unit import WorkUnit
 from pipeline.wire import SPAN, Failure, Parcel, from_bytes, to_bytes
 
 log = logging.getLogger(__name__)
+
+ASK_EVERY_S = 1.0  # whether the job is stopping
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,15 @@ def span_row(units: list[WorkUnit]) -> dict[str, str]:
 
 def read(rows: pa.Table, task: Task, board: Board) -> Iterator[pa.Table]:
     """Read stage: a span of units in, each unit's prepared table out as soon as it is tokenised."""
+    spare_collector()
+    asked = -math.inf
     for span in rows[SPAN].to_pylist():
         units = [WorkUnit.from_json(unit) for unit in json.loads(span)]
         for parcel in _read_span(units, task, board):
-            if board.stopping():
-                return
+            if time.monotonic() - asked >= ASK_EVERY_S:
+                if board.stopping():
+                    return
+                asked = time.monotonic()
             yield parcel.to_row()
 
 
@@ -134,6 +142,7 @@ class Replica:
     def __init__(self, task: Task, threads: int, board: Board) -> None:
         self._board = board
         self._generator = UnitGenerator(task, threads, board)
+        spare_collector()
 
     def __call__(self, rows: pa.Table) -> Iterator[pa.Table]:
         for row in rows.to_pylist():

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from pipeline.errors import JobError
 
@@ -29,8 +29,7 @@ class RowError(ValueError):
     """A row that no prompt can be made of; the text goes into its `error` column."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(NamedTuple):
     tokens: list[int]
     truncated: bool
 
@@ -88,9 +87,9 @@ class PromptTemplate:
             raise RowError("text is null")
         if not isinstance(text, str):
             raise RowError(f"text is {type(text).__name__}, not a string")
-        if not text.strip():
+        if not text or text.isspace():
             raise RowError("text is empty")
-        values = {name: "" if row.get(name) is None else str(row[name]) for name in self.fields}
+        values = {name: "" if (value := row.get(name)) is None else str(value) for name in self.fields}
         tokens = self._render(values, tokenizer)
         excess = len(tokens) - longest
         if excess <= 0:

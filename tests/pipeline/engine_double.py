@@ -64,19 +64,20 @@ class Echo:
                 prompt = prompts[index]
                 assert not isinstance(prompt, str)
                 tokens = tuple(prompt[:longest])
-                generated += len(tokens)
+                read, written = len(prompt), len(tokens)
+                generated += written
                 yield Generation(
-                    index=index,
-                    sample=0,
-                    text=prefix + bytes(tokens).decode(errors="ignore"),
-                    tokens=tokens,
-                    finish_reason="stop" if len(prompt) <= longest else "length",
-                    prompt_tokens=len(prompt),
-                    shared_prefix_tokens=0,
-                    flops_prompt=100 * len(prompt),
-                    flops_decode=30 * len(tokens),
-                    flops_full_depth=100 * len(prompt) + 60 * len(tokens),
-                    mean_active_layers=LAYERS / 2,
+                    index,
+                    0,  # sample
+                    prefix + bytes(tokens).decode(errors="ignore"),
+                    tokens,
+                    "stop" if read <= longest else "length",
+                    read,
+                    0,  # of a shared prefix
+                    100 * read,  # flops_prompt
+                    30 * written,  # flops_decode
+                    100 * read + 60 * written,  # flops_full_depth
+                    LAYERS / 2,
                 )
             stats = BatchStats(
                 samples=len(indices),
