@@ -23,6 +23,7 @@ from engine.kernels import Kernels
 from engine.target import sample_flop_speedup
 from jobs import command_line
 from jobs.answers import AnswersConfig, answer_corpus
+from pipeline import logs
 from pipeline.stage_progress import StageProgress
 
 PROGRAM = "adapt_model.py"
@@ -48,7 +49,7 @@ class AdaptModel(AnswersConfig):
 
 
 def main() -> int:
-    command_line.log_to_stderr()
+    logs.set_up("text")
     config = command_line.parse(AdaptModel, PROGRAM)
     return command_line.run(PROGRAM, lambda: adapt(config))
 

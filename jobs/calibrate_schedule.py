@@ -17,6 +17,7 @@ from rich.table import Table
 from engine.calibration.calibrate import Calibrated, Calibration
 from jobs import command_line
 from jobs.answers import AnswersConfig, answer_corpus
+from pipeline import logs
 from pipeline.stage_progress import StageProgress
 
 PROGRAM = "calibrate_schedule.py"
@@ -32,7 +33,7 @@ class CalibrateSchedule(AnswersConfig):
 
 
 def main() -> int:
-    command_line.log_to_stderr()
+    logs.set_up("text")
     config = command_line.parse(CalibrateSchedule, PROGRAM)
     return command_line.run(PROGRAM, lambda: calibrate(config))
 

@@ -15,7 +15,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from engine import ModelError, ScheduleError
+from pipeline import logs
 from pipeline.errors import JobError, JobStopped, NothingToDo, UnitsFailed, one_line
+
+log = logging.getLogger(__name__)
 
 Config = TypeVar("Config", bound=BaseModel)
 
@@ -52,17 +55,27 @@ def run(program: str, job: Callable[[], None]) -> int:
     try:
         job()
     except NothingToDo as reason:
-        print(f"{program}: nothing to do: {reason}", file=sys.stderr)
+        return _ended(program, f"nothing to do: {reason}", 0)
     except (JobError, ModelError, ScheduleError) as error:
-        print(f"{program}: error: {error}", file=sys.stderr)
-        return FAILED_EXIT
+        return _ended(program, f"error: {error}", FAILED_EXIT)
     except UnitsFailed as error:
-        print(f"{program}: incomplete: {error}", file=sys.stderr)
-        return UNITS_FAILED_EXIT
+        return _ended(program, f"incomplete: {error}", UNITS_FAILED_EXIT)
     except JobStopped as error:
-        print(f"{program}: stopped: {error}", file=sys.stderr)
-        return STOPPED_EXIT
+        return _ended(program, f"stopped: {error}", STOPPED_EXIT)
+    except Exception:
+        if not logs.for_machines():
+            raise
+        log.exception("%s: defect", program, extra={"program": program, "exit_code": FAILED_EXIT})
+        return FAILED_EXIT
     return 0
+
+
+def _ended(program: str, how: str, code: int) -> int:
+    if logs.for_machines():
+        log.log(logging.ERROR if code else logging.INFO, how, extra={"program": program, "exit_code": code})
+    else:
+        print(f"{program}: {how}", file=sys.stderr)
+    return code
 
 
 def make_directory(path: str) -> Path:
@@ -72,13 +85,6 @@ def make_directory(path: str) -> Path:
     except OSError as error:
         raise JobError(f"output {path!r} cannot be written: {error}") from error
     return Path(path)
-
-
-def log_to_stderr() -> None:
-    """Our own progress, and other packages' warnings."""
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
-    for package in ("engine", "pipeline", "jobs"):
-        logging.getLogger(package).setLevel(logging.INFO)
 
 
 def _parser(config_class: type[BaseModel], program: str, positional: str | None) -> argparse.ArgumentParser:

@@ -23,6 +23,7 @@ from engine.tokenizer import Tokenizer
 from jobs import command_line
 from jobs.corpus_split import Part, rows_of_part
 from jobs.prompts import SUMMARIZE
+from pipeline import logs
 from pipeline.config import AnswerConfig
 from pipeline.errors import JobError, one_line
 from pipeline.evaluation.bootstrap import Bootstrap, Estimate
@@ -85,7 +86,7 @@ class EvaluateSchedule(AnswerConfig):
 
 
 def main() -> int:
-    command_line.log_to_stderr()
+    logs.set_up("text")
     config = command_line.parse(EvaluateSchedule, PROGRAM)
     return command_line.run(PROGRAM, lambda: evaluate(config))
 

@@ -13,6 +13,7 @@ import sys
 from rich.console import Console
 
 from jobs import command_line, job_output
+from pipeline import logs
 from pipeline.dataset.config import DatasetConfig
 from pipeline.dataset.generate import generate_dataset, generation_config
 
@@ -20,8 +21,8 @@ PROGRAM = "generate_dataset.py"
 
 
 def main() -> int:
-    command_line.log_to_stderr()
     config = command_line.parse(DatasetConfig, PROGRAM)
+    logs.set_up(config.log_format)
     return command_line.run(PROGRAM, lambda: generate(config))
 
 

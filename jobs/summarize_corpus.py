@@ -12,6 +12,7 @@ from rich.console import Console
 
 from jobs import command_line, job_output
 from jobs.prompts import SUMMARIZE
+from pipeline import logs
 from pipeline.config import JobConfig
 from pipeline.run import run_job
 
@@ -29,8 +30,8 @@ class SummarizeCorpus(JobConfig):
 
 
 def main() -> int:
-    command_line.log_to_stderr()
     config = command_line.parse(SummarizeCorpus, PROGRAM)
+    logs.set_up(config.log_format)
     return command_line.run(PROGRAM, lambda: summarize(config))
 
 

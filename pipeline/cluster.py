@@ -39,11 +39,11 @@ class ReplicaResources:
     threads: int  # each, as torch runs
 
 
-def connect(address: str | None) -> None:
-    """Join a cluster, or start an embedded one that ends with this process."""
+def connect(address: str | None, log_to_driver: bool = True) -> None:
+    """Join a cluster, or start an embedded one that ends with this process; show what its processes log, or don't."""
     if ray.is_initialized():
         return
-    quiet = {"logging_level": logging.WARNING, "log_to_driver": True}
+    quiet = {"logging_level": logging.WARNING, "log_to_driver": log_to_driver}
     try:
         if address == "local":
             ray.init(

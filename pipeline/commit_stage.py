@@ -8,13 +8,15 @@ from collections.abc import Iterator
 import pyarrow as pa
 
 from pipeline.commit import commit_unit
+from pipeline.logs import LogFormat, about, set_up_worker
 from pipeline.storage import Storage
 from pipeline.unit import WorkUnit
 from pipeline.wire import Failure, Parcel, from_bytes
 
 
-def commit(rows: pa.Table, storage: Storage, run: str) -> Iterator[pa.Table]:
+def commit(rows: pa.Table, storage: Storage, run: str, log_format: LogFormat) -> Iterator[pa.Table]:
     """Write and commit every unit of a batch to the output, as part of a run; failures pass through."""
+    set_up_worker(log_format, run)
     for row in rows.to_pylist():
         parcel = Parcel.from_row(row)
         yield (parcel if parcel.failure else _commit(parcel, storage, run)).to_row()
@@ -27,7 +29,8 @@ def _commit(parcel: Parcel, storage: Storage, run: str) -> Parcel:
         unit, output = WorkUnit.from_json(parcel.unit), from_bytes(parcel.table)
         cost = json.loads(parcel.cost)
         padding, seconds = cost.pop("flops_padding"), cost.pop("seconds")
-        record = commit_unit(storage, unit, output, padding, seconds, run, cost)
+        with about(unit=unit.id):
+            record = commit_unit(storage, unit, output, padding, seconds, run, cost)
     except Exception as error:
         return Parcel(parcel.unit, failure=Failure.of("commit", error))
     return Parcel(parcel.unit, commit=record.to_json())

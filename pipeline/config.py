@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from engine import Sampling
+from pipeline.logs import LogFormat
 from pipeline.storage import Storage
 from pipeline.storage_settings import StorageSettings
 
@@ -172,6 +173,11 @@ class JobConfig(GenerationConfig, StorageConfig, PlanConfig):
     )
     ray_address: str | None = Field(
         None, description="cluster to use; 'local' starts an embedded one; default Ray's own choice (RAY_ADDRESS)"
+    )
+    log_format: LogFormat = Field(
+        "text",
+        description="of the lines on stderr: for people, or a JSON object each that names run, unit and replica; "
+        "replicas' own lines are then in Ray's logs only",
     )
     unit_attempts: int = Field(3, ge=1, description="times a work unit is tried before it is recorded as failed")
     stall_minutes: float = Field(

@@ -100,7 +100,8 @@ class Isolation:
             deaths += 1
             if deaths > MOST_DEATHS:
                 raise TooManyDeaths(f"unit {unit.id} has killed {deaths} processes, the last with {death}")
-            log.warning("a process died with rows %d to %d: %s", part.start, part.start + part.rows - 1, death)
+            last, extra = part.start + part.rows - 1, {"unit": unit.id}
+            log.warning("a process died with rows %d to %d: %s", part.start, last, death, extra=extra)
             lone[part.start] += part.rows == 1
             if lone[part.start] < LONE_DEATHS:
                 ranges += _halves(part)

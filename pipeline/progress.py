@@ -9,6 +9,7 @@ from types import TracebackType
 
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
+from pipeline import logs
 from pipeline.audit import audit_estimate
 from pipeline.board import Board
 from pipeline.commit import Commit, Totals
@@ -32,7 +33,7 @@ class ProgressReporter:
         self._fresh: list[str] = []  # units committed since the board was last read
         self._lock = threading.Lock()
         self._done = threading.Event()
-        self._terminal = sys.stderr.isatty()
+        self._terminal = sys.stderr.isatty() and not logs.for_machines()
         self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
 
     def committed(self, commit: Commit) -> None:

@@ -37,8 +37,14 @@ def write_report(
     commits: Sequence[Commit],
     totals: Totals,
     planned: Sequence[Line] = (),
+    stats: Sequence[str] = (),
 ) -> None:
-    """Render and write the report of a finished run; `planned` compares it with the plan that was made for it."""
+    """Render and write the report of a finished run.
+
+    Args:
+        planned: compares it with the plan that was made for it.
+        stats: what Ray Data says of each pass of this session.
+    """
     stride = max(1, len(commits) // MAX_FILES)
     rows = _read_rows(storage, commits[::stride])
     kept = [name for name in rows.column_names if name not in ("generation", "error")][:1] if rows.num_rows else []
@@ -56,6 +62,7 @@ def write_report(
         config=config.model_dump(mode="json", exclude_none=True),
         facts=summary(totals, shape.layers) | bill(config, totals),
         planned=planned,
+        stats=stats,
         charts=charts,
         label=label,
         samples=_pick(generated, SAMPLES),

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from engine import ModelShape
+from pipeline import logs
 from pipeline.backend import Backend
 from pipeline.ceiling import check_ceiling
 from pipeline.cluster import connect
@@ -67,6 +68,7 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
     """`run_job` under a lease that is held for longer than the run itself. Raises as `run_job`."""
     start = time.monotonic()
     job = prepare_run(config, backend)  # under the lease: an older plan might not know what another job has done since
+    logs.name_lines(run=job.fingerprint)
     storage = job.config.output_storage()
     begun = _begin(job, storage)
     session = _generate(begun, lease) if begun.new.units else Done()
@@ -159,7 +161,7 @@ def _generate(begun: _Begun, lease: Lease | None) -> Done:
         job.config, job.backend, job.template, job.schedule, plan.read_columns, plan.kept, job.longest_prompt,
         begun.claim.run,
     )  # fmt: skip
-    connect(job.config.ray_address)
+    connect(job.config.ray_address, log_to_driver=job.config.log_format == "text")
     # After connecting, for Ray sets handlers of its own.
     with Interruption() as interruption:
         return Session(task, plan, begun.commits, interruption, lease).run(list(begun.new.units))
@@ -176,7 +178,7 @@ def _report(begun: _Begun, storage: Storage, session: Done, commits: list[Commit
     job = begun.job
     forecast = read_forecast(storage, work_name(job, begun.new.units))
     lines = against_actual(forecast, totals if begun.history is None else total(session.commits))
-    write_report(storage, job.config, job.shape, job.schedule, job.fingerprint, commits, totals, lines)
+    write_report(storage, job.config, job.shape, job.schedule, job.fingerprint, commits, totals, lines, session.stats)
 
 
 def _say_failed(failed: list[FailedUnit], plan: Plan, output: str) -> str:

@@ -44,6 +44,7 @@ class Done:
     commits: list[Commit] = field(default_factory=list)
     failed: list[FailedUnit] = field(default_factory=list)
     seconds: float = 0.0  # since the first replica was ready
+    stats: list[str] = field(default_factory=list)  # Ray Data's, of each pass
 
 
 class Session:
@@ -114,6 +115,7 @@ class Session:
             raise self._stop_reason or _ended(error) from error
         finally:
             units.close()
+        self._done.stats.append(units.stats())
         if self._stop_reason is not None:
             raise self._stop_reason
         self._check_ceiling()
@@ -144,7 +146,7 @@ class Session:
         else:
             self._attempts.failed(unit.id, failure)
             self._meter.failed()
-            log.warning("unit %s failed (%s: %s)", unit.id, failure.stage, failure.error)
+            log.warning("unit %s failed (%s: %s)", unit.id, failure.stage, failure.error, extra={"unit": unit.id})
 
     def _account_for(self, missing: list[str]) -> None:
         """Units that a pass began with and that came back neither committed nor failed."""
@@ -165,7 +167,8 @@ class Session:
         """Isolate the units that a pass has made suspects, and record those that are given up."""
         for unit in list(self._pending.values()):
             if self._attempts.next(unit.id) is Next.ISOLATE:
-                log.warning("unit %s keeps losing its process: looking for the row that kills it", unit.id)
+                extra = {"unit": unit.id}
+                log.warning("unit %s keeps losing its process: looking for the row that kills it", unit.id, extra=extra)
                 parcel = Isolation(self._task, self._resources, self._board, self._check_isolation).run(unit)
                 self._receive(parcel)
                 self._check_isolation()

@@ -19,6 +19,7 @@ from pipeline.backend import Backend
 from pipeline.board import Board
 from pipeline.collector import spare_collector
 from pipeline.config import JobConfig
+from pipeline.logs import about, set_up_worker
 from pipeline.metrics import ReplicaMeter
 from pipeline.read import read_units
 from pipeline.row_generator import DeviceBroken, RowGenerator
@@ -60,6 +61,7 @@ def span_row(units: list[WorkUnit]) -> dict[str, str]:
 
 def read(rows: pa.Table, task: Task, board: Board) -> Iterator[pa.Table]:
     """Read stage: a span of units in, each unit's prepared table out as soon as it is tokenised."""
+    set_up_worker(task.config.log_format, task.run)
     spare_collector()
     asked = -math.inf
     for span in rows[SPAN].to_pylist():
@@ -140,6 +142,7 @@ class Replica:
     """Generate stage: an actor with one engine."""
 
     def __init__(self, task: Task, threads: int, board: Board) -> None:
+        set_up_worker(task.config.log_format, task.run)
         self._board = board
         self._generator = UnitGenerator(task, threads, board)
         spare_collector()
@@ -153,7 +156,8 @@ class Replica:
                     continue
                 assert parcel.table is not None
                 try:
-                    parcel = self._generator.run(unit, from_bytes(parcel.table))
+                    with about(unit=unit.id):
+                        parcel = self._generator.run(unit, from_bytes(parcel.table))
                 except Exception as error:
                     parcel = Parcel(parcel.unit, failure=Failure.of("generate", error))
                 self._board.unit_done(unit.id)

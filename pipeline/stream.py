@@ -50,6 +50,10 @@ class UnitStream:
             raise item
         return None
 
+    def stats(self) -> str:
+        """Ray Data's own account of the pass, stage by stage; what it knows so far if the pass goes on."""
+        return str(self._dataset.stats())
+
     def close(self) -> None:
         """End the replicas of this pass. Ray forgets those that it was restarting, and their cores with them."""
         for name in self._replicas:
@@ -120,7 +124,11 @@ def _dataset(
             commit,
             batch_size=1,
             batch_format="pyarrow",
-            fn_kwargs={"storage": task.config.output_storage(), "run": task.run},
+            fn_kwargs={
+                "storage": task.config.output_storage(),
+                "run": task.run,
+                "log_format": task.config.log_format,
+            },
             num_cpus=TASK_CPUS,
             max_retries=TASK_RETRIES,
         )

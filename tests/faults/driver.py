@@ -11,12 +11,13 @@ import sys
 from counting_double import counting_backend
 
 from jobs import command_line
+from pipeline import logs
 from pipeline.config import JobConfig
 from pipeline.run import run_job
 
 
 def main() -> int:
-    command_line.log_to_stderr()
+    logs.set_up("text")
     # Imports take longer than the job: a driver may be started ahead, and is told what to do when it is wanted.
     told = json.loads(sys.argv[1] if len(sys.argv) > 1 else sys.stdin.readline())
     config = JobConfig(**told["job"])

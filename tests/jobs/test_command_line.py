@@ -21,6 +21,7 @@ VALUES: dict[str, Any] = {
     "input": "in/",
     "output": "out/",
     "text_column": "body",
+    "log_format": "json",
     "id_column": "key",
     "keep_columns": ["key", "title"],
     "limit": 7,

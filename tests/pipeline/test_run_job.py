@@ -113,6 +113,13 @@ def test_the_result_names_a_report_that_exists(finished: tuple[JobConfig, RunRes
     assert "99 rows" in Path(finished[1].report).read_text()
 
 
+def test_the_report_keeps_ray_datas_account_of_every_stage(finished: tuple[JobConfig, RunResult]) -> None:
+    report = Path(finished[1].report).read_text()
+    for stage in ("read", "Replica", "commit"):
+        assert f"MapBatches({stage}): " in report
+    assert "12 blocks produced" in report  # one per work unit
+
+
 def test_a_finished_run_started_again_generates_and_changes_nothing(copied: JobConfig) -> None:
     before = {path: path.stat().st_mtime_ns for path in Path(copied.output).rglob("*")}
     result = run_job(copied, NoEngineBackend())
