@@ -45,6 +45,7 @@ class Totals(FlopSums):
     flops_padding: int = 0
     active_layers: float = 0.0  # mean active layers x generated tokens
     seconds: float = 0.0  # of generation, summed over replicas
+    joules: float = 0.0  # of replicas' GPUs while they generated; 0 where nothing counts them
     audited: int = 0  # rows generated at full depth too
     audit_rouge: float = 0.0  # ROUGE-L of their outputs to full depth's, summed
     audit_rouge_squares: float = 0.0

@@ -19,6 +19,7 @@ from pipeline.backend import Backend
 from pipeline.board import Board
 from pipeline.collector import spare_collector
 from pipeline.config import JobConfig
+from pipeline.energy import EnergyMeter
 from pipeline.logs import about, set_up_worker
 from pipeline.metrics import ReplicaMeter
 from pipeline.read import read_units
@@ -98,6 +99,7 @@ class UnitGenerator:
         self._board = board
         self._input = config.input_storage()
         self._meter = ReplicaMeter(task.run, config.batch_size)
+        self._energy = EnergyMeter.of_this_process(config.gpus_per_replica)
         board.starting()
         engine = task.backend.engine(config, threads)
         self._flops_prefix = engine.share_prefix(task.template.shared_prefix(task.backend.tokenizer(config)))
@@ -108,7 +110,7 @@ class UnitGenerator:
 
     def run(self, unit: WorkUnit, prepared: pa.Table) -> Parcel:
         """Raises TooManyRowsFailed, and what the pipeline itself does wrong; ends the process if its device broke."""
-        start = time.perf_counter()
+        start, joules = time.perf_counter(), self._energy.joules()
         padding = 0
 
         def on_batch(stats: BatchStats) -> None:
@@ -122,11 +124,12 @@ class UnitGenerator:
         ids = [f"{file}:{unit.start + row}{suffix}" for row in range(unit.rows)]
         try:
             output = generate(prepared, ids, self._generator, on_batch)
-            seconds = time.perf_counter() - start
+            seconds, joules = time.perf_counter() - start, max(0.0, self._energy.joules() - joules)
             audit = self._auditor.audit(prepared, ids, output)
         except DeviceBroken as error:
             _die(unit, error)
-        cost = {"flops_padding": padding, "flops_prefix": self._flops_prefix, "seconds": seconds, **audit}
+        spent = {"flops_padding": padding, "seconds": seconds, "joules": joules}
+        cost = {**spent, "flops_prefix": self._flops_prefix, **audit}
         self._flops_prefix = 0  # charged once, with the replica's first unit
         return Parcel(unit.to_json(), table=to_bytes(output), cost=json.dumps(cost))
 

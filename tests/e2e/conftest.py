@@ -21,13 +21,14 @@ class RayHead:
     """A running Ray head."""
 
     dashboard: str
+    metrics: str  # what Prometheus would scrape
     environment: dict[str, str]
 
 
 @pytest.fixture(scope="session")
 def ray_head(s3: S3Server) -> Iterator[RayHead]:
     """A Ray head with two cores, token authentication and the S3 server's credentials."""
-    port, dashboard, client = free_ports(3)
+    port, dashboard, client, metrics = free_ports(4)
     # Short: the paths of Ray's sockets have a limit.
     scratch = tempfile.mkdtemp(prefix="ray")
     environment = {
@@ -39,6 +40,7 @@ def ray_head(s3: S3Server) -> Iterator[RayHead]:
     command = [
         str(SCRIPTS / "ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}",
         f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}", "--num-cpus=2",
+        f"--metrics-export-port={metrics}",
         f"--object-store-memory={300 << 20}", f"--temp-dir={scratch}", "--disable-usage-stats",
     ]  # fmt: skip
     server = subprocess.Popen(
@@ -61,7 +63,7 @@ def ray_head(s3: S3Server) -> Iterator[RayHead]:
 
     try:
         wait_until(takes_jobs, "the start of the Ray head", limit_s=120)
-        yield RayHead(url, environment)
+        yield RayHead(url, f"http://127.0.0.1:{metrics}/metrics", environment)
     finally:
         stop(server)
         shutil.rmtree(scratch, ignore_errors=True)

@@ -7,13 +7,21 @@ import os
 import secrets
 import subprocess
 import sys
+import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.request import urlopen
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from servers import S3Server
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+from promql import finds
+from servers import S3Server, wait_until
+
+from pipeline.metrics import COUNTED
 
 if TYPE_CHECKING:
     from conftest import RayHead
@@ -46,19 +54,66 @@ def output_rows(output: Path) -> list[dict[str, Any]]:
     return pa.concat_tables(pq.read_table(output / commit["file"]) for commit in manifest["commits"]).to_pylist()
 
 
-def test_ray_job_submit_runs_the_main_job_on_s3(ray_head: RayHead, s3: S3Server) -> None:
+@dataclass(frozen=True)
+class Submitted:
+    """What a submitted job said, left and counted."""
+
+    said: str
+    manifest: dict[str, Any]
+    samples: dict[tuple[str, str], Sample]  # the last of each series
+
+
+@pytest.fixture(scope="module")
+def submitted(ray_head: RayHead, s3: S3Server) -> Submitted:
     s3.files.put_file(str(CORPUS), "corpus/in/texts.parquet")
     # The working directory travels to the cluster: the job must not depend on where it was submitted.
     submit = [str(Path(sys.executable).parent / "ray"), "job", "submit", "--address", ray_head.dashboard]
     flags = ["--input", "s3://corpus/in/", "--output", "s3://corpus/out", "--limit", "6", "--rows-per-unit", "3"]
-    flags += ["--id-column", "id", "--max-new-tokens", "6", "--target-speedup", "1.1"]
-    said = run([*submit, "--working-dir", ".", "--", "python", SCRIPT, *flags], ray_head.environment)
+    flags += ["--id-column", "id", "--max-new-tokens", "6", "--target-speedup", "1.1", "--audit-fraction", "1"]
+    with Scraping(ray_head.metrics) as scraping:
+        said = run([*submit, "--working-dir", ".", "--", "python", SCRIPT, *flags], ray_head.environment)
+        manifest = json.loads(s3.files.cat_file("corpus/out/_SUCCESS.json"))
+        # Counters reach the port seconds later, the last ones after the driver's end.
+        wait_until(lambda: scraping.total("ray_skipdecode_rows_total") == manifest["totals"]["rows"], "the last count")
+    return Submitted(said, manifest, scraping.samples)
 
+
+class Scraping:
+    """Reads a metrics port again and again for as long as the block lasts; replicas' series end before the job."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._scrape, daemon=True)
+        self.samples: dict[tuple[str, str], Sample] = {}
+
+    def total(self, name: str) -> float:
+        return sum(sample.value for sample in list(self.samples.values()) if sample.name == name)
+
+    def __enter__(self) -> Scraping:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _scrape(self) -> None:
+        while not self._done.wait(1.0):
+            with urlopen(self._url, timeout=30) as answer:
+                text = answer.read().decode()
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    if sample.name.startswith("ray_skipdecode_"):
+                        self.samples[sample.name, json.dumps(sample.labels, sort_keys=True)] = sample
+
+
+def test_ray_job_submit_runs_the_main_job_on_s3(submitted: Submitted, s3: S3Server) -> None:
+    said, manifest = submitted.said, submitted.manifest
     assert "succeeded" in said
     assert "report: s3://corpus/out/report.html" in said
     assert "Traceback" not in said
     assert s3.environment["AWS_SECRET_ACCESS_KEY"] not in said
-    manifest = json.loads(s3.files.cat_file("corpus/out/_SUCCESS.json"))
     assert [commit["rows"] for commit in manifest["commits"]] == [3, 3]
     rows = []
     for commit in manifest["commits"]:
@@ -70,6 +125,29 @@ def test_ray_job_submit_runs_the_main_job_on_s3(ray_head: RayHead, s3: S3Server)
         assert row["error"] is None
         assert row["mean_active_layers"] < 30
     assert s3.files.cat_file("corpus/out/report.html").startswith(b"<!doctype html>")
+
+
+def test_what_prometheus_scrapes_is_the_ledger_to_the_last_token(submitted: Submitted) -> None:
+    counted = dict.fromkeys(COUNTED, 0.0)
+    for sample in submitted.samples.values():
+        assert sample.labels["run"] == submitted.manifest["fingerprint"]
+        for field, metric in COUNTED.items():
+            counted[field] += sample.value * (sample.name == f"ray_{metric.name}")
+    totals = submitted.manifest["totals"]
+    assert totals["generated_tokens"] > 0
+    assert counted == {field: pytest.approx(totals[field], rel=1e-12) for field in COUNTED}
+
+
+def test_every_query_of_the_dashboard_finds_data(submitted: Submitted) -> None:
+    run = submitted.manifest["fingerprint"]
+    for query in dashboard_queries():
+        assert finds(query, submitted.samples.values(), run=run), query
+        assert not finds(query, submitted.samples.values(), run="another"), query
+
+
+def dashboard_queries() -> list[str]:
+    panels = json.loads((ROOT / "infra/grafana/skipdecode.json").read_text())["panels"]
+    return [target["expr"] for panel in panels for target in panel["targets"]]
 
 
 @pytest.mark.slow

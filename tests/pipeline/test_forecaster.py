@@ -155,3 +155,10 @@ def test_the_bill_is_hours_times_price_and_names_full_depth(job: Job) -> None:
     assert lines["cost"].startswith("12.0000 at 3 an hour, 1,200,000.00 per million rows")
     assert lines["cost at full depth"].startswith("18.0000")
     assert bill(job(gpus_per_replica=0), totals) == {"replica-hours": "2.0000"}
+
+
+def test_the_bill_has_the_energy_that_was_counted(job: Job) -> None:
+    totals = Totals(rows=10, joules=7.2e6, flops_prompt=50, flops_decode=50, flops_full_depth=150)
+    lines = bill(job(), totals)
+    assert lines["energy"] == "2.0000 kWh of the GPUs, 200,000.00 per million rows"
+    assert lines["energy at full depth"].startswith("3.0000 kWh")
