@@ -68,7 +68,6 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
     """`run_job` under a lease that is held for longer than the run itself. Raises as `run_job`."""
     start = time.monotonic()
     job = prepare_run(config, backend)  # under the lease: an older plan might not know what another job has done since
-    logs.name_lines(run=job.fingerprint)
     storage = job.config.output_storage()
     begun = _begin(job, storage)
     session = _generate(begun, lease) if begun.new.units else Done()
@@ -123,6 +122,7 @@ def _begin(job: Preparation, storage: Storage) -> _Begun:
     if job.config.fresh:
         discard_run(storage)
     claim = claim_output(storage.at_first(), job.description)
+    logs.name_lines(run=claim.run)
     commits = read_commits(storage, claim.run) if claim.resuming else []
     history = None
     if job.config.incremental:

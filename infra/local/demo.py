@@ -101,7 +101,7 @@ def s3_server(folder: Path) -> Iterator[tuple[dict[str, str], s3fs.S3FileSystem]
 @contextlib.contextmanager
 def ray_head(folder: Path, environment: dict[str, str]) -> Iterator[str]:
     """A Ray head on free ports; adds its token to the environment. The dashboard's URL."""
-    port, dashboard, client = free_ports(3)
+    port, dashboard, client, agent = free_ports(4)
     environment |= {
         "PATH": f"{SCRIPTS}:{os.environ['PATH']}",
         "RAY_AUTH_MODE": "token",
@@ -109,7 +109,8 @@ def ray_head(folder: Path, environment: dict[str, str]) -> Iterator[str]:
     }
     command = [
         str(SCRIPTS / "ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}",
-        f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}", "--disable-usage-stats",
+        f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}",
+        f"--ray-client-server-port={client}", "--disable-usage-stats",
         f"--object-store-memory={OBJECT_STORE_BYTES}", f"--temp-dir={folder / 'ray'}",
     ]  # fmt: skip
     url = f"http://127.0.0.1:{dashboard}"

@@ -28,7 +28,7 @@ class RayHead:
 @pytest.fixture(scope="session")
 def ray_head(s3: S3Server) -> Iterator[RayHead]:
     """A Ray head with two cores, token authentication and the S3 server's credentials."""
-    port, dashboard, client, metrics = free_ports(4)
+    port, dashboard, client, metrics, agent = free_ports(5)
     # Short: the paths of Ray's sockets have a limit.
     scratch = tempfile.mkdtemp(prefix="ray")
     environment = {
@@ -40,7 +40,7 @@ def ray_head(s3: S3Server) -> Iterator[RayHead]:
     command = [
         str(SCRIPTS / "ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}",
         f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}", "--num-cpus=2",
-        f"--metrics-export-port={metrics}",
+        f"--metrics-export-port={metrics}", f"--dashboard-agent-listen-port={agent}",
         f"--object-store-memory={300 << 20}", f"--temp-dir={scratch}", "--disable-usage-stats",
     ]  # fmt: skip
     server = subprocess.Popen(
