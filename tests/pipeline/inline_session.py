@@ -54,7 +54,7 @@ class InlineSession:
 def without_ray(patch: pytest.MonkeyPatch) -> type[InlineSession]:
     """Let `run_job` generate so; each unit takes an hour of a replica's time, as far as the books go."""
     patch.setattr(run, "Session", InlineSession)
-    patch.setattr(run, "connect", lambda address: None)
+    patch.setattr(run, "connect", lambda address, log_to_driver: None)
     patch.setattr(InlineSession, "stop_after", None)
     patch.setattr(InlineSession, "units_done", 0)
     return InlineSession
