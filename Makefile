@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Compiling what is never imported would double the time of an installation.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint infra/constraints.txt
 
-.PHONY: help install demo local test test-slow chaos scale lint benchmark benchmark-gpu quality-report clean
+.PHONY: help install demo local test test-slow test-cluster chaos scale lint benchmark benchmark-gpu quality-report clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -31,6 +31,9 @@ test: lint  ## lint, types and the whole suite
 
 test-slow: install  ## tests of real jobs and clusters that take minutes each
 	$(BIN)/python -m pytest -m slow
+
+test-cluster: install  ## the local cluster with a second node: nightly incremental jobs, overlapping ones, output read back
+	$(BIN)/python -m pytest -m slow tests/e2e/test_cluster.py
 
 chaos: install  ## 200 random fault schedules on real parts, an hour or two; replay one with CHAOS='--schedules 1 --seed N'
 	PYTHONPATH=.:tests:tests/pipeline:tests/faults $(BIN)/python tests/faults/chaos.py $(CHAOS)

@@ -1,7 +1,8 @@
 """The whole thing on this machine: a real S3 server, a Ray head with its dashboard, the demo by `ray job submit`.
 
 python infra/local/demo.py              # from the repository's root; cleans up behind itself
-python infra/local/demo.py --keep       # leaves both running until Ctrl-C, to look around
+python infra/local/demo.py --nodes 2    # with a second Ray node
+python infra/local/demo.py --keep       # leaves all running until Ctrl-C, to look around
 python infra/local/demo.py -- --limit 8 --max-new-tokens 16     # more flags for the job
 """
 
@@ -20,7 +21,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
@@ -29,6 +32,7 @@ import s3fs
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(sys.executable).parent
+TEXTS = ROOT / "infra/demo/package_descriptions.parquet"
 BUCKET, INPUT, OUTPUT = "demo", "demo/in", "demo/summaries"
 START_S, STOP_S = 120, 15
 OBJECT_STORE_BYTES = 500 << 20
@@ -38,24 +42,51 @@ SHOWN = 3
 def main() -> int:
     parser = argparse.ArgumentParser("demo.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--keep", action="store_true", help="leave the servers running until Ctrl-C")
+    parser.add_argument("--nodes", type=int, default=1, help="Ray nodes, of two CPUs each but for the head")
     parser.add_argument("job_flags", nargs="*", help="flags for the job, after --")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="sd"))  # short: the paths of Ray's sockets have a limit
     try:
         with contextlib.ExitStack() as stack:
             environment, files = stack.enter_context(s3_server(folder))
-            dashboard = stack.enter_context(ray_head(folder, environment))
-            code = submit(dashboard, environment, files, given.job_flags)
+            head = stack.enter_context(ray_head(folder, environment))
+            for _ in range(1, given.nodes):
+                stack.enter_context(ray_node(folder, environment, head))
+            files.put_file(str(TEXTS), f"{INPUT}/texts.parquet")
+            code = submit(head, environment, given.job_flags).wait()
             if code == 0:
                 show(files)
             if given.keep:
-                print(f"S3 {environment['AWS_ENDPOINT_URL']} | dashboard {dashboard} | Ctrl-C ends both")
+                print(f"S3 {environment['AWS_ENDPOINT_URL']} | dashboard {head.dashboard} | Ctrl-C ends both")
                 print("\n".join(f"export {name}={value}" for name, value in environment.items()))
                 with contextlib.suppress(KeyboardInterrupt):
                     signal.pause()
         return code
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Head:
+    """A running Ray head."""
+
+    address: str  # for other nodes
+    dashboard: str
+    headers: dict[str, str]
+
+    def ask(self, path: str) -> Any:
+        """What the dashboard's API answers; None as long as it does not."""
+        try:
+            with urlopen(Request(self.dashboard + path, headers=self.headers), timeout=5) as answer:
+                return json.load(answer)
+        except (URLError, OSError, ValueError):
+            return None
+
+    def nodes(self) -> int:
+        """How many are alive."""
+        answer = self.ask("/api/v0/nodes") or {}
+        nodes = answer.get("data", {}).get("result", {}).get("result", [])
+        return sum(node["state"] == "ALIVE" for node in nodes)
 
 
 @contextlib.contextmanager
@@ -99,8 +130,8 @@ def s3_server(folder: Path) -> Iterator[tuple[dict[str, str], s3fs.S3FileSystem]
 
 
 @contextlib.contextmanager
-def ray_head(folder: Path, environment: dict[str, str]) -> Iterator[str]:
-    """A Ray head on free ports; adds its token to the environment. The dashboard's URL."""
+def ray_head(folder: Path, environment: dict[str, str]) -> Iterator[Head]:
+    """A Ray head on free ports; adds its token to the environment."""
     port, dashboard, client, agent = free_ports(4)
     environment |= {
         "PATH": f"{SCRIPTS}:{os.environ['PATH']}",
@@ -114,30 +145,41 @@ def ray_head(folder: Path, environment: dict[str, str]) -> Iterator[str]:
         f"--object-store-memory={OBJECT_STORE_BYTES}", f"--temp-dir={folder / 'ray'}",
     ]  # fmt: skip
     url = f"http://127.0.0.1:{dashboard}"
-    agents = Request(f"{url}/api/jobs/", headers={"Authorization": f"Bearer {environment['RAY_AUTH_TOKEN']}"})
-
-    def takes_jobs() -> bool:
-        try:
-            with urlopen(agents, timeout=5) as answer:
-                return bool(answer.status == 200)
-        except (URLError, OSError):
-            return False
-
+    head = Head(f"127.0.0.1:{port}", url, {"Authorization": f"Bearer {environment['RAY_AUTH_TOKEN']}"})
     with process(command, environment, folder / "ray.log"):
-        wait_until(takes_jobs, "the start of the Ray head", folder / "ray.log")
+        wait_until(
+            lambda: head.ask("/api/jobs/") is not None and head.nodes() == 1,
+            "the start of the Ray head",
+            folder / "ray.log",
+        )
         print(f"Ray dashboard: {url}", flush=True)
-        yield url
+        yield head
 
 
-def submit(dashboard: str, environment: dict[str, str], files: s3fs.S3FileSystem, flags: list[str]) -> int:
-    """Upload the demo's texts and run the job on the cluster; its exit code."""
-    files.put_file(str(ROOT / "infra/demo/package_descriptions.parquet"), f"{INPUT}/texts.parquet")
+@contextlib.contextmanager
+def ray_node(folder: Path, environment: dict[str, str], head: Head) -> Iterator[None]:
+    """One more Ray node, with two CPUs."""
+    before = head.nodes()
+    (agent,) = free_ports(1)
     command = [
-        str(SCRIPTS / "ray"), "job", "submit", "--address", dashboard, "--working-dir", str(ROOT), "--",
+        str(SCRIPTS / "ray"), "start", "--block", f"--address={head.address}", "--node-ip-address=127.0.0.1",
+        f"--dashboard-agent-listen-port={agent}", "--num-cpus=2", f"--object-store-memory={OBJECT_STORE_BYTES}",
+    ]  # fmt: skip
+    log = folder / f"node{before}.log"
+    with process(command, environment, log):
+        wait_until(lambda: head.nodes() > before, "the start of another Ray node", log)
+        print(f"Ray nodes: {head.nodes()}", flush=True)
+        yield
+
+
+def submit(head: Head, environment: dict[str, str], flags: list[str], **streams: Any) -> subprocess.Popen[str]:
+    """Start the job on the cluster; the process ends with it, with 0 if it was done."""
+    command = [
+        str(SCRIPTS / "ray"), "job", "submit", "--address", head.dashboard, "--working-dir", str(ROOT), "--",
         "python", "jobs/summarize_corpus.py", "--config", "infra/demo/summarize.yaml",
         "--input", f"s3://{INPUT}/", "--output", f"s3://{OUTPUT}", *flags,
     ]  # fmt: skip
-    return subprocess.run(command, env=os.environ | environment, cwd=ROOT, check=False).returncode
+    return subprocess.Popen(command, env=os.environ | environment, cwd=ROOT, text=True, **streams)
 
 
 def show(files: s3fs.S3FileSystem) -> None:
