@@ -31,7 +31,7 @@ class RowError(ValueError):
 
 class Prompt(NamedTuple):
     tokens: list[int]
-    truncated: bool
+    truncated: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,13 @@ class PromptTemplate:
             ) from None
         return frozenset(names)
 
+    @cached_property
+    def _other_fields(self) -> frozenset[str]:
+        return self.fields - {"text"}
+
     def check_columns(self, columns: set[str]) -> None:
         """Raises JobError if a field names no column."""
-        missing = sorted(self.fields - columns - {"text"})
+        missing = sorted(self._other_fields - columns)
         if missing:
             raise JobError(f"the prompt names column {missing[0]!r}, the input has {', '.join(sorted(columns))}")
 
@@ -83,17 +87,17 @@ class PromptTemplate:
             longest: in tokens; a longer prompt is rejected, or its text is cut at the end until it fits.
         """
         text = row["text"]
-        if text is None:
-            raise RowError("text is null")
         if not isinstance(text, str):
-            raise RowError(f"text is {type(text).__name__}, not a string")
+            raise RowError("text is null" if text is None else f"text is {type(text).__name__}, not a string")
         if not text or text.isspace():
             raise RowError("text is empty")
-        values = {name: "" if (value := row.get(name)) is None else str(value) for name in self.fields}
+        values = {"text": text}
+        for name in self._other_fields:
+            values[name] = "" if (value := row.get(name)) is None else str(value)
         tokens = self._render(values, tokenizer)
         excess = len(tokens) - longest
         if excess <= 0:
-            return Prompt(tokens, truncated=False)
+            return Prompt(tokens)
         if self.overlong == "reject" or self.format == "messages":  # there is no telling what of a chat to cut
             raise RowError(f"prompt has {len(tokens)} tokens, the limit is {longest}")
         text_tokens = tokenizer.encode_plain(text)
