@@ -5,9 +5,11 @@ from engine.bridge import Bridge
 from engine.checkpoint import identity as model_identity
 from engine.checkpoint import prepare as checkpoint_directory
 from engine.early_exit import EarlyExit
-from engine.engine import Engine, Generation, describe
+from engine.engine import Engine, describe
 from engine.errors import ModelError, PromptError, ScheduleError
 from engine.flops import Ledger
+from engine.generation import Generation
+from engine.prompt_bridge import PromptBridge
 from engine.sampling import Sampling
 from engine.schedule import Plateau, Schedule
 from engine.scoring import AnswerScore
@@ -28,6 +30,7 @@ __all__ = [
     "ModelError",
     "ModelShape",
     "Plateau",
+    "PromptBridge",
     "PromptError",
     "Sampling",
     "Schedule",

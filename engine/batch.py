@@ -1,4 +1,4 @@
-"""Generate one batch: prompts at full depth, then a step for all rows at a time under the schedule."""
+"""Generate one batch: prompts in one pass, then a step for all rows at a time under the schedule."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from engine.decoder import Attend, Decoder, Rotations
 from engine.flops import Ledger
 from engine.kernels import Kernels
 from engine.packing import packs
-from engine.plan import Operation, attention_layers, prompt_plan, run_plan
-from engine.prompt_pass import PROMPT_TOKENS, Prefix, run_prompts
+from engine.plan import Operation, attention_layers, run_plan
+from engine.prompt_pass import PROMPT_TOKENS, PromptPass
 from engine.sampling import Sampler, Sampling
 from engine.stopping import Stopping
 
@@ -96,9 +96,9 @@ class Batch:
         stopping: Stopping,
         dtype: torch.dtype,
         device: torch.device,
-        prefix: Prefix | None = None,
+        prompts: PromptPass,
     ) -> None:
-        self._prefix = prefix
+        self._prompts = prompts
         self._decoder, self._kernels, self._ledger, self._stopping = decoder, kernels, ledger, stopping
         self._bridges, self._dtype, self._device = bridges, dtype, device
         self._sampling, self._eos_ids = sampling, eos_ids
@@ -183,7 +183,7 @@ class Batch:
         rows = range(len(self._rows))
         groups = [list(group) for _, group in groupby(rows, key=lambda row: self._rows[row].index)]
         for group in groups:
-            shared = self._prefix.shared(self._rows[group[0]].prompt) if self._prefix else 0
+            shared = self._prompts.shared(self._rows[group[0]].prompt)
             for row in group:
                 self._rows[row].shared_prefix = shared
                 self._rows[row].shares_prompt = row != group[0]
@@ -202,9 +202,7 @@ class Batch:
                     self._cache.write_prompt(layer, row, k, v)
 
         prompts = [self._rows[group[0]].prompt for group in groups]
-        plan = prompt_plan(self._ledger.schedule)
-        x = run_prompts(self._decoder, self._kernels, self._device, prompts, plan, keep, self._prefix)
-        return self._decoder.logits(x)
+        return self._decoder.logits(self._prompts.run(prompts, keep, self._ledger.schedule.prompt_bridge))
 
     def _decode(self, step: int) -> Tensor:
         """One pass over every row's newest token under the schedule's active set: logits [B, vocab]."""

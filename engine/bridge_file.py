@@ -9,18 +9,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from engine.bridge import Bridge
 from engine.errors import ScheduleError
 
 BRIDGES_FILE = "bridges.safetensors"
 
 
-def write_bridges(path: Path, bridges: Mapping[str, Bridge]) -> None:
-    """Write the tensors of all bridges, by their names."""
+def write_tensors(path: Path, bridges: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Write bridge -> role -> tensor."""
     tensors = {
         f"{name}.{role}": tensor.detach().cpu().contiguous()
-        for name, bridge in bridges.items()
-        for role, tensor in bridge.tensors.items()
+        for name, roles in bridges.items()
+        for role, tensor in roles.items()
     }
     path.write_bytes(save(tensors))  # safetensors' own files are their owner's alone to read
 

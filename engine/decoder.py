@@ -32,5 +32,14 @@ class Decoder(Protocol):
     def mlp(self, layer: int, x: Tensor) -> Tensor:
         """Hidden states after the MLP block of a layer, its residual connection included."""
 
+    def keys_and_values(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What a layer's attention block would keep of hidden states [N, hidden], the keys still without positions.
+
+        Each [N, kv_heads, head_dim].
+        """
+
+    def place_keys(self, layer: int, k: Tensor, rotations: Rotations) -> Tensor:
+        """Such keys with their positions."""
+
     def logits(self, x: Tensor) -> Tensor:
         """[N, hidden] -> [N, vocab]."""

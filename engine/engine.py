@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from engine.early_exit import EarlyExit, EarlyExitBatch
 from engine.errors import ModelError, PromptError
 from engine.families import family_of
 from engine.flops import Ledger
+from engine.generation import Generation, generation_of
 from engine.kernels import Kernels, kernels_for
 from engine.memory import free_bytes, rows_that_fit
-from engine.plan import prompt_plan
-from engine.prompt_pass import Prefix, compute_prefix
+from engine.prompt_bridge import PromptBridge
+from engine.prompt_pass import PromptPass
 from engine.sampling import Sampling
 from engine.schedule import Schedule
 from engine.scoring import AnswerScore, score, similarity
@@ -32,27 +33,6 @@ from engine.unit import Unit
 from engine.workspace import Workspaces
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(slots=True)  # frozen, it would take six times as long to make, of millions of them
-class Generation:
-    """One sample's text and what it cost. FLOPs are the ledger's, on the sample's own lengths."""
-
-    index: int  # of its prompt in the call
-    sample: int  # which of the prompt's samples
-    text: str
-    tokens: tuple[int, ...]  # all that were sampled, the end-of-sequence token included
-    finish_reason: str  # "stop" or "length"
-    prompt_tokens: int
-    shared_prefix_tokens: int  # of these, computed once for all prompts: see `Engine.share_prefix`
-    flops_prompt: int  # of the others; 0 where another sample of the same prompt in the same batch has paid for it
-    flops_decode: int
-    flops_full_depth: int  # prompt + decode of the same tokens with nothing skipped
-    mean_active_layers: float
-
-    @property
-    def generated_tokens(self) -> int:
-        return len(self.tokens)
 
 
 def describe(model: str) -> ModelShape:
@@ -79,7 +59,7 @@ class Engine:
         self._dtype = dtype
         self._device = device
         self._bridges: dict[Bridge, BridgeMap] = {}  # of the last schedule
-        self._prefix: Prefix | None = None
+        self._prompts = PromptPass(decoder, kernels, dtype, device)
         self._workspaces = Workspaces()
         self.tokenizer = tokenizer
 
@@ -140,11 +120,8 @@ class Engine:
         Returns:
             The FLOPs that it took; 0 where they can't be shared: they fill the context, or keys depend on what follows.
         """
-        ledger = self._ledger(None)
         with torch.inference_mode():
-            place = (self._decoder, self._kernels, self._device)
-            self._prefix = compute_prefix(*place, tokens, prompt_plan(ledger.schedule))
-        return ledger.prefix(len(tokens)) if self._prefix else 0
+            return self._ledger(None).prefix(len(tokens)) if self._prompts.share(tokens) else 0
 
     def generate(
         self,
@@ -223,7 +200,7 @@ class Engine:
                 on_confidences(batch.confidences)
             for sample in rows:
                 flops, layers = batch.decode_flops(sample), batch.mean_active_layers(sample)
-                whole = _generation(sample, stopping, ledger)
+                whole = generation_of(sample, stopping, ledger)
                 yield replace(whole, flops_decode=flops, mean_active_layers=layers)
 
     def unit_similarity(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> dict[Unit, float]:
@@ -292,9 +269,9 @@ class Engine:
             }
         return self._bridges
 
-    def teacher_forced(self, answers: Sequence[Answer]) -> AnswerPass:
-        """Known answers to prompts, ready to be passed through the layers under any schedule."""
-        return AnswerPass(self._decoder, self._kernels, self._device, answers)
+    def teacher_forced(self, answers: Sequence[Answer], bridge: PromptBridge | None = None) -> AnswerPass:
+        """Known answers to prompts, to be passed through the layers under any schedule with that prompt bridge."""
+        return AnswerPass(self._decoder, self._kernels, self._device, self._prompts, answers, bridge)
 
     def _samples(
         self,
@@ -338,7 +315,7 @@ class Engine:
                 stats = self._batch(rows, ledger, bridges, sampling, stopping).run()
             if on_batch is not None:
                 on_batch(stats)
-            yield from (_generation(sample, stopping, ledger) for sample in rows)
+            yield from (generation_of(sample, stopping, ledger) for sample in rows)
 
     def _run_each(
         self,
@@ -350,15 +327,20 @@ class Engine:
         on_batch: Callable[[int, BatchStats], None] | None,
     ) -> Iterator[tuple[int, Generation]]:
         stopping = Stopping(sampling, self.tokenizer, self.tokenizer.eos_ids)
-        whole = self._ledger(None)
+        alike: dict[PromptBridge | None, list[int]] = {}  # indices of ledgers, by what they do with prompts
+        for index, ledger in enumerate(ledgers):
+            alike.setdefault(ledger.schedule.prompt_bridge, []).append(index)
         for first in range(0, len(samples), batch_size):
             rows = samples[first : first + batch_size]
-            with torch.inference_mode():
-                runs = self._batch(rows, whole, bridges, sampling, stopping).run_each(ledgers)
-            for index, (ledger, (finished, stats)) in enumerate(zip(ledgers, runs, strict=True)):
-                if on_batch is not None:
-                    on_batch(index, stats)
-                yield from ((index, _generation(sample, stopping, ledger)) for sample in finished)
+            for bridge, indices in alike.items():
+                whole = self._ledger(replace(Schedule.full_depth(self.shape.layers), prompt_bridge=bridge))
+                with torch.inference_mode():
+                    batch = self._batch(rows, whole, bridges, sampling, stopping)
+                    runs = batch.run_each([ledgers[index] for index in indices])
+                for index, (finished, stats) in zip(indices, runs, strict=True):
+                    if on_batch is not None:
+                        on_batch(index, stats)
+                    yield from ((index, generation_of(sample, stopping, ledgers[index])) for sample in finished)
 
     def _batch(self, *arguments: Any) -> Batch:
         """A batch that decodes as the kernels ask for; arguments as for `_batch_arguments`."""
@@ -375,22 +357,4 @@ class Engine:
     ) -> tuple[Any, ...]:
         ends = self.tokenizer.eos_ids
         where = (self._dtype, self._device)
-        return (self._decoder, self._kernels, ledger, bridges, samples, sampling, ends, stopping, *where, self._prefix)
-
-
-def _generation(sample: Sample, stopping: Stopping, ledger: Ledger) -> Generation:
-    prompt_tokens, generated = len(sample.prompt), len(sample.tokens)
-    flops_prompt = 0 if sample.shares_prompt else ledger.prompt(prompt_tokens, sample.shared_prefix)
-    return Generation(
-        index=sample.index,
-        sample=sample.copy,
-        text=stopping.text(sample.tokens),
-        tokens=tuple(sample.tokens),
-        finish_reason="stop" if sample.ended else "length",
-        prompt_tokens=prompt_tokens,
-        shared_prefix_tokens=sample.shared_prefix,
-        flops_prompt=flops_prompt,
-        flops_decode=ledger.decode(prompt_tokens, generated),
-        flops_full_depth=flops_prompt + ledger.full_depth.decode(prompt_tokens, generated),
-        mean_active_layers=ledger.mean_active_layers(generated),
-    )
+        return (self._decoder, self._kernels, ledger, bridges, samples, sampling, ends, stopping, *where, self._prompts)

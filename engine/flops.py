@@ -4,16 +4,18 @@ One multiply-add counts 2; norms, softmax, rotary and embedding look-ups are not
 
     decode token    2 (sum active Pa + sum active Pm + sum Pb + H) + 4 c q (active attention units)
     prompt of n     2 n L P + 2 H + 2 L n (n + 1) q
+    ... bridged     2 n l P + 2 l n (n + 1) q + 2 (n - 1) Pk + 2 (L - l) P + 4 (L - l) n q + 2 H
 
-with Pa, Pm, P, H, q as in `ModelShape`, Pb the parameters of each bridge applied, and c the context a token attends to,
-itself included: in a layer with a sliding window at most its width. Matrices between the embedding and the first layer
-add 2 x their parameters to every token.
+with Pa, Pm, P, H, q as in `ModelShape`, Pb the parameters of each bridge applied, Pk those of a prompt bridge from
+layer l on, below which all tokens but the last stop, and c the context a token attends to, itself included: in a layer
+with a sliding window at most its width. Matrices between the embedding and the first layer add 2 x their parameters to
+every token.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -73,18 +75,26 @@ class Ledger:
         return Ledger(self.shape, Schedule.full_depth(self.shape.layers))
 
     def prompt(self, tokens: int, shared: int = 0) -> int:
-        """FLOPs of a prompt of n tokens: all layers on all but the `shared` first, the head on the last one."""
-        return self._prompt_layers(shared + 1, tokens) + 2 * self.shape.head_parameters
+        """FLOPs of a prompt of n tokens: its layers on all but the `shared` first, the head on the last one."""
+        return self.prompt_layers(tokens, shared) + 2 * self.shape.head_parameters
 
     def prefix(self, tokens: int) -> int:
         """FLOPs of tokens that prompts share: all layers, no head."""
-        return self._prompt_layers(1, tokens)
+        return self.full_depth.prompt_layers(tokens)
 
-    def _prompt_layers(self, first: int, last: int) -> int:
-        """FLOPs of all layers on the prompt tokens from `first` to `last`, counted from 1."""
-        s = self.shape
-        attention = sum(rate * _sum_contexts(first, last, window) for window, rate in self._attention(range(s.layers)))
-        return 2 * (last - first + 1) * (s.input_parameters + s.layers * s.layer_parameters) + attention
+    def prompt_layers(self, tokens: int, shared: int = 0) -> int:
+        """As `prompt`, without the head."""
+        layers, bridge, computed = self.shape.layers, self.schedule.prompt_bridge, tokens - shared
+        inputs = 2 * computed * self.shape.input_parameters
+        if bridge is None:
+            return inputs + self._layers(range(layers), shared + 1, tokens)
+        alone = self._layers(range(bridge.first, layers), tokens, tokens) + 2 * (computed - 1) * bridge.parameters
+        return inputs + self._layers(range(bridge.first), shared + 1, tokens) + alone
+
+    def _layers(self, layers: Sequence[int], first: int, last: int) -> int:
+        """FLOPs of layers on a prompt's tokens from `first` to `last`, counted from 1."""
+        attention = sum(rate * _sum_contexts(first, last, window) for window, rate in self._attention(layers))
+        return 2 * (last - first + 1) * len(layers) * self.shape.layer_parameters + attention
 
     def decode(self, prompt_tokens: int, generated_tokens: int) -> int:
         """FLOPs of the g - 1 decode passes; pass t attends to n + t + 1 tokens."""

@@ -31,11 +31,6 @@ class ApplyBridge(NamedTuple):
 Operation = RunUnit | ApplyBridge
 
 
-def prompt_plan(schedule: Schedule) -> tuple[Operation, ...]:
-    """What prompt tokens go through: full depth."""
-    return tuple(map(RunUnit, all_units(schedule.layers)))
-
-
 def decode_plan(schedule: Schedule, plateau: int) -> tuple[Operation, ...]:
     """What decode tokens go through on a plateau, in order: active units, and a bridge where its block would start."""
     skipped = schedule.skipped_units(plateau)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from engine.decoder import Decoder
+from engine.decoder import Attend, Decoder, Rotations
 from engine.kernels import Kernels
-from engine.plan import Operation, run_plan
+from engine.prompt_bridge import PromptBridge, PromptMaps
+from engine.unit import Unit, all_units
 
 PROMPT_TOKENS = 2048  # of prompts in one pass: bounds its activations, and is enough to fill a GEMM
 
 Keep = Callable[[int, int, Tensor, Tensor], None]  # layer, which prompt, its keys and values [n, kv_heads, head_dim]
+Observe = Callable[[int, Tensor], None]  # place of a unit, hidden states before it
 
 
 @dataclass(frozen=True)
@@ -35,60 +38,146 @@ def shared_tokens(prefix: Sequence[int], prompt: Sequence[int]) -> int:
     return length if len(prompt) > length and tuple(prompt[:length]) == tuple(prefix) else 0
 
 
-def compute_prefix(
-    decoder: Decoder, kernels: Kernels, device: torch.device, tokens: Sequence[int], plan: Sequence[Operation]
-) -> Prefix | None:
-    """A prefix of p tokens; None where it is empty, fills the context, or its keys would depend on what follows it."""
-    if not 0 < len(tokens) < decoder.shape.context:
-        return None
-    positions = torch.arange(len(tokens), device=device)
-    alone = decoder.rotations(positions, torch.full_like(positions, len(tokens)))
-    longest = decoder.rotations(positions, torch.full_like(positions, decoder.shape.context))
-    if not all(torch.equal(*pair) for pair in zip(alone, longest, strict=True)):
-        return None
-    layers: list[tuple[Tensor, Tensor]] = []
-    # Copies: a view of the fused projection would keep the queries too.
-    run_prompts(decoder, kernels, device, [tokens], plan, lambda _layer, _, k, v: layers.append((k.clone(), v.clone())))
-    return Prefix(tuple(tokens), tuple(layers))
+class PromptPass:
+    """Passes over prompts, on one device."""
+
+    def __init__(self, decoder: Decoder, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
+        self._decoder, self._kernels, self._dtype, self._device = decoder, kernels, dtype, device
+        self._prefix: Prefix | None = None
+        self._bridge: tuple[PromptBridge, PromptMaps] | None = None  # the last one
+
+    def share(self, tokens: Sequence[int]) -> bool:
+        """Compute a prefix for the prompts to come; none forgets the last.
+
+        Returns False where there is none, it fills the context, or its keys would depend on what follows it.
+        """
+        self._prefix = None
+        context = self._decoder.shape.context
+        if not 0 < len(tokens) < context:
+            return False
+        positions = torch.arange(len(tokens), device=self._device)
+        alone = self._decoder.rotations(positions, torch.full_like(positions, len(tokens)))
+        longest = self._decoder.rotations(positions, torch.full_like(positions, context))
+        if not all(torch.equal(*pair) for pair in zip(alone, longest, strict=True)):
+            return False
+        layers: list[tuple[Tensor, Tensor]] = []
+        # Copies: a view of the fused projection would keep the queries too.
+        self.run([tokens], lambda _layer, _, k, v: layers.append((k.clone(), v.clone())))
+        self._prefix = Prefix(tuple(tokens), tuple(layers))
+        return True
+
+    def shared(self, prompt: Sequence[int]) -> int:
+        """How many of a prompt's tokens the prefix has computed."""
+        return self._prefix.shared(prompt) if self._prefix else 0
+
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        keep: Keep,
+        bridge: PromptBridge | None = None,
+        observe: Observe | None = None,
+    ) -> Tensor:
+        """Hidden states [P, hidden] of the last token of each of P prompts.
+
+        Args:
+            prompts: token ids. Those that begin with the prefix compute only their other tokens.
+            keep: told of every layer's keys and values, views of what the pass computes.
+            bridge: default full depth.
+            observe: called with the place of each unit that all tokens run and the hidden states [N, hidden] before
+                it, of the N tokens computed, prompt after prompt. It must not change them.
+        """
+        one = _Pass(self._decoder, self._kernels, self._device, prompts, keep, self._prefix)
+        return one.run(self._compiled(bridge), observe)
+
+    def _compiled(self, bridge: PromptBridge | None) -> PromptMaps | None:
+        if bridge is None:
+            return None
+        if self._bridge is None or self._bridge[0] != bridge:
+            maps = bridge.compiled(self._decoder.shape, self._kernels, self._dtype, self._device)
+            self._bridge = bridge, maps
+        return self._bridge[1]
 
 
-def run_prompts(
-    decoder: Decoder,
-    kernels: Kernels,
-    device: torch.device,
-    prompts: Sequence[Sequence[int]],
-    plan: Sequence[Operation],
-    keep: Keep,
-    prefix: Prefix | None = None,
-) -> Tensor:
-    """Hidden states [P, hidden] of the last token of each of P prompts.
+class _Pass:
+    """One pass: where each prompt's tokens lie among the N computed, and what they attend to."""
 
-    Args:
-        prompts: token ids.
-        plan: what prompt tokens go through.
-        keep: told of every layer's keys and values, views of what the pass computes.
-        prefix: under the same plan; prompts that begin with it compute only their other tokens.
-    """
-    shared = [prefix.shared(prompt) if prefix else 0 for prompt in prompts]
-    lengths = torch.tensor([len(prompt) - start for prompt, start in zip(prompts, shared, strict=True)])
-    ends = lengths.cumsum(0).tolist()
-    spans = list(zip([0, *ends], ends, strict=False))
+    def __init__(
+        self,
+        decoder: Decoder,
+        kernels: Kernels,
+        device: torch.device,
+        prompts: Sequence[Sequence[int]],
+        keep: Keep,
+        prefix: Prefix | None,
+    ) -> None:
+        self._decoder, self._kernels, self._keep, self._prefix = decoder, kernels, keep, prefix
+        self._shared = [prefix.shared(prompt) if prefix else 0 for prompt in prompts]
+        starts = list(zip(prompts, self._shared, strict=True))
+        lengths = torch.tensor([len(prompt) - start for prompt, start in starts])
+        self._spans = list(pairwise([0, *lengths.cumsum(0).tolist()]))
+        positions = torch.cat([torch.arange(start, len(prompt)) for prompt, start in starts]).to(device)
+        whole = torch.tensor([len(prompt) for prompt in prompts]).repeat_interleave(lengths)
+        self._rotations = decoder.rotations(positions, whole.to(device))
+        computed = torch.tensor([token for prompt, start in starts for token in prompt[start:]], device=device)
+        self._embedded = decoder.embed(computed, positions)
+        is_last = torch.zeros(len(computed), dtype=torch.bool)
+        is_last[lengths.cumsum(0) - 1] = True
+        self._last, self._others = (rows.nonzero()[:, 0].to(device) for rows in (is_last, ~is_last))
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def run(self, maps: PromptMaps | None, observe: Observe | None) -> Tensor:
+        """Hidden states [P, hidden] of the last tokens."""
+        x, units = self._embedded, all_units(self._decoder.shape.layers)
+        below = 2 * maps.first if maps else len(units)
+        for unit in units[:below]:
+            if observe is not None:
+                observe(unit.place, x)
+            x = self._run(unit, x, self._rotations, self._attend)
+        stopped, x = x[self._others], x[self._last]
+        if maps is None:
+            return x
+        rotations = self._rotations_of(self._last)
+        attend = self._attend_alone(stopped, maps)
+        for unit in units[below:]:
+            x = self._run(unit, x, rotations, attend)
+        return x
+
+    def _run(self, unit: Unit, x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
+        if unit.kind == "a":
+            return self._decoder.attention(unit.layer, x, rotations, attend)
+        return self._decoder.mlp(unit.layer, x)
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Of all N tokens."""
+        kind = self._decoder.shape.attention_kind(layer)
+        return self._kernels.packed_attention(q, self._spans, self._whole(layer, k, v), kind)
+
+    def _attend_alone(self, stopped: Tensor, maps: PromptMaps) -> Attend:
+        """Of each prompt's last token, the other tokens having stopped below with states [N - P, hidden]."""
+        rotations = self._rotations_of(self._others)
+        spans = list(pairwise(range(len(self._last) + 1)))
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = (x.new_empty(len(self._embedded), *x.shape[1:]) for x in (k, v))
+            keys[self._last], values[self._last] = k, v
+            if len(stopped):
+                above, values[self._others] = maps.keys_and_values(layer, stopped)
+                keys[self._others] = self._decoder.place_keys(layer, above, rotations)
+            kind = self._decoder.shape.attention_kind(layer)
+            return self._kernels.packed_attention(q, spans, self._whole(layer, keys, values), kind)
+
+        return attend
+
+    def _whole(self, layer: int, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of all tokens of each prompt, those it shares included, of the N computed ones."""
         whole = []
-        for index, (start, end) in enumerate(spans):
+        for index, (start, end) in enumerate(self._spans):
             keys, values = k[start:end], v[start:end]
-            if prefix and shared[index]:
-                keys, values = (torch.cat(pair) for pair in zip(prefix.layers[layer], (keys, values), strict=True))
-            keep(layer, index, keys, values)
+            if self._prefix and self._shared[index]:
+                before, ours = self._prefix.layers[layer], (keys, values)
+                keys, values = (torch.cat(pair) for pair in zip(before, ours, strict=True))
+            self._keep(layer, index, keys, values)
             whole.append((keys, values))
-        return kernels.packed_attention(q, spans, whole, decoder.shape.attention_kind(layer))
+        return whole
 
-    positions = torch.cat([torch.arange(start, len(prompt)) for prompt, start in zip(prompts, shared, strict=True)])
-    positions = positions.to(device)
-    whole = torch.tensor([len(prompt) for prompt in prompts]).repeat_interleave(lengths)
-    rotations = decoder.rotations(positions, whole.to(device))
-    computed = [token for prompt, start in zip(prompts, shared, strict=True) for token in prompt[start:]]
-    x = decoder.embed(torch.tensor(computed, device=device), positions)
-    x = run_plan(decoder, plan, {}, x, rotations, attend)
-    return x[torch.tensor(ends, device=device) - 1]
+    def _rotations_of(self, rows: Tensor) -> Rotations:
+        return tuple(factors[rows] for factors in self._rotations)

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from engine.bridge import Bridge
-from engine.bridge_file import BRIDGES_FILE, read_tensors, write_bridges
+from engine.bridge_file import BRIDGES_FILE, read_tensors, write_tensors
 from engine.errors import ScheduleError
+from engine.prompt_bridge import PromptBridge
 from engine.shape import ModelShape
 from engine.unit import Block, Unit, all_units
 
@@ -34,7 +35,7 @@ class Schedule:
 
     The number of skipped units never falls from one plateau to the next and units are skipped from the head of one
     order, so active(t + 1) is a subset of active(t): whatever a token attends to has been cached. Skipped units that no
-    bridge replaces are skipped bare.
+    bridge replaces are skipped bare. Prompts run at full depth, or with a prompt bridge their last token alone does.
     """
 
     layers: int
@@ -42,6 +43,7 @@ class Schedule:
     plateaus: tuple[Plateau, ...] = (Plateau(0, 0),)
     provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
     bridges: Mapping[str, Bridge] = field(default_factory=dict, hash=False)  # by name
+    prompt_bridge: PromptBridge | None = None
 
     def __post_init__(self) -> None:
         if self.layers < 1:
@@ -144,7 +146,7 @@ class Schedule:
 
     @property
     def is_full_depth(self) -> bool:
-        return self.plateaus[-1].skipped == 0
+        return self.plateaus[-1].skipped == 0 and self.prompt_bridge is None
 
     def check_fits(self, shape: ModelShape) -> None:
         """Raises ScheduleError if the schedule was made for a model of another depth or width."""
@@ -159,6 +161,8 @@ class Schedule:
                     f"bridge {name!r} maps hidden states of width {bridge.hidden}, but those of this {shape.family} "
                     f"model have width {shape.hidden}: calibrate a schedule for this model"
                 )
+        if self.prompt_bridge is not None:
+            self.prompt_bridge.check_fits(shape)
 
     def to_dict(self) -> dict[str, Any]:
         """The schedule file's object (design: "Schedule file"). Digests stand for the bridges' tensors."""
@@ -169,12 +173,15 @@ class Schedule:
             },
             "bridged": [list(plateau.bridges) for plateau in self.plateaus],
         }
+        bridge = self.prompt_bridge
+        prompts = {"prompts": {"bridged_from": bridge.first, "digest": bridge.digest}} if bridge else {}
         return {
             "format": FORMAT,
             "layers": self.layers,
             "skip_order": [str(unit) for unit in self.skip_order],
             "skipped": [[plateau.first_step, plateau.skipped] for plateau in self.plateaus],
             **(bridged if self.bridges else {}),
+            **prompts,
             **self.provenance,
         }
 
@@ -184,7 +191,7 @@ class Schedule:
 
         Args:
             data: the object.
-            tensors: bridge -> role -> tensor, where the object names bridges.
+            tensors: bridge -> role -> tensor, where the object names bridges; the prompt bridge is named "prompts".
         """
         if not isinstance(data, dict):
             raise ScheduleError(f"a schedule is a JSON object, got {type(data).__name__}")
@@ -213,6 +220,7 @@ class Schedule:
             tuple(Plateau(first, count, tuple(names)) for (first, count), names in zip(skipped, bridged, strict=True)),
             {key: value for key, value in data.items() if key not in _OWN_KEYS},
             _bridges(data.get("bridges", {}), tensors or {}),
+            _prompt_bridge(data.get("prompts"), tensors or {}),
         )
 
     def to_json(self) -> str:
@@ -227,8 +235,11 @@ class Schedule:
         """Write `schedule.json`, and its bridges beside it; the directory is made if need be."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        if self.bridges:
-            write_bridges(directory / BRIDGES_FILE, self.bridges)
+        tensors = {name: bridge.tensors for name, bridge in self.bridges.items()}
+        if self.prompt_bridge is not None:
+            tensors[PROMPTS] = self.prompt_bridge.tensors
+        if tensors:
+            write_tensors(directory / BRIDGES_FILE, tensors)
         (directory / SCHEDULE_FILE).write_text(self.to_json())
 
     @classmethod
@@ -241,7 +252,7 @@ class Schedule:
         file = path / SCHEDULE_FILE if path.is_dir() else path
         try:
             data = _parse(file.read_text())
-            bridged = isinstance(data, dict) and data.get("bridges")
+            bridged = isinstance(data, dict) and (data.get("bridges") or data.get("prompts"))
             return cls.from_dict(data, read_tensors(file.parent / BRIDGES_FILE) if bridged else None)
         except (OSError, UnicodeDecodeError) as error:
             raise ScheduleError(f"the schedule {str(file)!r} cannot be read: {error}") from None
@@ -249,7 +260,8 @@ class Schedule:
             raise ScheduleError(f"{str(file)!r}: {error}") from None
 
 
-_OWN_KEYS = ("format", "layers", "skip_order", "skipped", "bridges", "bridged")
+_OWN_KEYS = ("format", "layers", "skip_order", "skipped", "bridges", "bridged", "prompts")
+PROMPTS = "prompts"  # the prompt bridge's name among the tensors
 
 
 def _parse(text: str) -> object:
@@ -271,9 +283,27 @@ def _bridges(data: object, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[
         if name not in tensors:
             raise ScheduleError(f"there are no tensors for bridge {name!r}: {BRIDGES_FILE} belongs beside the schedule")
         bridges[name] = Bridge(Block(*map(Unit.parse, replaces)), dict(tensors[name]))
-        if described.get("digest") != bridges[name].digest:
-            raise ScheduleError(
-                f"the tensors of bridge {name!r} are not those the schedule was made with: "
-                f"take {BRIDGES_FILE} from where this schedule comes from"
-            )
+        _check_digest(f"bridge {name!r}", described, bridges[name])
     return bridges
+
+
+def _prompt_bridge(data: object, tensors: Mapping[str, Mapping[str, Tensor]]) -> PromptBridge | None:
+    """As `_bridges`, for the prompt bridge; None where the file has none."""
+    if data is None:
+        return None
+    first = data.get("bridged_from") if isinstance(data, dict) else None
+    if not isinstance(data, dict) or type(first) is not int:
+        raise ScheduleError(f"prompts must say from which layer on they are bridged, as bridged_from, got {data!r}")
+    if PROMPTS not in tensors:
+        raise ScheduleError(f"there are no tensors for the prompt bridge: {BRIDGES_FILE} belongs beside the schedule")
+    bridge = PromptBridge(first, dict(tensors[PROMPTS]))
+    _check_digest("the prompt bridge", data, bridge)
+    return bridge
+
+
+def _check_digest(what: str, described: Mapping[str, Any], bridge: Bridge | PromptBridge) -> None:
+    if described.get("digest") != bridge.digest:
+        raise ScheduleError(
+            f"the tensors of {what} are not those the schedule was made with: "
+            f"take {BRIDGES_FILE} from where this schedule comes from"
+        )

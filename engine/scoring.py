@@ -12,13 +12,14 @@ from torch import Tensor
 
 from engine.bridge import Bridge, BridgeMap
 from engine.packing import packs
+from engine.prompt_bridge import PromptBridge
 from engine.schedule import Schedule
 from engine.teacher_forcing import Answer, AnswerPass
 from engine.unit import Unit, all_units
 
 PACK_TOKENS = 1024  # answer tokens scored together: bounds the distributions that are held, a vocabulary each
 
-Forcing = Callable[[Sequence[Answer]], AnswerPass]
+Forcing = Callable[[Sequence[Answer], PromptBridge | None], AnswerPass]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +37,11 @@ def score(
     bridges: Mapping[Bridge, BridgeMap],
     layers: int,
 ) -> list[list[AnswerScore]]:
-    """[schedule][answer]: answers with fewer than two tokens have empty scores. Prompts run once for all schedules.
+    """[schedule][answer]: answers with fewer than two tokens have empty scores. Prompts run once for all schedules
+    with the same prompt bridge.
 
     Args:
-        forcing: makes a pass over answers.
+        forcing: makes a pass over answers whose prompts ran under a prompt bridge.
         answers: of full depth.
         schedules: to score.
         bridges: of all schedules, compiled.
@@ -47,11 +49,13 @@ def score(
     """
     scores = [[AnswerScore((), ())] * len(answers) for _ in schedules]
     for pack in _packs(answers):
-        forced = forcing([answers[index] for index in pack])
-        x = forced.hidden(Schedule.full_depth(layers), {})
-        reference = torch.cat([logits.float().log_softmax(-1) for _, logits in forced.logits(x)])
+        packed = [answers[index] for index in pack]
+        forced = {bridge: forcing(packed, bridge) for bridge in {None, *(s.prompt_bridge for s in schedules)}}
+        x = forced[None].hidden(Schedule.full_depth(layers), {})
+        reference = torch.cat([logits.float().log_softmax(-1) for _, logits in forced[None].logits(x)])
         for row, schedule in zip(scores, schedules, strict=True):
-            compared = _compare(forced, reference, forced.hidden(schedule, bridges))
+            ours = forced[schedule.prompt_bridge]
+            compared = _compare(ours, reference, ours.hidden(schedule, bridges))
             for index, answer_score in zip(pack, compared, strict=True):
                 row[index] = answer_score
     return scores
@@ -69,7 +73,7 @@ def similarity(forcing: Forcing, answers: Sequence[Answer], layers: int) -> dict
                 sums[place - 1] += float(F.cosine_similarity(before.pop(), x, dim=-1).sum())
             before.append(x)
 
-        forcing([answers[index] for index in pack]).hidden(Schedule.full_depth(layers), {}, observe=observe)
+        forcing([answers[index] for index in pack], None).hidden(Schedule.full_depth(layers), {}, observe=observe)
     steps = sum(max(0, answer.passes) for answer in answers)
     return {unit: total / steps for unit, total in zip(units, sums, strict=True)}
 

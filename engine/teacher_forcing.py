@@ -16,8 +16,9 @@ from engine.bridge import Bridge, BridgeMap
 from engine.decoder import Decoder
 from engine.kernels import Kernels
 from engine.packing import packs
-from engine.plan import ApplyBridge, Operation, decode_plan, prompt_plan
-from engine.prompt_pass import PROMPT_TOKENS, run_prompts
+from engine.plan import ApplyBridge, Operation, decode_plan
+from engine.prompt_bridge import PromptBridge
+from engine.prompt_pass import PROMPT_TOKENS, PromptPass
 from engine.schedule import Schedule
 from engine.unit import Unit, all_units
 
@@ -38,14 +39,25 @@ class Answer:
 
 
 class AnswerPass:
-    """Passes over the answers of some samples, after their prompts ran once at full depth.
+    """Passes over the answers of some samples, after their prompts ran once.
 
     The N tokens of a pass are those fed back, answer after answer. Keys and values of the prompts are kept: 2 x prompt
     tokens x kv_heads x head_dim numbers per layer.
     """
 
-    def __init__(self, decoder: Decoder, kernels: Kernels, device: torch.device, answers: Sequence[Answer]) -> None:
-        """Runs the prompts. Answers need two tokens or more: the first comes from the prompt pass."""
+    def __init__(
+        self,
+        decoder: Decoder,
+        kernels: Kernels,
+        device: torch.device,
+        prompts: PromptPass,
+        answers: Sequence[Answer],
+        bridge: PromptBridge | None = None,
+    ) -> None:
+        """Runs the prompts, by default at full depth.
+
+        Answers need two tokens or more: the first comes from the prompt pass.
+        """
         self._decoder, self._kernels, self._device = decoder, kernels, device
         self.answers = answers
         passes = torch.tensor([answer.passes for answer in answers])
@@ -56,9 +68,8 @@ class AnswerPass:
         positions = (prompt[self.sample] + self.step).to(device)
         fed = torch.tensor([token for answer in answers for token in answer.tokens[:-1]], device=device)
         self._prompts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(decoder.shape.layers)]
-        plan = prompt_plan(Schedule.full_depth(decoder.shape.layers))
         for pack in packs([answer.prompt for answer in answers], len, PROMPT_TOKENS):
-            run_prompts(decoder, kernels, device, pack, plan, self._keep)
+            prompts.run(pack, self._keep, bridge)
         self._embedded = decoder.embed(fed, positions)
         self._positions = positions
 

@@ -66,7 +66,8 @@ def adapt(config: AdaptModel) -> None:
     answers = drawn.answers
     student = Engine.load(config.model, config.device, "float32", config.threads, Kernels())
     kept = max(1, round(config.held_out * len(answers)))
-    trainer = BridgeTrainer(student, schedule, answers[kept:], answers[:kept], config.recipe(), progress)
+    # The last ones: of the same corpus and seed, calibration draws the first, and has fitted its bridges to them.
+    trainer = BridgeTrainer(student, schedule, answers[:-kept], answers[-kept:], config.recipe(), progress)
     points = []
     for point in trainer.run(output / CHECKPOINT_FILE):
         points.append(point)
@@ -75,8 +76,10 @@ def adapt(config: AdaptModel) -> None:
             point.step, point.loss, point.kl, point.agreement, point.seconds,
         )  # fmt: skip
     adapted, quality = trainer.best()
+    before = schedule.provenance
     provenance = {
-        **adapted.provenance,
+        **before,
+        "name": f"{before['name']}, adapted" if "name" in before else "adapted",
         "decode_flop_speedup": round(decode_flop_speedup(student.shape, adapted, trainer.lengths), 4),
         "sample_flop_speedup": round(sample_flop_speedup(student.shape, adapted, trainer.lengths), 4),
         "held_out": {"answers": kept, **quality.figures()},

@@ -18,15 +18,17 @@ from engine.calibration.calibrate import Calibrated, Calibration
 from jobs import command_line
 from jobs.answers import AnswersConfig, answer_corpus
 from pipeline import logs
+from pipeline.evaluation.charts import schedule_maps
 from pipeline.stage_progress import StageProgress
 
 PROGRAM = "calibrate_schedule.py"
+MAPS_FILE = "schedules.svg"
 
 log = logging.getLogger("jobs.calibrate_schedule")
 
 
 class CalibrateSchedule(AnswersConfig):
-    """Fit and choose bridged schedules on a sample of your prompts; writes a directory for each target speed-up."""
+    """Fit and choose bridged schedules on a sample of your prompts; writes a directory for each, and draws them."""
 
     output: str = Field(description="local directory to write the schedules to, one below it for each target")
     target_speedups: list[float] = Field([1.25, 1.45, 1.65], min_length=1, description="decode FLOP speed-ups")
@@ -44,11 +46,13 @@ def calibrate(config: CalibrateSchedule) -> None:
     model = config.load_engine()
     drawn = answer_corpus(config, model, progress)
     calibration = Calibration(model, drawn.answers, sorted(set(config.target_speedups)), progress)
-    table = _table()
+    table, maps = _table(), []
     for found in calibration.run():
-        directory = output / f"{found.target:g}x"
-        found.with_provenance(calibrated_on=drawn.provenance).write(directory)
-        table.add_row(*_row(found), str(directory))
+        name = f"{found.target:g}x"
+        found.with_provenance(calibrated_on=drawn.provenance).write(output / name)
+        table.add_row(*_row(found), str(output / name))
+        maps.append((name, found.schedule))
+    (output / MAPS_FILE).write_text(schedule_maps(maps))
     Console().print(table)
     print(f"{time.monotonic() - start:.0f} s; run one with --schedule {output}/<target>x, or --schedule {output} "
           "--target-speedup <target>")  # fmt: skip

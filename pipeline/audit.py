@@ -97,11 +97,14 @@ class Auditor:
         }
 
     def _flops(self, answer: Generation) -> int:
-        """Generating at full depth, then scoring: prompt and answer at full depth, the answer under the schedule."""
-        prompt = self._ledger.prefix(answer.prompt_tokens)
-        full_depth = answer.flops_full_depth - answer.flops_prompt
-        scheduled = self._ledger.decode(answer.prompt_tokens, answer.generated_tokens)
-        return answer.flops_full_depth + prompt + full_depth + scheduled
+        """Generating at full depth, then scoring: prompt and answer at full depth, and again under the schedule."""
+        prompt, shared = answer.prompt_tokens, answer.shared_prefix_tokens
+        both = [self._ledger.full_depth, self._ledger]
+        # Prompts run once for both, unless the schedule has its own way with them.
+        prompts = both if self._ledger.schedule.prompt_bridge else both[:1]
+        scoring = sum(ledger.prompt_layers(prompt, shared) for ledger in prompts)
+        scoring += sum(ledger.decode(prompt, answer.generated_tokens) for ledger in both)
+        return answer.flops_full_depth + scoring
 
 
 def audit_estimate(totals: Totals) -> str:

@@ -45,14 +45,16 @@ class _Lesson:
     """Some answers, with what training needs of full depth kept: prompts' keys and values, and two states per token."""
 
     def __init__(self, engine: Engine, answers: Sequence[Answer], schedule: Schedule, place: int) -> None:
-        self.answers = engine.teacher_forced(answers)
+        full = engine.teacher_forced(answers)
+        bridge = schedule.prompt_bridge
+        self.answers = full if bridge is None else engine.teacher_forced(answers, bridge)
         self._start: list[Tensor] = []
 
         def keep(at: int, x: Tensor) -> None:
             if at == place:
                 self._start.append(x.clone())
 
-        self.final = self.answers.hidden(Schedule.full_depth(schedule.layers), {}, observe=keep)
+        self.final = full.hidden(Schedule.full_depth(schedule.layers), {}, observe=keep)
         units = {unit for index in range(len(schedule.plateaus)) for unit in run_units(decode_plan(schedule, index))}
         self.answers.keep_prompts({unit.layer for unit in units if unit.kind == "a" and unit.place >= place})
 
@@ -100,6 +102,8 @@ class BridgeTrainer:
         with torch.no_grad():
             self._lessons = self._prepare(train)
             self._judge = Judge(engine.teacher_forced(held_out), schedule.layers, (self._place,))
+            bridge = schedule.prompt_bridge
+            self._held_out = None if bridge is None else engine.teacher_forced(held_out, bridge)
         self._state = TrainingState(self._bridges.snapshot())
         self.tokens = sum(answer.passes for answer in train)
         self.lengths = [(len(answer.prompt), len(answer.tokens)) for answer in (*train, *held_out)]
@@ -149,7 +153,7 @@ class BridgeTrainer:
 
     def _quality(self) -> Quality:
         with torch.no_grad():
-            return self._judge.judge(self._schedule, self._maps())
+            return self._judge.judge(self._schedule, self._maps(), self._held_out)
 
     def _step(self, step: int) -> float:
         """One update; the lesson's mean loss in nats per token."""

@@ -75,14 +75,25 @@ class Judge:
     def answers(self) -> AnswerPass:
         return self._answers
 
-    def judge(self, schedule: Schedule, bridges: Mapping[Bridge, BridgeMap]) -> Quality:
-        """Teacher-forced quality of a schedule."""
+    def judge(
+        self, schedule: Schedule, bridges: Mapping[Bridge, BridgeMap], answers: AnswerPass | None = None
+    ) -> Quality:
+        """Teacher-forced quality of a schedule.
+
+        Args:
+            schedule: to judge.
+            bridges: its bridges on the device.
+            answers: the same, after their prompts ran under the schedule's prompt bridge, if it has one.
+        """
+        passed = answers or self._answers
         untouched = min((unit.place for unit in schedule.skip_order), default=2 * self._layers)
+        if schedule.prompt_bridge is not None:
+            untouched = min(untouched, 2 * schedule.prompt_bridge.first)
         place = max((place for place in self._states if place <= untouched), default=0)
         start = (place, self._states[place]) if place else None
-        x = self._answers.hidden(schedule, bridges, start)
+        x = passed.hidden(schedule, bridges, start)
         kl, agrees = [], []
-        for part, logits in self._answers.logits(x):
+        for part, logits in passed.logits(x):
             full = self._full[part].float()
             ours = logits.float().log_softmax(-1)
             kl.append((full.exp() * (full - ours)).sum(-1))

@@ -26,9 +26,9 @@ def shape(config: Any) -> ModelShape:
 class Gemma3Decoder(Qwen3Decoder, Gemma2Decoder):
     """Weights of a Gemma 3 on one device."""
 
-    def _position(self, layer: int, qk: Tensor, rotations: Rotations) -> Tensor:
+    def _place(self, layer: int, qk: Tensor, rotations: Rotations) -> Tensor:
         windowed = self.shape.attention_kind(layer).window is not None
-        return super()._position(layer, qk, (rotations[windowed],))
+        return super()._place(layer, qk, (rotations[windowed],))
 
     def _make_rotaries(self, config: Any) -> tuple[Rotary, ...]:
         return tuple(Rotary(config, self.shape, self._device, layer_type) for layer_type in LAYER_TYPES)

@@ -88,18 +88,33 @@ class LlamaDecoder:
         """x + MLP block of a layer, [N, hidden]."""
         return x + self._mlp_block(layer, x)
 
+    def keys_and_values(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What a layer keeps of hidden states [N, hidden], each [N, kv_heads, head_dim], keys without positions."""
+        qk, v = self._project(layer, x)
+        return qk[:, self.shape.heads :], v
+
+    def place_keys(self, layer: int, k: Tensor, rotations: Rotations) -> Tensor:
+        """Such keys with their positions."""
+        return self._place(layer, k, rotations)
+
     def logits(self, x: Tensor) -> Tensor:
         """[N, hidden] -> [N, vocab]."""
         return self._head(self._norm(x, self._final_norm))
 
     def _attention_block(self, layer: int, x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
+        heads = self.shape.heads
+        qk, v = self._project(layer, x)
+        qk = self._place(layer, qk, rotations)
+        return self._out[layer](attend(layer, qk[:, :heads], qk[:, heads:], v))
+
+    def _project(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys [N, heads + kv_heads, head_dim], values [N, kv_heads, head_dim]."""
         s = self.shape
         qkv = self._qkv[layer](self._norm(x, self._attention_norm[layer])).view(len(x), -1, s.head_dim)
-        qk = self._position(layer, qkv[:, : s.heads + s.kv_heads], rotations)
-        return self._out[layer](attend(layer, qk[:, : s.heads], qk[:, s.heads :], qkv[:, s.heads + s.kv_heads :]))
+        return qkv[:, : s.heads + s.kv_heads], qkv[:, s.heads + s.kv_heads :]
 
-    def _position(self, layer: int, qk: Tensor, rotations: Rotations) -> Tensor:
-        """Queries and keys [N, heads + kv_heads, head_dim] as they attend: with their positions."""
+    def _place(self, layer: int, qk: Tensor, rotations: Rotations) -> Tensor:
+        """Queries, keys or both [N, any number of heads, head_dim] as they attend: with their positions."""
         return self._kernels.rotate(qk, rotations[0])
 
     def _mlp_block(self, layer: int, x: Tensor) -> Tensor:

@@ -78,12 +78,8 @@ class OPTDecoder:
 
     def attention(self, layer: int, x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
         """x + attention block of a layer, [N, hidden]."""
-        s = self.shape
-        norm = self._attention_norm[layer]
-        qkv = self._qkv[layer](norm(x) if self._norm_first else x).view(len(x), 3 * s.heads, s.head_dim)
-        q, k, v = qkv.split(s.heads, 1)
-        x = x + self._out[layer](attend(layer, q, k, v))
-        return x if self._norm_first else norm(x)
+        x = x + self._out[layer](attend(layer, *self._project(layer, x)))
+        return x if self._norm_first else self._attention_norm[layer](x)
 
     def mlp(self, layer: int, x: Tensor) -> Tensor:
         """x + MLP block of a layer, [N, hidden]."""
@@ -92,11 +88,27 @@ class OPTDecoder:
         x = x + self._down[layer](self._activation(up))
         return x if self._norm_first else norm(x)
 
+    def keys_and_values(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What a layer keeps of hidden states [N, hidden], each [N, heads, head_dim]."""
+        _, k, v = self._project(layer, x)
+        return k, v
+
+    def place_keys(self, layer: int, k: Tensor, rotations: Rotations) -> Tensor:
+        """The keys themselves: positions are in the hidden states."""
+        return k
+
     def logits(self, x: Tensor) -> Tensor:
         """[N, hidden] -> [N, vocab]."""
         for last in (self._final_norm, self._project_out):
             x = x if last is None else last(x)
         return self._head(x)
+
+    def _project(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, each [N, heads, head_dim]."""
+        s = self.shape
+        qkv = self._qkv[layer](self._attention_norm[layer](x) if self._norm_first else x)
+        q, k, v = qkv.view(len(x), 3 * s.heads, s.head_dim).split(s.heads, 1)
+        return q, k, v
 
     def _linear(self, *names: str) -> Linear:
         """Projections stacked."""

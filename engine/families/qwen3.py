@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint import Weights
-from engine.decoder import Rotations
 from engine.families.llama import LlamaDecoder
 from engine.families.qwen2 import shape
 from engine.kernels import Kernels
@@ -27,9 +26,9 @@ class Qwen3Decoder(LlamaDecoder):
         super().__init__(config, shape, weights, kernels, device)
         self._head_norm = [self._head_norm_weight(layer) for layer in self._layers]
 
-    def _position(self, layer: int, qk: Tensor, rotations: Rotations) -> Tensor:
-        ones = torch.ones_like(qk[0, 0])
-        return super()._position(layer, self._norm(qk, ones) * self._head_norm[layer], rotations)
+    def _project(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        qk, v = super()._project(layer, x)
+        return self._norm(qk, torch.ones_like(qk[0, 0])) * self._head_norm[layer], v
 
     def _head_norm_weight(self, layer: str) -> Tensor:
         """[heads + kv_heads, head_dim], in the order of the queries and keys that `Rotary` wants."""

@@ -26,5 +26,5 @@ class SmolLM3Decoder(LlamaDecoder):
         super().__init__(config, shape, weights, kernels, device)
         self._rotated = config.no_rope_layers  # 1 where the layer does rotate
 
-    def _position(self, layer: int, qk: Tensor, rotations: Rotations) -> Tensor:
-        return super()._position(layer, qk, rotations) if self._rotated[layer] else qk
+    def _place(self, layer: int, qk: Tensor, rotations: Rotations) -> Tensor:
+        return super()._place(layer, qk, rotations) if self._rotated[layer] else qk

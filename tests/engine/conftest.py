@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from engine import Block, Bridge, Plateau, Schedule, Unit
+from engine import Block, Bridge, ModelShape, Plateau, PromptBridge, Schedule, Unit
 from engine.unit import all_units
 
 
@@ -22,11 +22,13 @@ def threads(request: pytest.FixtureRequest) -> None:
 def schedules() -> Callable[..., st.SearchStrategy[Schedule]]:
     """Strategy for any valid schedule of a model of so many layers: any order of any units, any plateaus.
 
-    Given a hidden width, some skipped blocks of some plateaus are bridged.
+    Given a hidden width, some skipped blocks of some plateaus are bridged; given a shape, some prompts too.
     """
 
     @st.composite
-    def draw_schedule(draw: st.DrawFn, layers: int, hidden: int = 0) -> Schedule:
+    def draw_schedule(draw: st.DrawFn, layers: int, hidden: int = 0, shape: ModelShape | None = None) -> Schedule:
+        first = draw(st.integers(1, layers)) if shape else layers
+        prompts = random_prompt_bridge(shape, first) if shape and first < layers else None
         skippable: list[Unit] = [unit for unit in all_units(layers) if unit.layer > 0]
         order = draw(st.permutations(skippable))[: draw(st.integers(0, len(skippable)))]
         skipped = sorted(draw(st.lists(st.integers(0, len(order)), min_size=1, max_size=5)))
@@ -40,7 +42,7 @@ def schedules() -> Callable[..., st.SearchStrategy[Schedule]]:
                 names.append(name)
                 bridges[name] = random_bridge(block, hidden, rank=draw(st.integers(0, 3)), seed=len(bridges))
             plateaus[index] = plateau._replace(bridges=tuple(names))
-        return Schedule(layers, tuple(order), tuple(plateaus), bridges=bridges)
+        return Schedule(layers, tuple(order), tuple(plateaus), bridges=bridges, prompt_bridge=prompts)
 
     return draw_schedule
 
@@ -68,3 +70,11 @@ def random_bridge(block: Block, hidden: int, rank: int, seed: int) -> Bridge:
     if rank == 0:
         return Bridge.affine(block, matrix(hidden, hidden), bias)
     return Bridge(block, {"down": matrix(hidden, rank), "up": matrix(rank, hidden), "bias": bias})
+
+
+def random_prompt_bridge(shape: ModelShape, first: int, seed: int = 0) -> PromptBridge:
+    """Keys and values about as large as a layer's own."""
+    draw = torch.Generator().manual_seed(seed)
+    width = (shape.layers - first) * 2 * shape.kv_heads * shape.head_dim
+    weight = torch.randn(shape.hidden, width, generator=draw) * shape.hidden**-0.5
+    return PromptBridge(first, {"weight": weight, "bias": torch.randn(width, generator=draw) * 0.1})

@@ -59,7 +59,7 @@ def test_teacher_forcing_is_decoding(
     lengths: list[int],
     new_tokens: int,
 ) -> None:
-    schedule = data.draw(schedules(LAYERS, hidden=model.shape.hidden))
+    schedule = data.draw(schedules(LAYERS, model.shape.hidden, model.shape))
     draw = torch.Generator().manual_seed(sum(lengths))
     answers, decoded = [], []
     sampling = Sampling(max_new_tokens=new_tokens, min_new_tokens=2, temperature=1.0)
@@ -72,7 +72,7 @@ def test_teacher_forcing_is_decoding(
             answers.append(Answer(prompt, generation.tokens))
             decoded += KeptLogits.kept[1 : len(generation.tokens)]
     with torch.inference_mode():
-        forced = model.teacher_forced(answers)
+        forced = model.teacher_forced(answers, schedule.prompt_bridge)
         hidden = forced.hidden(schedule, model.compiled_bridges(schedule))
         logits = torch.cat([part for _, part in forced.logits(hidden)])
     expected = torch.stack(decoded)

@@ -12,14 +12,17 @@ import yaml
 from engine import Engine, Sampling, Schedule, describe, model_identity
 from engine.calibration.quality import Judge
 from engine.teacher_forcing import Answer
+from jobs.calibrate_schedule import MAPS_FILE
 from pipeline.config import GenerationConfig
+from pipeline.evaluation.charts import schedule_maps
 from pipeline.fit import choose_schedule
 
 DEMO = Path(__file__).parent.parent.parent / "infra" / "demo"
 MODEL = "smollm2-135m-instruct"
+TARGETS = [1.25, 1.45, 1.65]
 
 
-@pytest.mark.parametrize("target", [1.25, 1.45, 1.65])
+@pytest.mark.parametrize("target", TARGETS)
 def test_each_was_made_for_the_packaged_model_and_reaches_its_target(target: float) -> None:
     config = GenerationConfig(schedule=str(DEMO / "calibrated"), target_speedup=target)
     schedule = choose_schedule(config, describe(MODEL))
@@ -49,3 +52,8 @@ def test_with_half_of_the_layers_replaced_most_tokens_stay_and_without_the_bridg
         bridged = judge.judge(schedule, packaged.compiled_bridges(schedule))
         assert bridged.agreement > 0.6
         assert judge.judge(bare, {}).agreement < 0.3
+
+
+def test_the_figure_in_the_readme_shows_them() -> None:
+    schedules = [(f"{target}x", Schedule.read(DEMO / "calibrated" / f"{target}x")) for target in TARGETS]
+    assert (DEMO / "calibrated" / MAPS_FILE).read_text() == schedule_maps(schedules)

@@ -1,0 +1,112 @@
+"""The prompt bridge: a linear map that gives the upper layers' keys and values, so that prompts need not run them.
+
+After SwiftKV (arXiv 2410.03960), which distils its projections; here they are fitted in closed form.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from engine.errors import ScheduleError
+from engine.kernels import Kernels, Linear
+from engine.shape import ModelShape
+from engine.unit import Unit, all_units
+
+ROLES = ("weight", "bias")
+
+
+@dataclass(frozen=True, eq=False)
+class PromptBridge:
+    """All tokens of a prompt but its last stop before layer `first`; the last one runs every layer.
+
+    For each layer from there on, keys before their positions are put in, and values, are x weight + bias of the state x
+    where the token stopped. Tokens that prompts share (`Engine.share_prefix`) are computed at full depth.
+
+    Tensors by role, with w = kv_heads x head_dim:
+        weight [d, layers above x 2 w]: keys and values of layer `first`, keys and values of the next, ...
+        bias [layers above x 2 w].
+
+    Two are equal when layer and tensors are, bit for bit. Raises ScheduleError for tensors that do not fit together.
+    """
+
+    first: int
+    tensors: Mapping[str, Tensor]
+
+    def __post_init__(self) -> None:
+        if self.first < 1:
+            raise ScheduleError(f"prompts run layer 0 at the least, so the prompt bridge starts at 1, not {self.first}")
+        if set(self.tensors) != set(ROLES):
+            raise ScheduleError(
+                f"the prompt bridge holds {', '.join(sorted(self.tensors)) or 'nothing'}: it needs weight and bias"
+            )
+        for role, tensor in self.tensors.items():
+            if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+                raise ScheduleError(f"{role} of the prompt bridge holds something that is no finite number")
+        weight, bias = self.tensors["weight"], self.tensors["bias"]
+        if weight.dim() != 2 or bias.shape != weight.shape[1:]:
+            raise ScheduleError(
+                f"the shapes of the prompt bridge do not fit together: {list(weight.shape)}, {list(bias.shape)}"
+            )
+
+    @property
+    def parameters(self) -> int:
+        """Entries of its matrix: a token costs twice as many FLOPs."""
+        return self.tensors["weight"].numel()
+
+    @cached_property
+    def digest(self) -> str:
+        """Of layer and tensors: it changes when a bit of them does."""
+        digest = hashlib.sha256(f"prompts {self.first}".encode())
+        for role in ROLES:
+            tensor = self.tensors[role]
+            digest.update(f"{role} {tensor.dtype} {list(tensor.shape)}\n".encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def units(self, layers: int) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
+        """What all tokens run, and what a prompt's last one runs besides."""
+        units = all_units(layers)
+        return units[: 2 * self.first], units[2 * self.first :]
+
+    def check_fits(self, shape: ModelShape) -> None:
+        """Raises ScheduleError if it was made for a model of another width or depth."""
+        entries = (shape.layers - self.first) * 2 * shape.kv_heads * shape.head_dim
+        wanted, found = [shape.hidden, entries], list(self.tensors["weight"].shape)
+        if self.first >= shape.layers or found != wanted:
+            raise ScheduleError(
+                f"the prompt bridge starts at layer {self.first} with a weight of {found}, but this {shape.family} "
+                f"model has {shape.layers} layers and needs {wanted}: calibrate a schedule for this model"
+            )
+
+    def compiled(self, shape: ModelShape, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> PromptMaps:
+        """On a device, its matrices in the kernels' own layout."""
+        weight, bias = (self.tensors[role].to(device, dtype) for role in ROLES)
+        layers = shape.layers - self.first
+        pairs = zip(weight.chunk(layers, 1), bias.chunk(layers), strict=True)
+        return PromptMaps(shape, self.first, [kernels.linear(w.T.contiguous(), b.contiguous()) for w, b in pairs])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PromptBridge) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+
+@dataclass(frozen=True)
+class PromptMaps:
+    """A prompt bridge on a device."""
+
+    shape: ModelShape
+    first: int
+    maps: Sequence[Linear]  # of each layer from `first` on
+
+    def keys_and_values(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Of a layer, for states [N, d] before layer `first`: each [N, kv_heads, head_dim], keys without positions."""
+        both = self.maps[layer - self.first](x).view(len(x), 2 * self.shape.kv_heads, self.shape.head_dim)
+        return both[:, : self.shape.kv_heads], both[:, self.shape.kv_heads :]

@@ -1,0 +1,173 @@
+"""Prompts whose tokens stop below the upper layers, all but the last: keys and values there come from a linear map."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from engine import Engine, PromptBridge, Sampling, Schedule, ScheduleError, recipes
+from engine.families.opt import OPTDecoder
+from tests.engine.conftest import random_prompt_bridge
+from tests.engine.prompts import random_prompts
+from tests.engine.test_families import LAYERS, VARIANTS, masked_logits, reference
+
+FIRST = 3
+SAMPLING = Sampling(max_new_tokens=12, min_new_tokens=12)
+
+
+def bridged(engine: Engine, schedule: Schedule | None = None, seed: int = 0) -> Schedule:
+    plain = schedule or Schedule.full_depth(LAYERS)
+    bridge = random_prompt_bridge(engine.shape, FIRST, seed)
+    return Schedule(LAYERS, plain.skip_order, plain.plateaus, prompt_bridge=bridge)
+
+
+@contextmanager
+def replaced_keys_and_values(
+    model: PreTrainedModel, engine: Engine, bridge: PromptBridge, prompt: list[int]
+) -> Iterator[None]:
+    """transformers' model with the upper layers' projections overridden for all prompt tokens but the last."""
+    layers = model.get_decoder().layers
+    inputs: list[Tensor] = []
+    stop = layers[bridge.first].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    with torch.no_grad():
+        model(torch.tensor([prompt]), use_cache=False)
+    stop.remove()
+    both = inputs[0][0, :-1] @ bridge.tensors["weight"] + bridge.tensors["bias"]
+    both = both.view(len(prompt) - 1, LAYERS - bridge.first, 2, engine.shape.kv_heads, engine.shape.head_dim)
+    hooks, heads_first = [], model.config.model_type == "gemma3_text"
+    for layer in range(bridge.first, LAYERS):
+        attention = layers[layer].self_attn
+        keys, values = both[:, layer - bridge.first].unbind(1)
+        if not isinstance(engine._decoder, OPTDecoder):  # ours lie as rotary embeddings like them: pairs side by side
+            keys = torch.cat([keys[..., 0::2], keys[..., 1::2]], -1)
+        for module, own in ((getattr(attention, "k_norm", attention.k_proj), keys), (attention.v_proj, values)):
+
+            def override(_: Any, __: Any, output: Tensor, own: Tensor = own) -> Tensor:
+                output = output.clone()
+                # Gemma 3 norms its keys with the heads before the tokens.
+                by_token = output[0].transpose(0, 1) if heads_first and output.dim() == 4 else output[0]
+                by_token[: len(own)] = own.reshape(len(own), *by_token.shape[1:])
+                return output
+
+            hooks.append(module.register_forward_hook(override))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_family_with_it_is_the_forward_with_other_keys_and_values(
+    make_checkpoint: Callable[..., Path], variant: str
+) -> None:
+    directory = make_checkpoint(**VARIANTS[variant])
+    model, engine = reference(directory), Engine.load(str(directory), device="cpu")
+    schedule = bridged(engine, recipes.unified_layer_skipping(LAYERS, active=4))
+    assert schedule.prompt_bridge is not None
+    prompts = random_prompts([1, 2, 15, 17, 40])
+    found = list(engine.generate(prompts, SAMPLING, schedule))
+    assert len(found) == len(prompts)
+    for generation in found:
+        prompt = prompts[generation.index]
+        with replaced_keys_and_values(model, engine, schedule.prompt_bridge, prompt):
+            logits = masked_logits(model, prompt, generation.tokens, schedule)
+        logits[:, model.generation_config.eos_token_id] = -torch.inf  # as min_new_tokens does
+        assert tuple(logits.argmax(-1).tolist()) == generation.tokens
+
+
+@pytest.fixture(scope="module")
+def tiny(make_checkpoint: Callable[..., Path]) -> Engine:
+    return Engine.load(str(make_checkpoint(num_hidden_layers=LAYERS)), device="cpu")
+
+
+def test_a_prefix_is_shared_at_full_depth_and_costs_what_it_did(tiny: Engine) -> None:
+    """What all prompts begin with is computed once: nothing is gained by stopping there."""
+    prefix, rest = random_prompts([8, 6])
+    schedule = bridged(tiny)
+    [alone] = tiny.generate([prefix + rest], SAMPLING, schedule)
+    try:
+        flops = tiny.share_prefix(prefix)
+        [sharing] = tiny.generate([prefix + rest], SAMPLING, schedule)
+        [twin] = tiny.generate([prefix + rest], SAMPLING, bridged(tiny))
+    finally:
+        tiny.share_prefix(())
+    assert flops == tiny._ledger(None).prefix(len(prefix))
+    assert (sharing.shared_prefix_tokens, twin.tokens) == (len(prefix), sharing.tokens)
+    assert sharing.flops_prompt < alone.flops_prompt < alone.flops_full_depth - alone.flops_decode
+
+
+def test_schedules_that_treat_prompts_alike_share_a_pass_and_others_do_not(tiny: Engine) -> None:
+    prompts = random_prompts([5, 9, 14])
+    skipping = recipes.unified_layer_skipping(LAYERS, active=3)
+    schedules = [None, bridged(tiny), skipping, bridged(tiny, skipping), bridged(tiny, seed=1)]
+    together = {
+        (index, generation.index): generation
+        for index, generation in tiny.generate_each(prompts, SAMPLING, schedules, batch_size=2)
+    }
+    for index, schedule in enumerate(schedules):
+        for generation in tiny.generate(prompts, SAMPLING, schedule, batch_size=2):
+            assert together[index, generation.index] == generation
+    assert len({together[index, 2].tokens for index in range(5)}) > 1
+
+
+def test_scores_are_under_the_prompts_own_keys_and_values(tiny: Engine) -> None:
+    prompts = random_prompts([5, 9])
+    found = sorted(tiny.generate(prompts, SAMPLING), key=lambda generation: generation.index)
+    full, plain, other = tiny.score(
+        prompts, [g.tokens for g in found], [Schedule.full_depth(LAYERS), bridged(tiny), bridged(tiny, seed=1)]
+    )
+    assert all(max(score.kl) < 1e-6 for score in full)
+    assert min(max(score.kl) for score in plain) > 1e-4
+    assert [score.kl for score in plain] != [score.kl for score in other]
+
+
+def test_it_is_written_beside_its_schedule_and_missed_there(tiny: Engine, tmp_path: Path) -> None:
+    schedule = bridged(tiny)
+    schedule.write(tmp_path)
+    again = Schedule.read(tmp_path)
+    assert again == schedule
+    assert not again.is_full_depth
+    assert again != Schedule.full_depth(LAYERS)
+    described = json.loads((tmp_path / "schedule.json").read_text())
+    assert described["prompts"]["bridged_from"] == FIRST
+    bridged(tiny, seed=1).write(tmp_path / "other")
+    (tmp_path / "bridges.safetensors").write_bytes((tmp_path / "other/bridges.safetensors").read_bytes())
+    with pytest.raises(ScheduleError, match="not those the schedule was made with"):
+        Schedule.read(tmp_path)
+    (tmp_path / "bridges.safetensors").unlink()
+    with pytest.raises(ScheduleError, match=r"bridges\.safetensors"):
+        Schedule.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("first", "tensors", "complaint"),
+    [
+        (0, {"weight": torch.zeros(4, 6), "bias": torch.zeros(6)}, "starts at 1, not 0"),
+        (1, {"weight": torch.zeros(4, 6)}, "it needs weight and bias"),
+        (1, {"weight": torch.zeros(4, 6), "bias": torch.zeros(5)}, "do not fit together"),
+        (1, {"weight": torch.full((4, 6), torch.nan), "bias": torch.zeros(6)}, "no finite number"),
+        (1, {"weight": torch.zeros(4, 6, dtype=torch.int8), "bias": torch.zeros(6)}, "no finite number"),
+    ],
+)
+def test_what_cannot_be_one_is_refused(first: int, tensors: dict[str, Tensor], complaint: str) -> None:
+    with pytest.raises(ScheduleError, match=complaint):
+        PromptBridge(first, tensors)
+
+
+def test_one_of_another_model_is_refused(tiny: Engine) -> None:
+    fitting = random_prompt_bridge(tiny.shape, FIRST)
+    for wrong in (PromptBridge(FIRST - 1, fitting.tensors), PromptBridge(LAYERS, fitting.tensors)):
+        with pytest.raises(ScheduleError, match=f"starts at layer {wrong.first}"):
+            Schedule(LAYERS, prompt_bridge=wrong).check_fits(tiny.shape)
+    for described in ("first", {"bridged_from": "3"}):
+        with pytest.raises(ScheduleError, match="bridged_from"):
+            Schedule.from_dict({**Schedule.full_depth(LAYERS).to_dict(), "prompts": described})
