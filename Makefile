@@ -26,8 +26,10 @@ demo: install  ## summarise 100 real texts with the packaged model; prints the r
 local: install  ## the demo on a real S3 server and Ray head, by ray job submit; cleans up behind itself
 	$(BIN)/python infra/local/demo.py
 
+# The engine's tests start no servers and mind no company; all others would wait for each other's clusters.
 test: lint  ## lint, types and the whole suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto tests/engine
+	$(BIN)/python -m pytest --ignore tests/engine
 
 test-slow: install  ## tests of real jobs and clusters that take minutes each
 	$(BIN)/python -m pytest -m slow

@@ -20,7 +20,7 @@ from engine.generation import Generation, generation_of
 from engine.kernels import Kernels, kernels_for
 from engine.memory import free_bytes, rows_that_fit
 from engine.prompt_bridge import PromptBridge
-from engine.prompt_pass import PromptPass
+from engine.prompt_pass import Observe, PromptPass
 from engine.sampling import Sampling
 from engine.schedule import Schedule
 from engine.scoring import AnswerScore, score, similarity
@@ -110,6 +110,11 @@ class Engine:
     @property
     def device(self) -> torch.device:
         return self._device
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model itself."""
+        return self._decoder
 
     def share_prefix(self, tokens: Sequence[int]) -> int:
         """Compute, once, tokens that prompts to come begin with, such as a job's instruction; none forgets the last.
@@ -272,6 +277,10 @@ class Engine:
     def teacher_forced(self, answers: Sequence[Answer], bridge: PromptBridge | None = None) -> AnswerPass:
         """Known answers to prompts, to be passed through the layers under any schedule with that prompt bridge."""
         return AnswerPass(self._decoder, self._kernels, self._device, self._prompts, answers, bridge)
+
+    def observe_prompts(self, prompts: Sequence[Sequence[int]], observe: Observe) -> None:
+        """Pass prompts through all layers, all in one pass; `observe` as for `PromptPass.run`."""
+        self._prompts.run(prompts, lambda *_: None, observe=observe)
 
     def _samples(
         self,

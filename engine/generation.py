@@ -22,6 +22,7 @@ class Generation:
     shared_prefix_tokens: int  # of these, computed once for all prompts: see `Engine.share_prefix`
     flops_prompt: int  # of the others; 0 where another sample of the same prompt in the same batch has paid for it
     flops_decode: int
+    flops_decode_full_depth: int  # of the same tokens with nothing skipped
     flops_full_depth: int  # prompt + decode of the same tokens with nothing skipped
     mean_active_layers: float
 
@@ -37,6 +38,7 @@ def generation_of(sample: Sample, stopping: Stopping, ledger: Ledger) -> Generat
         0 if sample.shares_prompt else each.prompt(prompt_tokens, sample.shared_prefix)
         for each in (ledger, ledger.full_depth)
     )
+    flops_decode_full = ledger.full_depth.decode(prompt_tokens, generated)
     return Generation(
         index=sample.index,
         sample=sample.copy,
@@ -47,6 +49,7 @@ def generation_of(sample: Sample, stopping: Stopping, ledger: Ledger) -> Generat
         shared_prefix_tokens=sample.shared_prefix,
         flops_prompt=flops_prompt,
         flops_decode=ledger.decode(prompt_tokens, generated),
-        flops_full_depth=flops_prompt_full + ledger.full_depth.decode(prompt_tokens, generated),
+        flops_decode_full_depth=flops_decode_full,
+        flops_full_depth=flops_prompt_full + flops_decode_full,
         mean_active_layers=ledger.mean_active_layers(generated),
     )

@@ -79,7 +79,7 @@ def adapt(config: AdaptModel) -> None:
     before = schedule.provenance
     provenance = {
         **before,
-        "name": f"{before['name']}, adapted" if "name" in before else "adapted",
+        "name": "adapted" + (f", {before['target_speedup']:g}x" if "target_speedup" in before else ""),
         "decode_flop_speedup": round(decode_flop_speedup(student.shape, adapted, trainer.lengths), 4),
         "sample_flop_speedup": round(sample_flop_speedup(student.shape, adapted, trainer.lengths), 4),
         "held_out": {"answers": kept, **quality.figures()},

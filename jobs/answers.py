@@ -51,6 +51,8 @@ def answer_corpus(config: AnswersConfig, model: Engine, progress: Progress) -> A
     belongs = None if config.part is None else lambda row_id: part_of(row_id) == config.part
     rows = sample_prompts(config, model.tokenizer, longest_prompt(config, model.shape), belongs=belongs)
     prompts: list[list[int]] = rows[TOKENS].to_pylist()
+    # As in the job that will run the schedule: computed once, and at full depth.
+    model.share_prefix(config.template().shared_prefix(model.tokenizer))
     sampling, batch_size = config.sampling(), config.batch_size
     if batch_size == "auto":
         batch_size = model.fitting_batch_size(max(map(len, prompts)), sampling)

@@ -25,7 +25,6 @@ from jobs import command_line
 from jobs.summarize_corpus import SummarizeCorpus
 from pipeline.fit import choose_schedule
 from pipeline.run import run_job
-from pipeline.template import PromptTemplate
 
 PROGRAM = "benchmark_pipeline.py"
 
@@ -51,7 +50,7 @@ def benchmark(config: BenchmarkPipeline) -> None:
     engine = Engine.load(config.model, threads=config.threads_per_replica)
     schedule = choose_schedule(config, engine.shape)
     texts = pq.read_table(config.input, columns=[config.text_column])[config.text_column].to_pylist()[: config.limit]
-    template = PromptTemplate(config.prompt, config.system)
+    template = config.template()
     prompts = [template.encode({"text": text}, engine.tokenizer, engine.shape.context).tokens for text in texts]
     engine.share_prefix(template.shared_prefix(engine.tokenizer))
     list(engine.generate(prompts[:2], config.sampling(), schedule))  # warm-up

@@ -32,6 +32,12 @@ class CalibrateSchedule(AnswersConfig):
 
     output: str = Field(description="local directory to write the schedules to, one below it for each target")
     target_speedups: list[float] = Field([1.25, 1.45, 1.65], min_length=1, description="decode FLOP speed-ups")
+    prompt_layers: int | None = Field(
+        None,
+        ge=1,
+        description="all tokens of a prompt but its last stop after so many layers, and a linear map gives the others "
+        "their keys and values; default all layers",
+    )
 
 
 def main() -> int:
@@ -45,7 +51,8 @@ def calibrate(config: CalibrateSchedule) -> None:
     output = command_line.make_directory(config.output)
     model = config.load_engine()
     drawn = answer_corpus(config, model, progress)
-    calibration = Calibration(model, drawn.answers, sorted(set(config.target_speedups)), progress)
+    targets = sorted(set(config.target_speedups))
+    calibration = Calibration(model, drawn.answers, targets, progress, config.prompt_layers)
     table, maps = _table(), []
     for found in calibration.run():
         name = f"{found.target:g}x"

@@ -35,7 +35,7 @@ from pipeline.evaluation.rivals import RIVALS, Calibration
 from pipeline.evaluation.solved import SolvedRivals
 from pipeline.evaluation.study import Prompt, Study
 from pipeline.fit import longest_prompt
-from pipeline.template import PromptTemplate, RowError
+from pipeline.template import RowError
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +101,7 @@ def evaluate(config: EvaluateSchedule) -> None:
     held_back = read_prompts(config, "calibrate", needed, tokenizer, shape) if needed else []
     sampling, identity = config.sampling(), model_identity(config.model)
     engine = Engine.load(config.model, config.device, config.dtype, config.threads)
+    engine.share_prefix(config.template().shared_prefix(engine.tokenizer))  # as jobs do
     contenders = [Contender.full_depth(shape.layers), *named]
     if config.bridged_rivals:
         log.info("fitting the rivals' bridges on %d calibration prompts", len(held_back))
@@ -169,7 +170,7 @@ def read_prompts(
         held = ", ".join(pq.read_schema(config.input).names)
         raise JobError(f"input {str(config.input)!r} has no column {missing[0]!r}: it holds {held}")
     drawn = rows_of_part(table, config.id_column, part, count, config.seed) if part != "all" else table.slice(0, count)
-    template = PromptTemplate(config.prompt, config.system, config.prompt_format, config.overlong)
+    template = config.template()
     longest = longest_prompt(config, shape)
     prompts = []
     for row in drawn.to_pylist():

@@ -40,6 +40,7 @@ class Totals(FlopSums):
     generated_tokens: int = 0
     flops_prompt: int = 0
     flops_decode: int = 0
+    flops_decode_full_depth: int = 0
     flops_full_depth: int = 0
     flops_prefix: int = 0  # of the tokens that all prompts begin with, once per replica; in none of the above
     flops_padding: int = 0
@@ -251,6 +252,7 @@ def _totals(output: pa.Table, flops_padding: int, seconds: float) -> Totals:
         generated_tokens=total("generated_tokens"),
         flops_prompt=total("flops_prompt"),
         flops_decode=total("flops_decode"),
+        flops_decode_full_depth=total("flops_decode_full_depth"),
         flops_full_depth=total("flops_full_depth"),
         flops_padding=flops_padding,
         active_layers=float(pc.sum(weighted).as_py() or 0.0),

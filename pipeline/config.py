@@ -10,6 +10,7 @@ from engine import Sampling
 from pipeline.logs import LogFormat
 from pipeline.storage import Storage
 from pipeline.storage_settings import StorageSettings
+from pipeline.template import PromptTemplate
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -63,6 +64,10 @@ class AnswerConfig(BaseModel):
         if "" in self.stop:
             raise ValueError("stop strings must not be empty")
         return self
+
+    def template(self) -> PromptTemplate:
+        """What makes a prompt of a row. Raises JobError for a malformed one."""
+        return PromptTemplate(self.prompt, self.system, self.prompt_format, self.overlong)
 
     def sampling(self) -> Sampling:
         """The engine's view of how tokens are chosen."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 
 class FlopSums:
-    """Sums over rows, as the ledger counts them; prompts run at full depth with and without a schedule."""
+    """Sums over rows, as the ledger counts them."""
 
     __slots__ = ()
     flops_prompt: int
     flops_decode: int
+    flops_decode_full_depth: int
     flops_full_depth: int  # prompt and decode
 
     @property
@@ -18,7 +19,13 @@ class FlopSums:
     @property
     def decode_speedup(self) -> float:
         """Full-depth decode FLOPs / scheduled decode FLOPs."""
-        return (self.flops_full_depth - self.flops_prompt) / self.flops_decode if self.flops_decode else 1.0
+        return self.flops_decode_full_depth / self.flops_decode if self.flops_decode else 1.0
+
+    @property
+    def prompt_speedup(self) -> float:
+        """Full-depth prompt FLOPs / prompt FLOPs."""
+        full_depth = self.flops_full_depth - self.flops_decode_full_depth
+        return full_depth / self.flops_prompt if self.flops_prompt else 1.0
 
     @property
     def sample_speedup(self) -> float:

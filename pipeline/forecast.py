@@ -27,6 +27,7 @@ class Forecast(FlopSums):
     output_source: str  # where the output lengths come from, in words
     flops_prompt: int
     flops_decode: int
+    flops_decode_full_depth: int
     flops_full_depth: int  # prompt and decode
     seconds: float | None = None
     seconds_full_depth: float | None = None
@@ -36,8 +37,8 @@ class Forecast(FlopSums):
 
     @property
     def decode_share(self) -> float:
-        """Share of decoding in the FLOPs at full depth: what a schedule can save from."""
-        return 1 - self.flops_prompt / self.flops_full_depth if self.flops_full_depth else 0.0
+        """Share of decoding in the FLOPs at full depth."""
+        return self.flops_decode_full_depth / self.flops_full_depth if self.flops_full_depth else 0.0
 
     def to_json(self) -> bytes:
         derived = {name: getattr(self, name) for name in ("flops", "decode_share", "decode_speedup", "sample_speedup")}

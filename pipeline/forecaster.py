@@ -78,12 +78,13 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
     shared = [shared_tokens(prefix, tokens) for tokens in good]
     flops_prompt = round(scale * sum(map(ledger.prompt, lengths, shared)))
     flops_decode = round(per_output * sum(ledger.decode(*pair) for pair in pairs))
+    full_prompt = round(scale * sum(map(ledger.full_depth.prompt, lengths, shared)))
     full_decode = round(per_output * sum(ledger.full_depth.decode(*pair) for pair in pairs))
     seconds = full_seconds = cost = full_cost = None
     if outputs.speed is not None:
         per_prompt_flop, per_decode_flop, _ = outputs.speed
         seconds = flops_prompt * per_prompt_flop + flops_decode * per_decode_flop
-        full_seconds = flops_prompt * per_prompt_flop + full_decode * per_decode_flop
+        full_seconds = full_prompt * per_prompt_flop + full_decode * per_decode_flop
         if config.price_per_gpu_hour is not None:
             price = config.price_per_gpu_hour * config.billed_gpus / 3600
             cost, full_cost = seconds * price, full_seconds * price
@@ -99,7 +100,8 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
         output_source=outputs.source,
         flops_prompt=flops_prompt,
         flops_decode=flops_decode,
-        flops_full_depth=flops_prompt + full_decode,
+        flops_decode_full_depth=full_decode,
+        flops_full_depth=full_prompt + full_decode,
         seconds=seconds,
         seconds_full_depth=full_seconds,
         speed_source=outputs.speed[2] if outputs.speed else "unknown",

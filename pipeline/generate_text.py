@@ -20,7 +20,6 @@ from pipeline.errors import JobError
 from pipeline.fit import choose_schedule, longest_prompt
 from pipeline.row_generator import RowGenerator
 from pipeline.rows import TOKENS, generate, output_schema, prepare
-from pipeline.template import PromptTemplate
 
 
 class GenerateText:
@@ -34,7 +33,7 @@ class GenerateText:
         """Raises pydantic.ValidationError, JobError, ModelError or ScheduleError for options that do not fit."""
         config, backend = GenerationConfig(**options), backend or SkipDecodeBackend()
         self._config = config
-        self._template = PromptTemplate(config.prompt, config.system, config.prompt_format, config.overlong)
+        self._template = config.template()
         shape = backend.shape(config)
         schedule = choose_schedule(config, shape)
         self._longest = longest_prompt(config, shape)

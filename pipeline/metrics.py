@@ -38,7 +38,12 @@ COUNTED = {
     "generated_tokens": Metric("skipdecode_output_tokens_total", "counter", "output tokens of committed rows"),
     "flops_prompt": Metric("skipdecode_flops_prompt_total", "counter", "FLOPs of committed rows' prompts"),
     "flops_decode": Metric("skipdecode_flops_decode_total", "counter", "FLOPs of committed rows' decoding"),
-    "flops_full_depth": Metric("skipdecode_flops_full_depth_total", "counter", "FLOPs of the same at full depth"),
+    "flops_decode_full_depth": Metric(
+        "skipdecode_flops_decode_full_depth_total", "counter", "FLOPs of the same decoding at full depth"
+    ),
+    "flops_full_depth": Metric(
+        "skipdecode_flops_full_depth_total", "counter", "FLOPs of the same, prompts and decoding, at full depth"
+    ),
     "flops_prefix": Metric("skipdecode_flops_prefix_total", "counter", "FLOPs of what all prompts begin with"),
     "flops_padding": Metric("skipdecode_flops_padding_total", "counter", "FLOPs computed for nobody"),
     "flops_audit": Metric("skipdecode_flops_audit_total", "counter", "FLOPs of audits, beside all others"),

@@ -41,7 +41,7 @@ def prepare_run(config: JobConfig, backend: Backend | None = None) -> Preparatio
     """Raises JobError, ModelError, ScheduleError: input, model, schedule or columns do not fit."""
     backend = backend or SkipDecodeBackend()
     config = absolute_paths(config)
-    template = PromptTemplate(config.prompt, config.system, config.prompt_format, config.overlong)
+    template = config.template()
     known = read_known_files(config.output_storage().at_first()) if config.incremental else None
     plan = make_plan(config, template, known)
     output_schema(plan.kept)

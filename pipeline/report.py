@@ -85,13 +85,17 @@ def summary(totals: Totals, layers: int) -> dict[str, str]:
         "ended by themselves": f"{totals.stopped / good:.1%} of rows" if good else "no rows",
         "output tokens/s": f"{tokens_per_second:.1f} per replica while generating",
         "mean active layers": f"{totals.mean_active_layers:.2f} of {layers}",
-        "prompt FLOPs": f"{totals.flops_prompt / 1e12:.3f} T (full depth{_shared(totals)})",
-        "decode FLOPs": f"{totals.flops_decode / 1e12:.3f} T, {totals.decode_speedup:.3f}x less than full depth",
-        "whole-sample FLOPs": f"{totals.flops / 1e12:.3f} T, {totals.sample_speedup:.3f}x less than full depth",
+        "prompt FLOPs": f"{_flops(totals.flops_prompt, totals.prompt_speedup)}{_shared(totals)}",
+        "decode FLOPs": _flops(totals.flops_decode, totals.decode_speedup),
+        "whole-sample FLOPs": _flops(totals.flops, totals.sample_speedup),
         "FLOPs saved": f"{saved / 1e12:.3f} T ({saved / max(1, totals.flops_full_depth):.1%})",
         "padding": f"{totals.flops_padding / 1e12:.3f} T beside that, computed for nobody",
         **audited,
     }
+
+
+def _flops(flops: int, speedup: float) -> str:
+    return f"{flops / 1e12:.3f} T, {speedup:.3f}x less than full depth"
 
 
 def _shared(totals: Totals) -> str:
@@ -120,12 +124,13 @@ def _pick(rows: pa.Table, count: int) -> list[dict[str, Any]]:
 def _flops_chart(totals: Totals) -> str:
     """Two bars: full depth and this run, each prompt + decode."""
     figure, axes = _figure("FLOPs by phase", 1.9)
-    full_decode = totals.flops_full_depth - totals.flops_prompt
-    prompt = totals.flops_prompt / 1e12
+    full_decode = totals.flops_decode_full_depth
     names, decodes = ["this run", "full depth"], [totals.flops_decode / 1e12, full_decode / 1e12]
-    axes.barh(names, [prompt, prompt], color=PALE, label="prompt")
-    bars = axes.barh(names, decodes, left=prompt, color=ACCENT, label="decode")
-    axes.bar_label(bars, [f"{prompt + decode:.2f}" for decode in decodes], padding=4, color=INK)
+    prompts = [totals.flops_prompt / 1e12, (totals.flops_full_depth - full_decode) / 1e12]
+    axes.barh(names, prompts, color=PALE, label="prompt")
+    bars = axes.barh(names, decodes, left=prompts, color=ACCENT, label="decode")
+    sums = [prompt + decode for prompt, decode in zip(prompts, decodes, strict=True)]
+    axes.bar_label(bars, [f"{whole:.2f}" for whole in sums], padding=4, color=INK)
     axes.margins(x=0.12)
     axes.set_xlabel("TFLOP")
     axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)

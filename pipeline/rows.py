@@ -26,6 +26,7 @@ GENERATED = pa.schema(
         ("generated_tokens", pa.int32()),
         ("flops_prompt", pa.int64()),
         ("flops_decode", pa.int64()),
+        ("flops_decode_full_depth", pa.int64()),
         ("flops_full_depth", pa.int64()),
         ("mean_active_layers", pa.float32()),
         ("error", pa.string()),

@@ -13,7 +13,7 @@ from pipeline.errors import JobError
 from pipeline.plan import make_plan
 from pipeline.read import read_units
 from pipeline.rows import ERROR, prepare
-from pipeline.template import PromptTemplate, PromptTokenizer
+from pipeline.template import PromptTokenizer
 from pipeline.unit import WorkUnit
 
 UNIT_ROWS = 32  # neighbouring rows that are drawn together: few, as neighbours are often alike
@@ -55,7 +55,7 @@ def sample_prompts(
     """
     if belongs is not None and config.id_column is None:
         raise JobError("a part of the corpus is chosen by id: name the id column with id_column")
-    template = PromptTemplate(config.prompt, config.system, config.prompt_format, config.overlong)
+    template = config.template()
     shared = set(JobConfig.model_fields) & set(SampleConfig.model_fields)
     planned = JobConfig(
         **config.model_dump(include=shared), output="", keep_columns=keep_columns or [], rows_per_unit=UNIT_ROWS

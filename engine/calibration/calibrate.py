@@ -19,6 +19,7 @@ from engine.bridge import Bridge
 from engine.calibration.bridged import Bridges, Candidate
 from engine.calibration.collect import Progress, collect_moments
 from engine.calibration.growth import Lengths, best_growths
+from engine.calibration.prompts import fit_prompt_bridge
 from engine.calibration.quality import Judge, Quality
 from engine.engine import Engine
 from engine.errors import ScheduleError
@@ -59,8 +60,26 @@ class Calibrated:
 class Calibration:
     """One model, its full-depth answers, and candidates compared on them."""
 
-    def __init__(self, engine: Engine, answers: Sequence[Answer], targets: Sequence[float], progress: Progress) -> None:
-        """Collects states. Raises ScheduleError for too few answers or a target that cannot be met."""
+    def __init__(
+        self,
+        engine: Engine,
+        answers: Sequence[Answer],
+        targets: Sequence[float],
+        progress: Progress,
+        prompt_layers: int | None = None,
+    ) -> None:
+        """Collects states.
+
+        Args:
+            engine: with the model.
+            answers: at full depth.
+            targets: decode FLOP speed-ups.
+            progress: told what is done of how much.
+            prompt_layers: layers that all prompt tokens run; a prompt bridge takes the place of those above.
+
+        Raises:
+            ScheduleError: too few answers, a target that cannot be met, or no such number of layers.
+        """
         if len(answers) < LEAST_ANSWERS:
             raise ScheduleError(
                 f"calibration needs {LEAST_ANSWERS} answers of two tokens or more, got {len(answers)}: "
@@ -68,6 +87,8 @@ class Calibration:
             )
         self._engine, self._progress = engine, progress
         self._shape = shape = engine.shape
+        if prompt_layers is not None and not 1 <= prompt_layers < shape.layers:
+            raise ScheduleError(f"prompts can run 1 to {shape.layers - 1} of this model's layers, not {prompt_layers}")
         self._lengths: Lengths = [(len(answer.prompt), len(answer.tokens)) for answer in answers]
         self._constant = {target: _layers_for(target, shape, self._lengths) for target in targets}
         deepest = min(max(self._constant.values()) + DEEPER, shape.layers - min(WARMUPS) - 1)
@@ -86,6 +107,12 @@ class Calibration:
         with torch.inference_mode():
             self._chooser = Judge(engine.teacher_forced(choose), shape.layers, places)
             self._judge = Judge(engine.teacher_forced(judge), shape.layers, places)
+        self._prompt_bridge = self._judged = None
+        if prompt_layers is not None:
+            prompts = [answer.prompt for answer in (*fit, *choose)]
+            self._prompt_bridge = fit_prompt_bridge(engine, prompts, prompt_layers, progress)
+            with torch.inference_mode():
+                self._judged = engine.teacher_forced(judge, self._prompt_bridge)
         self._seen: dict[Candidate, Quality] = {}
         self.fit_tokens = sum(answer.passes for answer in (*fit, *choose))
 
@@ -104,7 +131,8 @@ class Calibration:
         best = min((replace(best, gain=gain) for gain in GAINS), key=self._choose_kl)
         with torch.inference_mode():
             schedule = self._final_bridges.schedule(self._shape.layers, best)
-            quality = self._judge.judge(schedule, self._engine.compiled_bridges(schedule))
+            schedule = replace(schedule, prompt_bridge=self._prompt_bridge)
+            quality = self._judge.judge(schedule, self._engine.compiled_bridges(schedule), self._judged)
         figures = self._figures(target, best, constant, schedule, quality)
         return Calibrated(target, replace(schedule, provenance={"name": f"bridged, {target:g}x", **figures}), quality)
 

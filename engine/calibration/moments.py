@@ -65,17 +65,32 @@ class Moments:
             gain: a regression predicts less variance than there is, while the layers above expect states that are
                 spread as they know them; a little more than 1 brings them closer to full depth.
         """
-        mean_x, mean_y = self._sum_x / self.count, self._sum_y[end] / self.count
-        covariance = self._xx - self.count * torch.outer(mean_x, mean_x)
-        cross = self._xy[end] - self.count * torch.outer(mean_x, mean_y)
-        penalty = ridge * covariance.trace() / len(mean_x)
-        factor = torch.linalg.cholesky(covariance + penalty * torch.eye(len(mean_x), device=mean_x.device))
-        weight = gain * torch.cholesky_solve(cross, factor)
-        bias = mean_y - mean_x @ weight
-        return Bridge.affine(Block(Unit.at(self.start), Unit.at(end - 1)), _rounded(weight), _rounded(bias))
+        sums = (self._sum_x, self._sum_y[end], self._xx, self._xy[end])
+        weight, bias = ridge_map(self.count, *sums, ridge, gain)
+        return Bridge.affine(Block(Unit.at(self.start), Unit.at(end - 1)), rounded(weight), rounded(bias))
 
 
-def _rounded(tensor: Tensor) -> Tensor:
+def ridge_map(
+    count: float, sum_x: Tensor, sum_y: Tensor, xx: Tensor, xy: Tensor, ridge: float, gain: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """W [d, e] and b [e] of the formula in `Moments.fit`, from sums over `count` tokens.
+
+    Args:
+        count: tokens, or the sum of their weights.
+        sum_x, sum_y: [d], [e].
+        xx, xy: X'X [d, d], X'Y [d, e].
+        ridge, gain: as there.
+    """
+    mean_x, mean_y = sum_x / count, sum_y / count
+    covariance = xx - count * torch.outer(mean_x, mean_x)
+    cross = xy - count * torch.outer(mean_x, mean_y)
+    penalty = ridge * covariance.trace() / len(mean_x)
+    factor = torch.linalg.cholesky(covariance + penalty * torch.eye(len(mean_x), device=mean_x.device))
+    weight = gain * torch.cholesky_solve(cross, factor)
+    return weight, mean_y - mean_x @ weight
+
+
+def rounded(tensor: Tensor) -> Tensor:
     """In half precision, whose rounding is far below the error of any fit; in single precision if that overflows."""
     half = tensor.half()
     return half if bool(half.isfinite().all()) else tensor.float()

@@ -109,7 +109,7 @@ def figures(outputs: Outputs, reference: Outputs, bootstrap: Bootstrap) -> Figur
         note=contender.note,
         rows=len(rows),
         sample_flop_speedup=bootstrap.ratio(whole, prompt + decode),
-        decode_flop_speedup=bootstrap.ratio(whole - prompt, decode),
+        decode_flop_speedup=bootstrap.ratio(outputs.column("flops_decode_full_depth"), decode),
         measured_speedup=_measured(outputs),
         mean_active_layers=_mean(bootstrap, outputs.column("mean_active_layers") * lengths, lengths),
         kl=bootstrap.ratio(np.array([sum(row["kl"] or ()) for row in rows]), steps),

@@ -201,5 +201,5 @@ def _generate(calibration: Calibration, rule: EarlyExit, confidences: list[float
 
 def _speedup(generations: Iterator[Generation]) -> float:
     found = list(generations)
-    full = sum(generation.flops_full_depth - generation.flops_prompt for generation in found)
+    full = sum(generation.flops_decode_full_depth for generation in found)
     return full / max(1, sum(generation.flops_decode for generation in found))

@@ -33,6 +33,7 @@ OUTPUTS = pa.schema(
         ("generated_tokens", pa.int32()),
         ("flops_prompt", pa.int64()),
         ("flops_decode", pa.int64()),
+        ("flops_decode_full_depth", pa.int64()),
         ("flops_full_depth", pa.int64()),
         ("mean_active_layers", pa.float32()),
         # Teacher-forced on the row's full-depth answer, by decode step; null for adaptive rules.
@@ -40,7 +41,7 @@ OUTPUTS = pa.schema(
         ("agrees", pa.list_(pa.bool_())),
     ]
 )
-COSTS = OUTPUTS.names[3:10]  # fields of a generation that are copied as they are
+COSTS = OUTPUTS.names[3:11]  # fields of a generation that are copied as they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +179,6 @@ class Study:
     def _file(self, contender: Contender, batch: Sequence[Prompt]) -> Path:
         """Where a contender's outputs for a batch lie: the name holds all that decides them."""
         rows = [[prompt.id, list(prompt.tokens)] for prompt in batch]
-        decided = json.dumps([self.model_identity, self.sampling.to_dict(), contender.identity, rows])
+        decided = json.dumps([OUTPUTS.names, self.model_identity, self.sampling.to_dict(), contender.identity, rows])
         name = hashlib.sha256(decided.encode()).hexdigest()[:16]
         return self.directory / contender.slug / f"{name}.parquet"

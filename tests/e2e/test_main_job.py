@@ -163,7 +163,7 @@ def test_two_replicas_give_the_same_rows_as_one(tmp_path: Path) -> None:
     assert one == two
 
 
-@pytest.mark.parametrize("bucket", ["corpus", "no-such-bucket"])
+@pytest.mark.parametrize("bucket", [pytest.param("corpus", marks=pytest.mark.slow), "no-such-bucket"])
 def test_a_storage_that_refuses_ends_the_job_with_one_sentence_that_holds_no_secret(s3: S3Server, bucket: str) -> None:
     command = [sys.executable, SCRIPT, "--input", f"s3://{bucket}/in/", "--output", "s3://corpus/other"]
     secret = secrets.token_hex(16) if bucket == "corpus" else s3.environment["AWS_SECRET_ACCESS_KEY"]

@@ -61,6 +61,7 @@ print(json.dumps({"weights": 4 * parameters, "cache": batches[0].cache_bytes, "p
 """
 
 
+@pytest.mark.slow
 def test_a_replica_needs_its_weights_its_cache_and_a_gigabyte() -> None:
     corpus = ROOT / "infra" / "demo" / "package_descriptions.parquet"
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(corpus)], cwd=ROOT, capture_output=True, text=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine import Engine, PromptBridge, Sampling, Schedule, ScheduleError, recipes
+from engine.calibration.prompts import fit_prompt_bridge
 from engine.families.opt import OPTDecoder
 from tests.engine.conftest import random_prompt_bridge
 from tests.engine.prompts import random_prompts
@@ -128,6 +129,40 @@ def test_scores_are_under_the_prompts_own_keys_and_values(tiny: Engine) -> None:
     assert all(max(score.kl) < 1e-6 for score in full)
     assert min(max(score.kl) for score in plain) > 1e-4
     assert [score.kl for score in plain] != [score.kl for score in other]
+
+
+def test_the_fit_is_least_squares(tiny: Engine) -> None:
+    prompts = random_prompts([60] * 12)
+    keys_and_values: dict[int, list[Tensor]] = {layer: [] for layer in range(FIRST, LAYERS)}
+    states: list[Tensor] = []
+
+    def observe(place: int, x: Tensor) -> None:
+        layer = place // 2
+        if place == 2 * FIRST:
+            states.append(x.double())
+        if layer >= FIRST and place == 2 * layer:
+            k, v = tiny.decoder.keys_and_values(layer, x)
+            keys_and_values[layer].append(torch.cat([k.flatten(1), v.flatten(1)], 1))
+
+    with torch.inference_mode():
+        tiny.observe_prompts(prompts, observe)
+        x = torch.cat([torch.cat(states), torch.ones(sum(map(len, states)), 1)], 1)
+        y = torch.cat([torch.cat(parts).double() for parts in keys_and_values.values()], 1)
+        best = torch.linalg.lstsq(x, y).solution
+    fitted = fit_prompt_bridge(tiny, prompts, FIRST, lambda *_: None, ridge=1e-9)
+    found = torch.cat([fitted.tensors["weight"], fitted.tensors["bias"][None]]).double()
+    assert found.shape == best.shape
+    error, least = ((x @ each - y).square().mean() for each in (found, best))
+    assert least > 0
+    assert error < 1.001 * least  # it is stored in half precision
+
+
+def test_a_fitted_one_stays_closer_to_full_depth_than_a_random_one(tiny: Engine) -> None:
+    prompts = random_prompts([30] * 40)
+    found = sorted(tiny.generate(prompts, SAMPLING), key=lambda generation: generation.index)
+    schedule = Schedule(LAYERS, prompt_bridge=fit_prompt_bridge(tiny, prompts, FIRST, lambda *_: None))
+    fitted, random = tiny.score(prompts, [g.tokens for g in found], [schedule, bridged(tiny)])
+    assert sum(sum(score.kl) for score in fitted) < 0.5 * sum(sum(score.kl) for score in random)
 
 
 def test_it_is_written_beside_its_schedule_and_missed_there(tiny: Engine, tmp_path: Path) -> None:

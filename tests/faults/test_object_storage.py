@@ -77,6 +77,7 @@ def test_answers_that_come_in_part_or_slowly_are_read_whole(trial: Trial) -> Non
     trial.check()
 
 
+@pytest.mark.slow
 def test_a_server_killed_and_back_within_patience_is_waited_for(trial: Trial) -> None:
     def restart() -> None:
         trial.server.kill()

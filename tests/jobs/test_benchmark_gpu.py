@@ -31,6 +31,7 @@ sys.exit(main(sys.argv[1:]))
 SMALL = ["--shapes", "tiny", "--batch-sizes", "3", "--prompt-tokens", "30", "--new-tokens", "8", "--rounds", "1"]
 
 
+@pytest.mark.slow
 def test_a_dry_run_on_a_cpu_gives_every_figure_that_needs_no_gpu(tmp_path: Path) -> None:
     arguments = ["--device", "cpu", *SMALL, "--peers", "transformers", "--output", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -16,6 +16,7 @@ from jobs import calibrate_schedule, command_line
 from pipeline.errors import JobError
 
 ROOT = Path(__file__).parent.parent.parent
+FLAGS = ["--prompts", "40", "--max-new-tokens", "6", "--min-new-tokens", "3"]
 CORPUS = "infra/demo/package_descriptions.parquet"
 
 
@@ -49,8 +50,7 @@ def calibrate(*arguments: str) -> subprocess.CompletedProcess[str]:
 def calibrated(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The job's output and what it said."""
     output = tmp_path_factory.mktemp("out") / "schedules"
-    flags = ["--prompts", "40", "--max-new-tokens", "6", "--min-new-tokens", "3", "--target-speedups", "1.02", "1.05"]
-    ended = calibrate("--model", str(model), "--output", str(output), *flags)
+    ended = calibrate("--model", str(model), "--output", str(output), *FLAGS, "--target-speedups", "1.02", "1.05")
     assert ended.returncode == 0, ended.stderr
     assert "Traceback" not in ended.stderr
     return output, ended.stdout + ended.stderr
@@ -81,6 +81,22 @@ def test_the_schedule_says_where_it_comes_from_and_what_to_expect(model: Path, c
     assert held_out["agreement_interval"][0] <= held_out["agreement"] <= held_out["agreement_interval"][1]
 
 
+def test_prompts_may_be_bridged_too(model: Path, calibrated: tuple[Path, str], tmp_path: Path) -> None:
+    flags = [*FLAGS, "--target-speedups", "1.05", "--prompt-layers", "9"]
+    ended = calibrate("--model", str(model), "--output", str(tmp_path), *flags)
+    assert ended.returncode == 0, ended.stderr
+    plain, bridged = (Schedule.read(output / "1.05x") for output in (calibrated[0], tmp_path))
+    assert plain.prompt_bridge is None
+    assert bridged.prompt_bridge is not None
+    assert bridged.prompt_bridge.first == 9
+    assert bridged.provenance["decode_flop_speedup"] == plain.provenance["decode_flop_speedup"]
+    assert bridged.provenance["sample_flop_speedup"] > plain.provenance["sample_flop_speedup"]
+    engine = Engine.load(str(model), device="cpu")
+    [generation] = engine.generate([[5, 6, 7]], Sampling(max_new_tokens=2), bridged)
+    [deeper] = engine.generate([[5, 6, 7]], Sampling(max_new_tokens=2), plain)
+    assert generation.flops_prompt < deeper.flops_prompt
+
+
 def test_progress_says_how_fast_it_goes(calibrated: tuple[Path, str]) -> None:
     assert "answering at full depth: 40 of 40" in calibrated[1]
     assert "s left" in calibrated[1]
@@ -90,6 +106,7 @@ def test_progress_says_how_fast_it_goes(calibrated: tuple[Path, str]) -> None:
     ("flags", "said"),
     [
         (["--target-speedups", "40"], "40x cannot be met"),
+        (["--prompt-layers", "12"], "prompts can run 1 to 11 of this model's layers, not 12"),
         (["--prompts", "5"], "calibration needs 20 answers"),
         (["--part", "calibrate", "--text-column", "body"], "name the id column"),
         (["--text-column", "body"], "no column 'body'"),

@@ -76,6 +76,7 @@ class Echo:
                     0,  # of a shared prefix
                     100 * read,  # flops_prompt
                     30 * written,  # flops_decode
+                    60 * written,  # flops_decode_full_depth
                     100 * read + 60 * written,  # flops_full_depth
                     LAYERS / 2,
                 )

@@ -73,6 +73,7 @@ def forty_rows(tmp_path: Path, write_parquet: Callable[..., Path]) -> None:
     write_parquet(tmp_path / "in/a.parquet", {"id": range(ROWS), "text": [f"row {row:02d}" for row in range(ROWS)]})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster", "forty_rows")
 def test_a_job_stops_at_its_ceiling_and_goes_on_with_a_higher_one(
     job: Job, read_output: ReadOutput, monkeypatch: pytest.MonkeyPatch
@@ -101,6 +102,7 @@ def test_a_job_stops_at_its_ceiling_and_goes_on_with_a_higher_one(
     assert read_output(config.output)["id"].to_pylist() == list(range(ROWS))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster", "forty_rows")
 def test_a_ceiling_that_the_last_units_reach_ends_nothing(job: Job) -> None:
     config = job(rows_per_unit=ROWS, max_flops=1)

@@ -64,7 +64,14 @@ def test_a_commit_says_what_was_written(storage: Storage, rows: pa.Table) -> Non
 def test_totals_are_the_sums_of_the_rows(storage: Storage, rows: pa.Table) -> None:
     totals = commit_unit(storage, UNIT, rows, flops_padding=99, seconds=2.5).totals
     records = rows.to_pylist()
-    for name in ("prompt_tokens", "generated_tokens", "flops_prompt", "flops_decode", "flops_full_depth"):
+    for name in (
+        "prompt_tokens",
+        "generated_tokens",
+        "flops_prompt",
+        "flops_decode",
+        "flops_decode_full_depth",
+        "flops_full_depth",
+    ):
         assert getattr(totals, name) == sum(record[name] for record in records) > 0
     assert totals.active_layers == sum(r["mean_active_layers"] * r["generated_tokens"] for r in records)
     assert (totals.rows, totals.errors, totals.truncated, totals.stopped) == (5, 2, 1, 2)
@@ -72,9 +79,11 @@ def test_totals_are_the_sums_of_the_rows(storage: Storage, rows: pa.Table) -> No
 
 
 def test_speedups_are_full_depth_over_scheduled() -> None:
-    totals = Totals(flops_prompt=100, flops_decode=200, flops_full_depth=500, active_layers=30.0, generated_tokens=10)
+    flops = {"flops_prompt": 100, "flops_decode": 200, "flops_decode_full_depth": 400, "flops_full_depth": 550}
+    totals = Totals(**flops, active_layers=30.0, generated_tokens=10)
     assert totals.decode_speedup == 2.0
-    assert totals.sample_speedup == pytest.approx(5 / 3)
+    assert totals.prompt_speedup == 1.5
+    assert totals.sample_speedup == pytest.approx(55 / 30)
     assert totals.mean_active_layers == 3.0
     nothing = Totals()
     assert (nothing.decode_speedup, nothing.sample_speedup, nothing.mean_active_layers) == (1.0, 1.0, 0.0)

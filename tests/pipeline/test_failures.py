@@ -25,6 +25,19 @@ ReadOutput = Callable[[str | Path], pa.Table]
 pytestmark = pytest.mark.usefixtures("cluster")
 
 
+def test_a_row_that_kills_is_found_and_costs_nobody_else_a_generation(
+    tmp_path: Path, job: Job, write_parquet: WriteParquet, read_output: ReadOutput
+) -> None:
+    write_parquet(tmp_path / "in/a.parquet", {"id": range(2), "text": ["row 0", "row 1 KILL"]})
+    config = job(rows_per_unit=2, max_new_tokens=20)
+    totals = run_job(config, trap_backend(tmp_path)).totals
+    good, bad = read_output(config.output).to_pylist()
+    assert (good["generation"], good["error"], bad["generation"]) == ("row 0", None, None)
+    assert bad["error"].startswith("its process died 2 times with this row alone (SYSTEM_ERROR: ")
+    assert (totals.rows, totals.errors) == (2, 1)
+
+
+@pytest.mark.slow
 def test_rows_that_kill_raise_or_break_the_device_cost_nobody_else_a_generation(
     tmp_path: Path, job: Job, write_parquet: WriteParquet, read_output: ReadOutput
 ) -> None:
@@ -65,6 +78,7 @@ def test_a_unit_that_keeps_failing_is_recorded_and_retried_by_the_next_session(
     assert (tmp_path / "out/_SUCCESS.json").exists()
 
 
+@pytest.mark.slow
 def test_a_file_that_became_unreadable_costs_its_own_units_only(
     tmp_path: Path, job: Job, write_parquet: WriteParquet
 ) -> None:

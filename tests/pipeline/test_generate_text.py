@@ -46,7 +46,7 @@ def test_a_data_set_gets_what_the_engine_gives_for_the_same_prompts(packaged: En
         generation = wanted[number]
         assert row["generation"] == generation.text
         assert row["generated_tokens"] == generation.generated_tokens
-        assert row["flops_decode"] == generation.flops_decode < generation.flops_full_depth - generation.flops_prompt
+        assert row["flops_decode"] == generation.flops_decode < generation.flops_decode_full_depth
         assert row["shared_prefix_tokens"] == shared > 20
         assert row["flops_prompt"] < generation.flops_prompt
     assert by_id[5]["error"] == "text is null"

@@ -621,6 +621,7 @@ def test_a_job_that_lost_its_lease_with_its_last_unit_takes_nothing_out_and_fini
     assert generations(config.output) == texts("two", "a", 6, "v2")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 def test_on_ray_a_job_that_lost_its_lease_stops(nightly: Job, put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
     put("a", 60)

@@ -98,7 +98,14 @@ def test_the_manifests_totals_are_the_sums_over_all_rows(
     config, result = finished
     totals = json.loads((Path(config.output) / "_SUCCESS.json").read_text())["totals"]
     rows = read_output(config.output)
-    for name in ("prompt_tokens", "generated_tokens", "flops_prompt", "flops_decode", "flops_full_depth"):
+    for name in (
+        "prompt_tokens",
+        "generated_tokens",
+        "flops_prompt",
+        "flops_decode",
+        "flops_decode_full_depth",
+        "flops_full_depth",
+    ):
         assert totals[name] == getattr(result.totals, name) == sum(rows[name].to_pylist()) > 0
     assert (totals["rows"], totals["errors"]) == (99, 1)
 

@@ -80,6 +80,7 @@ def test_samples_are_filtered_sharded_and_loaded_with_their_card(
     assert [file.name for file in (tmp_path / "set/data").iterdir()] == ["train-00000.parquet"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 def test_a_batch_of_requests_is_answered_request_by_request(tmp_path: Path) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 100, "n": 2}

@@ -58,7 +58,7 @@ def test_an_exit_rule_meets_its_target_on_what_it_generates(calibration: Calibra
             calibration.prompts, calibration.sampling, rival.method, len(calibration.prompts)
         )
     )
-    full = sum(generation.flops_full_depth - generation.flops_prompt for generation in found)
+    full = sum(generation.flops_decode_full_depth for generation in found)
     assert full / sum(generation.flops_decode for generation in found) >= 1.3 * (1 - TOLERANCE)
 
 

@@ -117,7 +117,7 @@ def test_figures_of_full_depth_are_perfect_and_the_rest_follow_the_ledger(study:
     assert four.sample_flop_speedup is not None
     rows = study.outputs(contenders()[1]).to_pylist()
     spent = sum(row["flops_decode"] for row in rows)
-    whole = sum(row["flops_full_depth"] - row["flops_prompt"] for row in rows)
+    whole = sum(row["flops_decode_full_depth"] for row in rows)
     assert four.decode_flop_speedup.value == pytest.approx(whole / spent)
     assert 1 < four.sample_flop_speedup.value < four.decode_flop_speedup.value
     assert calm.agreement is None

@@ -1,0 +1,73 @@
+"""Fit a prompt bridge: ridge regression of the upper layers' keys and values on the state below them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.calibration.collect import Progress
+from engine.calibration.moments import ridge_map, rounded
+from engine.engine import Engine
+from engine.packing import packs
+from engine.prompt_bridge import PromptBridge
+from engine.prompt_pass import PROMPT_TOKENS
+
+RIDGE = 1e-3  # relative to the mean variance of an entry of the state
+
+
+def fit_prompt_bridge(
+    engine: Engine, prompts: Sequence[Sequence[int]], first: int, progress: Progress, ridge: float = RIDGE
+) -> PromptBridge:
+    """The prompt bridge with the least ridge loss over the prompts' tokens, in memory that does not grow with them.
+
+    Args:
+        engine: with the model. Tokens that prompts share (`Engine.share_prefix`) are never bridged, and not fitted to.
+        prompts: token ids.
+        first: layer before which prompt tokens are to stop.
+        progress: told of prompts.
+        ridge: relative to the mean variance of an entry of the state.
+    """
+    sums = _Sums(engine, first)
+    done = 0
+    with torch.inference_mode():
+        for pack in packs(prompts, len, PROMPT_TOKENS):
+            engine.observe_prompts(pack, sums.observe)
+            done += len(pack)
+            progress("collecting keys and values", done, len(prompts))
+        return sums.fit(ridge)
+
+
+class _Sums:
+    """Sums over tokens, in float64: X the state before layer `first`, Y keys and values of all layers from there on."""
+
+    def __init__(self, engine: Engine, first: int) -> None:
+        shape = engine.shape
+        self._decoder, self._first = engine.decoder, first
+        self._width = 2 * shape.kv_heads * shape.head_dim  # of a layer's part of Y
+        zeros = torch.zeros(shape.hidden, shape.hidden, dtype=torch.float64, device=engine.device)
+        self._count, self._sum_x, self._xx = 0, zeros[0].clone(), zeros
+        self._sum_y = zeros.new_zeros((shape.layers - first) * self._width)
+        self._xy = zeros.new_zeros(shape.hidden, len(self._sum_y))
+        self._x = zeros  # of the pack that is passing
+
+    def observe(self, place: int, x: Tensor) -> None:
+        """Hidden states before a unit."""
+        layer, is_mlp = divmod(place, 2)
+        if is_mlp or layer < self._first:
+            return
+        if layer == self._first:
+            self._x = x.double()
+            self._count += len(x)
+            self._sum_x += self._x.sum(0)
+            self._xx += self._x.T @ self._x
+        k, v = self._decoder.keys_and_values(layer, x)
+        y = torch.cat([k.flatten(1), v.flatten(1)], 1).double()
+        part = slice((layer - self._first) * self._width, (layer - self._first + 1) * self._width)
+        self._sum_y[part] += y.sum(0)
+        self._xy[:, part] += self._x.T @ y
+
+    def fit(self, ridge: float) -> PromptBridge:
+        weight, bias = ridge_map(self._count, self._sum_x, self._sum_y, self._xx, self._xy, ridge)
+        return PromptBridge(self._first, {"weight": rounded(weight).cpu(), "bias": rounded(bias).cpu()})
