@@ -26,10 +26,12 @@ demo: install  ## summarise 100 real texts with the packaged model; prints the r
 local: install  ## the demo on a real S3 server and Ray head, by ray job submit; cleans up behind itself
 	$(BIN)/python infra/local/demo.py
 
-# The engine's tests start no servers and mind no company; all others would wait for each other's clusters.
+# These start no servers and mind no company; all others would wait for each other's clusters.
+SIDE_BY_SIDE := tests/engine tests/jobs tests/pipeline/evaluation
+
 test: lint  ## lint, types and the whole suite
-	$(BIN)/python -m pytest -n auto tests/engine
-	$(BIN)/python -m pytest --ignore tests/engine
+	$(BIN)/python -m pytest -n auto --dist loadfile $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest $(addprefix --ignore ,$(SIDE_BY_SIDE))
 
 test-slow: install  ## tests of real jobs and clusters that take minutes each
 	$(BIN)/python -m pytest -m slow
