@@ -6,7 +6,7 @@ Linear replacements of blocks: ReplaceMe (arXiv 2505.02819), Din et al. (arXiv 2
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -51,9 +51,7 @@ class Bridge:
                 f"the bridge over {self.block} holds {', '.join(sorted(self.tensors)) or 'nothing'}: it needs bias, "
                 f"weight or down and up, and may have {', '.join(GATED)}"
             )
-        for role, tensor in self.tensors.items():
-            if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
-                raise ScheduleError(f"{role} of the bridge over {self.block} holds something that is no finite number")
+        check_numbers(f"the bridge over {self.block}", self.tensors)
         width = self.hidden
         shapes = [tuple(matrix.shape) for matrix in self._linear]
         fits = len(self.tensors["bias"].shape) == 1 and shapes[0][0] == shapes[-1][-1] == width
@@ -89,11 +87,7 @@ class Bridge:
     @cached_property
     def digest(self) -> str:
         """Of block and tensors: it changes when a bit of them does."""
-        digest = hashlib.sha256(str(self.block).encode())
-        for role, tensor in sorted(self.tensors.items()):
-            digest.update(f"{role} {tensor.dtype} {list(tensor.shape)}\n".encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        return digest_of(str(self.block), sorted(self.tensors.items()))
 
     def compiled(self, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> BridgeMap:
         """The map on a device, its matrices in the kernels' own layout."""
@@ -130,3 +124,19 @@ class Bridge:
 
     def __hash__(self) -> int:
         return hash(self.digest)
+
+
+def check_numbers(what: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raises ScheduleError, naming the role, where a tensor holds anything but finite floating-point numbers."""
+    for role, tensor in tensors.items():
+        if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+            raise ScheduleError(f"{role} of {what} holds something that is no finite number")
+
+
+def digest_of(what: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """SHA-256 of a text and of tensors with their roles, in this order, bit for bit."""
+    digest = hashlib.sha256(what.encode())
+    for role, tensor in tensors:
+        digest.update(f"{role} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

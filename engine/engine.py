@@ -19,8 +19,9 @@ from engine.flops import Ledger
 from engine.generation import Generation, generation_of
 from engine.kernels import Kernels, kernels_for
 from engine.memory import free_bytes, rows_that_fit
+from engine.plan import Observe
 from engine.prompt_bridge import PromptBridge
-from engine.prompt_pass import Observe, PromptPass
+from engine.prompt_pass import PromptPass
 from engine.sampling import Sampling
 from engine.schedule import Schedule
 from engine.scoring import AnswerScore, score, similarity

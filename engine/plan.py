@@ -5,7 +5,7 @@ Decoding, the FLOP ledger and every other forward under a schedule read this one
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -29,6 +29,7 @@ class ApplyBridge(NamedTuple):
 
 
 Operation = RunUnit | ApplyBridge
+Observe = Callable[[int, Tensor], None]  # place of a unit, hidden states before it
 
 
 def decode_plan(schedule: Schedule, plateau: int) -> tuple[Operation, ...]:
@@ -61,6 +62,7 @@ def run_plan(
     x: Tensor,
     rotations: Rotations,
     attend: Attend,
+    observe: Observe | None = None,
 ) -> Tensor:
     """Hidden states [N, hidden] after a plan's operations.
 
@@ -68,8 +70,11 @@ def run_plan(
         bridges: of the plan, on x's device.
         x: hidden states [N, hidden] before them.
         rotations, attend: of the N tokens, as `Decoder.attention` takes them.
+        observe: called with the place of each unit that runs and the hidden states before it. It must not change them.
     """
     for operation in plan:
+        if isinstance(operation, RunUnit) and observe is not None:
+            observe(operation.unit.place, x)
         if isinstance(operation, ApplyBridge):
             x = bridges[operation.bridge](x)
         elif operation.unit.kind == "a":

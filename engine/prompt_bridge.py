@@ -5,7 +5,6 @@ After SwiftKV (arXiv 2410.03960), which distils its projections; here they are f
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,10 +12,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from engine.bridge import check_numbers, digest_of
 from engine.errors import ScheduleError
 from engine.kernels import Kernels, Linear
 from engine.shape import ModelShape
-from engine.unit import Unit, all_units
 
 ROLES = ("weight", "bias")
 
@@ -45,9 +44,7 @@ class PromptBridge:
             raise ScheduleError(
                 f"the prompt bridge holds {', '.join(sorted(self.tensors)) or 'nothing'}: it needs weight and bias"
             )
-        for role, tensor in self.tensors.items():
-            if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
-                raise ScheduleError(f"{role} of the prompt bridge holds something that is no finite number")
+        check_numbers("the prompt bridge", self.tensors)
         weight, bias = self.tensors["weight"], self.tensors["bias"]
         if weight.dim() != 2 or bias.shape != weight.shape[1:]:
             raise ScheduleError(
@@ -62,17 +59,7 @@ class PromptBridge:
     @cached_property
     def digest(self) -> str:
         """Of layer and tensors: it changes when a bit of them does."""
-        digest = hashlib.sha256(f"prompts {self.first}".encode())
-        for role in ROLES:
-            tensor = self.tensors[role]
-            digest.update(f"{role} {tensor.dtype} {list(tensor.shape)}\n".encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
-
-    def units(self, layers: int) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
-        """What all tokens run, and what a prompt's last one runs besides."""
-        units = all_units(layers)
-        return units[: 2 * self.first], units[2 * self.first :]
+        return digest_of(f"prompts {self.first}", ((role, self.tensors[role]) for role in ROLES))
 
     def check_fits(self, shape: ModelShape) -> None:
         """Raises ScheduleError if it was made for a model of another width or depth."""

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from engine.decoder import Attend, Decoder, Rotations
 from engine.kernels import Kernels
+from engine.plan import Observe, RunUnit, run_plan
 from engine.prompt_bridge import PromptBridge, PromptMaps
-from engine.unit import Unit, all_units
+from engine.unit import all_units
 
 PROMPT_TOKENS = 2048  # of prompts in one pass: bounds its activations, and is enough to fill a GEMM
 
 Keep = Callable[[int, int, Tensor, Tensor], None]  # layer, which prompt, its keys and values [n, kv_heads, head_dim]
-Observe = Callable[[int, Tensor], None]  # place of a unit, hidden states before it
 
 
 @dataclass(frozen=True)
@@ -126,25 +126,13 @@ class _Pass:
 
     def run(self, maps: PromptMaps | None, observe: Observe | None) -> Tensor:
         """Hidden states [P, hidden] of the last tokens."""
-        x, units = self._embedded, all_units(self._decoder.shape.layers)
-        below = 2 * maps.first if maps else len(units)
-        for unit in units[:below]:
-            if observe is not None:
-                observe(unit.place, x)
-            x = self._run(unit, x, self._rotations, self._attend)
-        stopped, x = x[self._others], x[self._last]
+        plan = [RunUnit(unit) for unit in all_units(self._decoder.shape.layers)]
+        below = 2 * maps.first if maps else len(plan)
+        x = run_plan(self._decoder, plan[:below], {}, self._embedded, self._rotations, self._attend, observe)
         if maps is None:
-            return x
-        rotations = self._rotations_of(self._last)
-        attend = self._attend_alone(stopped, maps)
-        for unit in units[below:]:
-            x = self._run(unit, x, rotations, attend)
-        return x
-
-    def _run(self, unit: Unit, x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
-        if unit.kind == "a":
-            return self._decoder.attention(unit.layer, x, rotations, attend)
-        return self._decoder.mlp(unit.layer, x)
+            return x[self._last]
+        rotations, attend = self._rotations_of(self._last), self._attend_alone(x[self._others], maps)
+        return run_plan(self._decoder, plan[below:], {}, x[self._last], rotations, attend)
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Of all N tokens."""

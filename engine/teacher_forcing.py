@@ -16,7 +16,7 @@ from engine.bridge import Bridge, BridgeMap
 from engine.decoder import Decoder
 from engine.kernels import Kernels
 from engine.packing import packs
-from engine.plan import ApplyBridge, Operation, decode_plan
+from engine.plan import ApplyBridge, Observe, Operation, decode_plan
 from engine.prompt_bridge import PromptBridge
 from engine.prompt_pass import PROMPT_TOKENS, PromptPass
 from engine.schedule import Schedule
@@ -92,7 +92,7 @@ class AnswerPass:
         schedule: Schedule,
         bridges: Mapping[Bridge, BridgeMap],
         start: tuple[int, Tensor] | None = None,
-        observe: Callable[[int, Tensor], None] | None = None,
+        observe: Observe | None = None,
     ) -> Tensor:
         """Hidden states [N, hidden] after the last layer.
 

@@ -12,6 +12,15 @@ from pipeline.config import GenerationConfig
 
 LAYERS = 4
 PADDING_PER_BATCH = 7
+# Columns that a commit's totals add up; every generation has more than nothing of each.
+SUMMED = (
+    "prompt_tokens",
+    "generated_tokens",
+    "flops_prompt",
+    "flops_decode",
+    "flops_decode_full_depth",
+    "flops_full_depth",
+)
 
 
 class ByteTokenizer:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from engine_double import ByteTokenizer, Echo
+from engine_double import SUMMED, ByteTokenizer, Echo
 
 from engine import Sampling
 from pipeline import commit as commit_log
@@ -64,14 +64,7 @@ def test_a_commit_says_what_was_written(storage: Storage, rows: pa.Table) -> Non
 def test_totals_are_the_sums_of_the_rows(storage: Storage, rows: pa.Table) -> None:
     totals = commit_unit(storage, UNIT, rows, flops_padding=99, seconds=2.5).totals
     records = rows.to_pylist()
-    for name in (
-        "prompt_tokens",
-        "generated_tokens",
-        "flops_prompt",
-        "flops_decode",
-        "flops_decode_full_depth",
-        "flops_full_depth",
-    ):
+    for name in SUMMED:
         assert getattr(totals, name) == sum(record[name] for record in records) > 0
     assert totals.active_layers == sum(r["mean_active_layers"] * r["generated_tokens"] for r in records)
     assert (totals.rows, totals.errors, totals.truncated, totals.stopped) == (5, 2, 1, 2)

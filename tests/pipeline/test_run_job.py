@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from engine_double import LAYERS, Echo, EchoBackend, NoEngineBackend
+from engine_double import LAYERS, SUMMED, Echo, EchoBackend, NoEngineBackend
 from trap_double import Company
 
 from pipeline.commit import read_commits
@@ -98,14 +98,7 @@ def test_the_manifests_totals_are_the_sums_over_all_rows(
     config, result = finished
     totals = json.loads((Path(config.output) / "_SUCCESS.json").read_text())["totals"]
     rows = read_output(config.output)
-    for name in (
-        "prompt_tokens",
-        "generated_tokens",
-        "flops_prompt",
-        "flops_decode",
-        "flops_decode_full_depth",
-        "flops_full_depth",
-    ):
+    for name in SUMMED:
         assert totals[name] == getattr(result.totals, name) == sum(rows[name].to_pylist()) > 0
     assert (totals["rows"], totals["errors"]) == (99, 1)
 
