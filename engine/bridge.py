@@ -69,6 +69,11 @@ class Bridge:
         return cls(block, {"weight": weight, "bias": bias})
 
     @property
+    def corrects(self) -> bool:
+        """Whether it replaces nothing: a correction between two units of what bridges below it have left wrong."""
+        return self.block.last.place == self.block.first.place - 1
+
+    @property
     def hidden(self) -> int:
         """Width d of the hidden states it maps."""
         return self.tensors["bias"].shape[-1]

@@ -23,7 +23,7 @@ class RunUnit(NamedTuple):
 
 
 class ApplyBridge(NamedTuple):
-    """Map the hidden state in place of the bridge's block."""
+    """Map the hidden state in place of the bridge's block, or between units where that is empty."""
 
     bridge: Bridge
 
@@ -40,7 +40,7 @@ def decode_plan(schedule: Schedule, plateau: int) -> tuple[Operation, ...]:
     for unit in all_units(schedule.layers):
         if unit in starts:
             plan.append(ApplyBridge(starts[unit]))
-        elif unit not in skipped:
+        if unit not in skipped:
             plan.append(RunUnit(unit))
     return tuple(plan)
 

@@ -74,14 +74,26 @@ class Schedule:
             self._check_bridges(index)
 
     def _check_bridges(self, plateau: int) -> None:
-        """Each of a plateau's bridges replaces a block of skipped units, no unit is replaced twice."""
+        """Each of a plateau's bridges replaces a block of skipped units, no unit is replaced twice.
+
+        A correction, a bridge over no unit, stands before a unit that runs, and is the only one there.
+        """
         names, step = self.plateaus[plateau].bridges, self.plateaus[plateau].first_step
         replaced: set[Unit] = set()
+        corrected: set[Unit] = set()
         for name in names:
             if name not in self.bridges:
                 known = ", ".join(self.bridges) or "none"
                 raise ScheduleError(f"step {step} uses bridge {name!r}, but the schedule's bridges are: {known}")
-            units = self.bridges[name].block.units
+            block = self.bridges[name].block
+            units = block.units
+            if self.bridges[name].corrects:
+                if block.first not in self.active_units(plateau):
+                    raise ScheduleError(f"bridge {name!r} stands {block}, which does not run at step {step}")
+                if block.first in corrected:
+                    raise ScheduleError(f"two bridges stand {block} at step {step}")
+                corrected.add(block.first)
+                continue
             running = sorted(set(units) - self.skipped_units(plateau), key=lambda unit: unit.place)
             if running or not units:
                 raise ScheduleError(
@@ -145,6 +157,12 @@ class Schedule:
         return self.active_units(self.plateau_at(step))
 
     @property
+    def first_place(self) -> int:
+        """Place of the first unit that some decode token skips or has a bridge before; 2L where there is none."""
+        bridged = (bridge.block.first.place for bridge in self.bridges.values())
+        return min((*(unit.place for unit in self.skip_order), *bridged), default=2 * self.layers)
+
+    @property
     def is_full_depth(self) -> bool:
         return self.plateaus[-1].skipped == 0 and self.prompt_bridge is None
 
@@ -168,7 +186,7 @@ class Schedule:
         """The schedule file's object (design: "Schedule file"). Digests stand for the bridges' tensors."""
         bridged = {
             "bridges": {
-                name: {"replaces": [str(unit) for unit in bridge.block], "form": bridge.form, "digest": bridge.digest}
+                name: {**_place_of(bridge), "form": bridge.form, "digest": bridge.digest}
                 for name, bridge in self.bridges.items()
             },
             "bridged": [list(plateau.bridges) for plateau in self.plateaus],
@@ -277,14 +295,30 @@ def _bridges(data: object, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[
         raise ScheduleError(f"bridges must map names to what each replaces, got {data!r}")
     bridges = {}
     for name, described in data.items():
-        replaces = described.get("replaces") if isinstance(described, dict) else None
-        if not isinstance(replaces, list) or len(replaces) != 2:
-            raise ScheduleError(f"bridge {name!r} must say which units it replaces, [first, last], got {described!r}")
         if name not in tensors:
             raise ScheduleError(f"there are no tensors for bridge {name!r}: {BRIDGES_FILE} belongs beside the schedule")
-        bridges[name] = Bridge(Block(*map(Unit.parse, replaces)), dict(tensors[name]))
+        bridges[name] = Bridge(_block_of(name, described), dict(tensors[name]))
         _check_digest(f"bridge {name!r}", described, bridges[name])
     return bridges
+
+
+def _place_of(bridge: Bridge) -> dict[str, Any]:
+    """Where a bridge stands, as a schedule file says it."""
+    block = bridge.block
+    return {"before": str(block.first)} if bridge.corrects else {"replaces": [str(unit) for unit in block]}
+
+
+def _block_of(name: str, described: object) -> Block:
+    """Inverse of `_place_of`."""
+    if isinstance(described, dict):
+        if "before" in described:
+            return Block.before(Unit.parse(described["before"]))
+        replaces = described.get("replaces")
+        if isinstance(replaces, list) and len(replaces) == 2:
+            return Block(*map(Unit.parse, replaces))
+    raise ScheduleError(
+        f"bridge {name!r} must say which units it replaces, [first, last], or before which it stands, got {described!r}"
+    )
 
 
 def _prompt_bridge(data: object, tensors: Mapping[str, Mapping[str, Tensor]]) -> PromptBridge | None:

@@ -6,7 +6,7 @@ to all that came before it. One pass is therefore exactly what decoding under th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +16,11 @@ from engine.bridge import Bridge, BridgeMap
 from engine.decoder import Decoder
 from engine.kernels import Kernels
 from engine.packing import packs
-from engine.plan import ApplyBridge, Observe, Operation, decode_plan
+from engine.plan import ApplyBridge, Observe, Operation, RunUnit, decode_plan
 from engine.prompt_bridge import PromptBridge
 from engine.prompt_pass import PROMPT_TOKENS, PromptPass
 from engine.schedule import Schedule
-from engine.unit import Unit, all_units
+from engine.unit import all_units
 
 LOGIT_TOKENS = 512  # tokens whose logits are computed at a time: bounds memory
 
@@ -93,8 +93,9 @@ class AnswerPass:
         bridges: Mapping[Bridge, BridgeMap],
         start: tuple[int, Tensor] | None = None,
         observe: Observe | None = None,
+        end: int | None = None,
     ) -> Tensor:
-        """Hidden states [N, hidden] after the last layer.
+        """Hidden states [N, hidden] after the last layer, or before the unit whose place is `end`.
 
         Args:
             schedule: whose plateaus decide what each token runs.
@@ -105,17 +106,19 @@ class AnswerPass:
         """
         plateaus = [schedule.plateau_at(int(step)) for step in range(int(self.step.max()) + 1)]
         plateau = torch.tensor(plateaus)[self.step]  # [N]
-        plans = [_by_place(decode_plan(schedule, index)) for index in range(max(plateaus) + 1)]
+        plans = [decode_plan(schedule, index) for index in range(max(plateaus) + 1)]
+        bridged, run = [_bridges_by_place(plan) for plan in plans], [_units_by_place(plan) for plan in plans]
         place, x = start or (0, self._embedded)
-        for unit in all_units(schedule.layers)[place:]:
+        for unit in all_units(schedule.layers)[place:end]:
             if observe is not None:
                 observe(unit.place, x)
-            for operation in {plan.get(unit.place) for plan in plans} - {None}:
-                assert operation is not None
-                running = torch.tensor([plan.get(unit.place) == operation for plan in plans])
-                rows = running[plateau].nonzero()[:, 0].to(self._device)
-                x = self._run(operation, x, rows, bridges)
-        if observe is not None:
+            for by_plateau in (bridged, run):  # a correction comes before the unit that it stands before
+                for operation in {plan.get(unit.place) for plan in by_plateau} - {None}:
+                    assert operation is not None
+                    running = torch.tensor([plan.get(unit.place) == operation for plan in by_plateau])
+                    rows = running[plateau].nonzero()[:, 0].to(self._device)
+                    x = self._run(operation, x, rows, bridges)
+        if observe is not None and end is None:
             observe(2 * schedule.layers, x)
         return x
 
@@ -154,7 +157,10 @@ class AnswerPass:
         return part if whole else x.index_copy(0, rows, part)
 
 
-def _by_place(plan: Sequence[Operation]) -> dict[int, Operation]:
-    """Operations by the place where they come in running order."""
-    first: Callable[[Operation], Unit] = lambda op: op.bridge.block.first if isinstance(op, ApplyBridge) else op.unit  # noqa: E731
-    return {first(operation).place: operation for operation in plan}
+def _bridges_by_place(plan: Sequence[Operation]) -> Mapping[int, Operation]:
+    """Where each stands in running order."""
+    return {op.bridge.block.first.place: op for op in plan if isinstance(op, ApplyBridge)}
+
+
+def _units_by_place(plan: Sequence[Operation]) -> Mapping[int, Operation]:
+    return {op.unit.place: op for op in plan if isinstance(op, RunUnit)}

@@ -35,13 +35,16 @@ class Unit(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Units that follow each other in running order, from `first` to `last`, both included."""
+    """Units that follow each other in running order, from `first` to `last`, both included.
+
+    An empty block is a place between units: `last` then comes right before `first`.
+    """
 
     first: Unit
     last: Unit
 
     def __str__(self) -> str:
-        return f"{self.first}..{self.last}"
+        return f"{self.first}..{self.last}" if self.units else f"before {self.first}"
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -51,6 +54,11 @@ class Block(NamedTuple):
     def of_layers(cls, first: int, end: int) -> Block:
         """Layers [first, end)."""
         return cls(Unit("a", first), Unit("m", end - 1))
+
+    @classmethod
+    def before(cls, unit: Unit) -> Block:
+        """The empty block right before a unit."""
+        return cls(unit, Unit.at(unit.place - 1))
 
 
 def all_units(layers: int) -> tuple[Unit, ...]:

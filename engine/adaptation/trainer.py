@@ -98,7 +98,7 @@ class BridgeTrainer:
         self._optimizer = torch.optim.AdamW(
             list(self._bridges.parameters.values()), lr=recipe.learning_rate, betas=BETAS, eps=EPS, weight_decay=0.0
         )
-        self._place = min(unit.place for unit in schedule.skip_order)
+        self._place = schedule.first_place
         with torch.no_grad():
             self._lessons = self._prepare(train)
             self._judge = Judge(engine.teacher_forced(held_out), schedule.layers, (self._place,))

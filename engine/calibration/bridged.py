@@ -1,15 +1,25 @@
-"""Candidates for a schedule: one contiguous block above the warm-up layers that grows along the answer, bridged."""
+"""Candidates for a schedule: one contiguous block above the warm-up layers that grows along the answer, bridged.
+
+Above it there may be more bridges, over single layers or as corrections.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
 
 from engine.bridge import Bridge
 from engine.calibration.growth import Growth
 from engine.calibration.moments import Moments
+from engine.calibration.own_states import OwnStates
 from engine.orders import lowest_first
 from engine.schedule import Plateau, Schedule
+from engine.shape import ModelShape
+from engine.unit import Block
+
+APART_RIDGE = 1e-2  # of bridges above the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,44 +30,75 @@ class Candidate:
     growth: Growth
     ridge: float
     gain: float
+    apart: tuple[Block, ...] = ()  # above it, in running order, bridged one by one wherever the first block is
 
     @classmethod
-    def constant(cls, warmup: int, skipped: int, ridge: float, gain: float) -> Candidate:
-        return cls(warmup, ((0, skipped),), ridge, gain)
+    def constant(cls, warmup: int, skipped: int, ridge: float, gain: float, apart: tuple[Block, ...] = ()) -> Candidate:
+        return cls(warmup, ((0, skipped),), ridge, gain, apart)
 
     @property
     def ends(self) -> list[int]:
-        """Layers where a bridged block ends."""
+        """Layers where the block ends, where there is one."""
         return [self.warmup + skipped for _, skipped in self.growth if skipped]
+
+    def blocks(self, end: int) -> dict[str, Block]:
+        """All that is bridged where the first block ends there, by the bridge's name, in running order."""
+        first = f"{self.warmup}-{end}"
+        return {first: Block.of_layers(self.warmup, end)} | {f"{block} over {first}": block for block in self.apart}
+
+    def schedule(self, layers: int, bridge: Callable[[str, Block], Bridge]) -> Schedule:
+        """Its schedule, with a bridge for each name and block."""
+        order = [unit for block in self.apart for unit in block.units]
+        apart, deepest = len(order), max(skipped for _, skipped in self.growth)
+        order += [unit for group in lowest_first(layers, self.warmup)[:deepest] for unit in group]
+        named = {end: self.blocks(end) for end in self.ends}
+        plateaus = tuple(
+            Plateau(first, apart + 2 * skipped, tuple(named[self.warmup + skipped])) if skipped else Plateau(first, 0)
+            for first, skipped in self.growth
+        )
+        bridges = {name: bridge(name, block) for blocks in named.values() for name, block in blocks.items()}
+        return Schedule(layers, tuple(order), plateaus, bridges=bridges)
+
+    def counted(self, shape: ModelShape) -> Schedule:
+        """Its schedule with bridges that are only good for counting FLOPs."""
+        zeros = torch.zeros(shape.hidden, shape.hidden), torch.zeros(shape.hidden)
+        return self.schedule(shape.layers, lambda _, block: Bridge.affine(block, *zeros))
 
 
 class Bridges:
     """Fits bridges, each once."""
 
-    def __init__(self, moments: Mapping[int, Moments]) -> None:
-        """Moments by warm-up depth."""
-        self._moments = moments
-        self._fitted: dict[tuple[int, int, float, float], Bridge] = {}
+    def __init__(self, moments: Mapping[int, Moments], own: OwnStates | None = None) -> None:
+        """Moments by warm-up depth, and what is needed for bridges above the first."""
+        self._moments, self._own = moments, own
+        self._first: dict[tuple[int, int, float, float], Bridge] = {}
+        self._apart: dict[Candidate, Bridge] = {}  # by the constant candidate that it is the last bridge of
 
     def schedule(self, layers: int, candidate: Candidate) -> Schedule:
         """The candidate's schedule with its bridges."""
-        bridges = {f"{candidate.warmup}-{end}": self._fit(candidate, end) for end in candidate.ends}
-        return self.assembled(layers, candidate, bridges)
-
-    @staticmethod
-    def assembled(layers: int, candidate: Candidate, bridges: Mapping[str, Bridge]) -> Schedule:
-        """The candidate's schedule with bridges named "<first layer>-<layer after the last>"."""
-        warmup = candidate.warmup
-        deepest = max(skipped for _, skipped in candidate.growth)
-        order = tuple(unit for group in lowest_first(layers, warmup)[:deepest] for unit in group)
-        plateaus = tuple(
-            Plateau(first, 2 * skipped, (f"{warmup}-{warmup + skipped}",) if skipped else ())
-            for first, skipped in candidate.growth
-        )
-        return Schedule(layers, order, plateaus, bridges=bridges)
+        bridges: dict[str, Bridge] = {}
+        for end in candidate.ends:
+            first, *apart = candidate.blocks(end)
+            bridges[first] = self._fit(candidate, end)
+            for count, name in enumerate(apart):
+                bridges[name] = self._fit_apart(layers, candidate, end, count, bridges)
+        return candidate.schedule(layers, lambda name, _: bridges[name])
 
     def _fit(self, candidate: Candidate, end: int) -> Bridge:
         key = (candidate.warmup, end, candidate.ridge, candidate.gain)
-        if key not in self._fitted:
-            self._fitted[key] = self._moments[candidate.warmup].fit(2 * end, candidate.ridge, candidate.gain)
-        return self._fitted[key]
+        if key not in self._first:
+            self._first[key] = self._moments[candidate.warmup].fit(2 * end, candidate.ridge, candidate.gain)
+        return self._first[key]
+
+    def _fit_apart(
+        self, layers: int, candidate: Candidate, end: int, count: int, below: Mapping[str, Bridge]
+    ) -> Bridge:
+        """The bridge of the block apart with this index, given those below it."""
+        constant = replace(candidate, growth=((0, end - candidate.warmup),))
+        key = replace(constant, apart=candidate.apart[: count + 1])
+        if key not in self._apart:
+            assert self._own is not None
+            so_far = replace(constant, apart=candidate.apart[:count])
+            schedule = so_far.schedule(layers, lambda name, _: below[name])
+            self._apart[key] = self._own.fit(schedule, candidate.apart[count], APART_RIDGE)
+        return self._apart[key]

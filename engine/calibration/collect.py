@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from engine.calibration.moments import Moments
+from engine.calibration.moments import Moments, relative
+from engine.calibration.own_states import OwnStates
 from engine.engine import Engine
 from engine.packing import packs
 from engine.sampling import Sampling
@@ -30,7 +31,11 @@ def answer_prompts(
 
 
 def collect_moments(
-    engine: Engine, answers: Sequence[Answer], ends: Mapping[int, Sequence[int]], progress: Progress
+    engine: Engine,
+    answers: Sequence[Answer],
+    ends: Mapping[int, Sequence[int]],
+    progress: Progress,
+    own: OwnStates | None = None,
 ) -> dict[int, Moments]:
     """Moments from each of the warm-up depths to all ends above it, over the answers' tokens.
 
@@ -41,6 +46,7 @@ def collect_moments(
         answers: at full depth.
         ends: layers below a block -> where it may end; it is [warm-up, end).
         progress: told of answers.
+        own: is given the passes to keep, in this order, as long as it has room.
     """
     shape = engine.shape
     device = engine.device
@@ -48,7 +54,7 @@ def collect_moments(
         warmup: Moments(2 * warmup, tuple(2 * end for end in up_to), shape.hidden, device)
         for warmup, up_to in ends.items()
     }
-    wanted = {place for each in moments.values() for place in (each.start, *each.ends)}
+    wanted = {place for each in moments.values() for place in (each.start, *each.ends)} | (own.places if own else set())
     done = 0
     for chunk in chunks(answers):
         states: dict[int, Tensor] = {}
@@ -58,10 +64,12 @@ def collect_moments(
                 states[place] = x
 
         with torch.inference_mode():
-            engine.teacher_forced(chunk).hidden(Schedule.full_depth(shape.layers), {}, observe=keep)
+            forced = engine.teacher_forced(chunk)
+            forced.hidden(Schedule.full_depth(shape.layers), {}, observe=keep)
             for each in moments.values():
-                # The layers above see states after an RMS norm: an error counts in relation to the state's size.
-                each.add(states, 1 / states[each.ends[-1]].double().square().mean(-1))
+                each.add(states[each.start], states, relative(states[each.ends[-1]]))
+        if own is not None:
+            own.keep(forced, states)
         done += len(chunk)
         progress("collecting states", done, len(answers))
     return moments

@@ -25,20 +25,21 @@ class Moments:
         self._sum_y = {end: zeros[0].clone() for end in ends}
         self._xy = {end: zeros.clone() for end in ends}
 
-    def add(self, states: Mapping[int, Tensor], weights: Tensor | None = None) -> None:
+    def add(self, x: Tensor, after: Mapping[int, Tensor], weights: Tensor | None = None) -> None:
         """Count in some tokens.
 
         Args:
-            states: place -> hidden states [n, hidden], for `start` and all `ends`.
+            x: hidden states [n, hidden] at `start`.
+            after: place -> hidden states [n, hidden], for all `ends`.
             weights: of the tokens, [n]; default 1 each.
         """
-        x = states[self.start].double()
+        x = x.double()
         weighted = x if weights is None else x * weights.double()[:, None]
         self.count += len(x) if weights is None else float(weights.sum())
         self._sum_x += weighted.sum(0)
         self._xx += weighted.T @ x
         for end in self.ends:
-            y = states[end].double() - x
+            y = after[end].double() - x
             self._sum_y[end] += y.sum(0) if weights is None else weights.double() @ y
             self._xy[end] += weighted.T @ y
 
@@ -68,6 +69,14 @@ class Moments:
         sums = (self._sum_x, self._sum_y[end], self._xx, self._xy[end])
         weight, bias = ridge_map(self.count, *sums, ridge, gain)
         return Bridge.affine(Block(Unit.at(self.start), Unit.at(end - 1)), rounded(weight), rounded(bias))
+
+
+def relative(states: Tensor) -> Tensor:
+    """Weights [n] of tokens by their states [n, hidden] after a bridge: one over the mean square.
+
+    The layers above see states after an RMS norm: an error counts in relation to the state's size.
+    """
+    return 1 / states.double().square().mean(-1)
 
 
 def ridge_map(

@@ -86,7 +86,7 @@ class Judge:
             answers: the same, after their prompts ran under the schedule's prompt bridge, if it has one.
         """
         passed = answers or self._answers
-        untouched = min((unit.place for unit in schedule.skip_order), default=2 * self._layers)
+        untouched = schedule.first_place
         if schedule.prompt_bridge is not None:
             untouched = min(untouched, 2 * schedule.prompt_bridge.first)
         place = max((place for place in self._states if place <= untouched), default=0)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import cycle
+from collections.abc import Iterator, Sequence
+from itertools import cycle, pairwise
 
 import matplotlib as mpl
 import numpy as np
@@ -107,7 +107,10 @@ def agreement_by_step(found: Sequence[Figures], styles: Styles) -> str:
 
 
 def schedule_maps(named: Sequence[tuple[str, Schedule]]) -> str:
-    """Steps x units of every schedule: dark where a unit runs, amber where a bridge stands in, else white."""
+    """Steps x units of every schedule: dark where a unit runs, amber where a bridge stands in, else white.
+
+    Corrections are amber lines between units.
+    """
     figure, panels = _grid(len(named), 2.6)
     colors = mpl.colors.ListedColormap(["#ffffff", BRIDGE, ACCENT])
     for axes, (label, schedule) in zip(panels, named, strict=False):
@@ -116,6 +119,8 @@ def schedule_maps(named: Sequence[tuple[str, Schedule]]) -> str:
             grid, origin="lower", aspect="auto", cmap=colors, vmin=0, vmax=2, interpolation="none",
             extent=(0, grid.shape[1], 0, schedule.layers),
         )  # fmt: skip
+        for height, first, last in _corrections(schedule, grid.shape[1]):
+            axes.hlines(height, first, last, colors=BRIDGE, linewidth=1.5)
         axes.set_title(label, loc="left", fontsize=9, color=INK)
         axes.tick_params(labelsize=8)
     for axes in panels[::COLUMNS]:
@@ -140,6 +145,15 @@ def schedule_grid(schedule: Schedule) -> np.ndarray:
             if isinstance(operation, ApplyBridge):
                 grid[[unit.place for unit in operation.bridge.block.units], step] = 1
     return grid
+
+
+def _corrections(schedule: Schedule, steps: int) -> Iterator[tuple[float, int, int]]:
+    """Layers below each, and the steps from which and up to which it is applied."""
+    firsts = [plateau.first_step for plateau in schedule.plateaus]
+    for index, (first, last) in enumerate(pairwise([*firsts, steps])):
+        for bridge in schedule.bridges_on(index):
+            if bridge.corrects:
+                yield bridge.block.first.place / 2, first, last
 
 
 def _rouge_share(each: Figures) -> Estimate | None:

@@ -22,7 +22,8 @@ def threads(request: pytest.FixtureRequest) -> None:
 def schedules() -> Callable[..., st.SearchStrategy[Schedule]]:
     """Strategy for any valid schedule of a model of so many layers: any order of any units, any plateaus.
 
-    Given a hidden width, some skipped blocks of some plateaus are bridged; given a shape, some prompts too.
+    Given a hidden width, some skipped blocks of some plateaus are bridged, and some units that run have corrections
+    before them; given a shape, some prompts are bridged too.
     """
 
     @st.composite
@@ -37,7 +38,7 @@ def schedules() -> Callable[..., st.SearchStrategy[Schedule]]:
         bridges: dict[str, Bridge] = {}
         for index, plateau in enumerate(plateaus if hidden else []):
             names = []
-            for block in draw_blocks(draw, set(order[: plateau.skipped])):
+            for block in draw_blocks(draw, set(order[: plateau.skipped]), layers):
                 name = f"{index} {block}"
                 names.append(name)
                 bridges[name] = random_bridge(block, hidden, rank=draw(st.integers(0, 3)), seed=len(bridges))
@@ -47,8 +48,8 @@ def schedules() -> Callable[..., st.SearchStrategy[Schedule]]:
     return draw_schedule
 
 
-def draw_blocks(draw: st.DrawFn, skipped: set[Unit]) -> list[Block]:
-    """Blocks of skipped units that do not overlap."""
+def draw_blocks(draw: st.DrawFn, skipped: set[Unit], layers: int) -> list[Block]:
+    """Blocks of skipped units that do not overlap, and empty ones before units that run."""
     blocks: list[Block] = []
     last_end = -1
     for start in sorted(unit.place for unit in skipped):
@@ -56,7 +57,9 @@ def draw_blocks(draw: st.DrawFn, skipped: set[Unit]) -> list[Block]:
             longest = next(n for n in range(1, len(skipped) + 2) if Unit.at(start + n) not in skipped)
             last_end = start + draw(st.integers(1, longest)) - 1
             blocks.append(Block(Unit.at(start), Unit.at(last_end)))
-    return blocks
+    running = [unit for unit in all_units(layers) if unit.layer > 0 and unit not in skipped]
+    corrected = draw(st.sets(st.sampled_from(running), max_size=2)) if running else set()
+    return [*blocks, *map(Block.before, corrected)]
 
 
 def random_bridge(block: Block, hidden: int, rank: int, seed: int) -> Bridge:

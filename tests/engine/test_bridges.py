@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from engine import Block, Bridge, ModelShape, Plateau, Schedule, ScheduleError, Unit, orders
 from engine.kernels import Kernels, kernels_for
+from engine.plan import decode_plan
 
 WIDTH, RANK, GATES = 24, 5, 7
 CPU = torch.device("cpu")
@@ -151,8 +152,46 @@ def test_a_bridge_replaces_only_what_is_skipped_and_only_once(plateaus: tuple[Pl
         bridged(plateaus=plateaus)
 
 
+def with_correction(before: str, *more: str) -> Schedule:
+    """As `bridged`, with corrections before units at every step."""
+    named = {f"before {unit}": Bridge(Block.before(Unit.parse(unit)), random_tensors("weight", "bias", seed=5))
+             for unit in (before, *more)}  # fmt: skip
+    plateaus = (Plateau(0, 2, ("short", *named)), Plateau(2, 4, ("long", *named)))
+    return bridged(plateaus=plateaus, bridges={**bridged().bridges, **named})
+
+
+def test_a_correction_stands_before_a_unit_that_runs_at_all_its_steps() -> None:
+    schedule = with_correction("m3")
+    assert [[str(bridge.block) for bridge in schedule.bridges_on(plateau)] for plateau in (0, 1)] == [
+        ["a1..m1", "before m3"],
+        ["a1..m2", "before m3"],
+    ]
+    assert [str(getattr(step, "unit", "bridge")) for step in decode_plan(schedule, 1)] == [
+        *("a0", "m0", "bridge", "a3", "bridge", "m3"),
+    ]
+    for unit, step in (("a1", 0), ("a2", 2), ("a4", 0)):
+        with pytest.raises(ScheduleError, match=f"stands before {unit}, which does not run at step {step}"):
+            with_correction(unit)
+
+
+def test_a_unit_has_one_correction() -> None:
+    twice = {name: Bridge(Block.before(Unit("a", 3)), random_tensors("weight", "bias")) for name in ("one", "two")}
+    with pytest.raises(ScheduleError, match="two bridges stand before a3 at step 0"):
+        bridged(plateaus=(Plateau(0, 0, ("one", "two")),), bridges=twice)
+
+
+def test_a_correction_survives_its_file(tmp_path: Path) -> None:
+    schedule = with_correction("a3")
+    schedule.write(tmp_path)
+    assert Schedule.read(tmp_path) == schedule
+    written = json.loads((tmp_path / "schedule.json").read_text())
+    assert written["bridges"]["before a3"]["before"] == "a3"
+    assert schedule.first_place == 2
+    assert Schedule.full_depth(4).first_place == 8
+
+
 def test_a_block_is_one_unit_or_more() -> None:
-    backwards = Bridge(Block(Unit("m", 1), Unit("a", 1)), random_tensors("weight", "bias"))
+    backwards = Bridge(Block(Unit("m", 2), Unit("a", 1)), random_tensors("weight", "bias"))
     with pytest.raises(ScheduleError, match="no unit"):
         bridged(plateaus=(Plateau(0, 4, ("b",)),), bridges={"b": backwards})
 

@@ -12,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import Block, Engine, Ledger, Plateau, Sampling, Schedule, ScheduleError, decode_flop_speedup
+from engine import Block, Engine, Ledger, Plateau, Sampling, Schedule, ScheduleError, Unit, decode_flop_speedup
+from engine.calibration import own_states
 from engine.calibration.bridged import Bridges, Candidate
 from engine.calibration.calibrate import Calibration
 from engine.calibration.collect import answer_prompts, chunks, collect_moments
 from engine.calibration.growth import best_growths
 from engine.calibration.moments import Moments
+from engine.calibration.own_states import OwnStates
 from engine.calibration.quality import Judge, Quality
 from engine.kernels import Kernels
 from engine.teacher_forcing import Answer
@@ -42,7 +44,7 @@ def random_states(count: int, seed: int = 0) -> dict[int, Tensor]:
 def moments_of(*parts: dict[int, Tensor]) -> Moments:
     moments = Moments(START, (END,), WIDTH, CPU)
     for part in parts:
-        moments.add(part)
+        moments.add(part[START], part)
     return moments
 
 
@@ -67,7 +69,7 @@ def test_weights_count_a_token_so_many_times_and_a_gain_scales_what_was_learnt()
     states = random_states(60)
     weights = torch.tensor([1.0, 2.0, 3.0]).repeat(20)
     weighted = Moments(START, (END,), WIDTH, CPU)
-    weighted.add(states, weights)
+    weighted.add(states[START], states, weights)
     repeated = moments_of({place: x.repeat_interleave(weights.long(), 0) for place, x in states.items()})
     bridge = weighted.fit(END, 1e-3)
     torch.testing.assert_close(bridge.tensors["weight"], repeated.fit(END, 1e-3).tensors["weight"])
@@ -83,7 +85,7 @@ def test_weights_count_a_token_so_many_times_and_a_gain_scales_what_was_learnt()
 def test_a_bridge_fitted_over_nothing_is_the_identity() -> None:
     x = random_states(100)[START]
     moments = Moments(START, (START,), WIDTH, CPU)
-    moments.add({START: x})
+    moments.add(x, {START: x})
     bridge = moments.fit(START, 1e-3)
     assert torch.equal(bridge.compiled(Kernels(), torch.float32, CPU)(x), x)
 
@@ -128,7 +130,7 @@ def test_states_are_collected_whatever_the_chunks(tiny: Engine, answers: list[An
         forced.hidden(Schedule.full_depth(LAYERS), {}, observe=lambda place, x: kept.__setitem__(place, x))
     direct = Moments(4, (8, 12), tiny.shape.hidden, CPU)
     weights = 1 / kept[12].double().square().mean(-1)
-    direct.add(kept, weights)
+    direct.add(kept[4], kept, weights)
     assert moments.count == pytest.approx(float(weights.sum()))
     for end in (8, 12):
         torch.testing.assert_close(
@@ -228,3 +230,54 @@ def test_too_few_answers_or_too_high_a_target_are_said(tiny: Engine, answers: li
         Calibration(tiny, answers[:5], [1.2], quiet)
     with pytest.raises(ScheduleError, match="of 9x cannot be met"):
         Calibration(tiny, answers, [9.0], quiet)
+
+
+def test_bridges_above_the_first_are_fitted_to_what_reaches_them(tiny: Engine, answers: list[Answer]) -> None:
+    own = OwnStates(tiny, [4])
+    moments = collect_moments(tiny, answers[:80], {2: [4, 5]}, quiet, own)
+    apart = (Block.before(Unit("a", 5)), Block.of_layers(6, 7))
+    candidate = Candidate(2, ((0, 0), (2, 2), (4, 3)), 1e-3, 1.0, apart)
+    schedule = Bridges(moments, own).schedule(LAYERS, candidate)
+    assert [plateau.skipped for plateau in schedule.plateaus] == [0, 6, 8]
+    assert schedule.plateaus[1].bridges == ("2-4", "before a5 over 2-4", "a6..m6 over 2-4")
+
+
+def test_a_correction_is_the_ridge_regression_of_full_depth_on_the_schedules_own_states(
+    tiny: Engine, answers: list[Answer]
+) -> None:
+    own = OwnStates(tiny, [4])
+    moments = collect_moments(tiny, answers, {2: [4]}, quiet, own)
+    below = Bridges(moments).schedule(LAYERS, Candidate.constant(2, 2, 1e-3, 1.0))
+    block, states = Block.before(Unit("a", 6)), dict[str, Tensor]()
+    with torch.inference_mode():
+        forced = tiny.teacher_forced(answers)
+        for name, schedule in (("own", below), ("full", Schedule.full_depth(LAYERS))):
+            states[name] = forced.hidden(schedule, tiny.compiled_bridges(schedule), end=block.first.place)
+    expected = Moments(12, (12,), tiny.shape.hidden, CPU)
+    expected.add(states["own"], {12: states["full"]}, 1 / states["full"].double().square().mean(-1))
+    found = own.fit(below, block, 1e-3)
+    torch.testing.assert_close(found.tensors["weight"], expected.fit(12, 1e-3).tensors["weight"], rtol=2e-3, atol=1e-3)
+    corrected = states["own"] + states["own"] @ found.tensors["weight"].float() + found.tensors["bias"].float()
+    errors = [float((x - states["full"]).square().mean()) for x in (corrected, states["own"])]
+    assert errors[0] < errors[1]
+
+
+def test_no_more_answers_are_kept_than_there_is_room_for(
+    tiny: Engine, answers: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_states, "KEPT_TOKENS", 100)
+    few, one = OwnStates(tiny, [4]), OwnStates(tiny, [4])
+    size = [len(answer.prompt) + len(answer.tokens) for answer in answers]
+    for own, some in ((few, answers), (one, answers[:1])):
+        for answer in some:
+            collect_moments(tiny, [answer], {2: [4]}, quiet, own)
+    held = next(count for count in range(len(size)) if sum(size[: count + 1]) > 100)
+    schedule = Bridges(collect_moments(tiny, answers, {2: [4]}, quiet)).schedule(
+        LAYERS, Candidate.constant(2, 2, 1e-3, 1.0)
+    )
+    again = OwnStates(tiny, [4])
+    for answer in answers[:held]:
+        collect_moments(tiny, [answer], {2: [4]}, quiet, again)
+    block = Block.before(Unit("a", 6))
+    assert few.fit(schedule, block, 1e-3) == again.fit(schedule, block, 1e-3)
+    assert few.fit(schedule, block, 1e-3) != one.fit(schedule, block, 1e-3)

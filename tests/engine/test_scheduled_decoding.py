@@ -21,7 +21,8 @@ from tests.engine.prompts import random_prompts
 
 Schedules = Callable[..., st.SearchStrategy[Schedule]]
 LAYERS = 5
-TOLERANCE = 1e-5  # of the largest logit, in float32
+# Of the largest logit. In float32 rounding alone takes the reference itself up to 1.5e-5 from its float64 self.
+TOLERANCE = 5e-5
 
 
 class TappedSampler(Sampler):
