@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import engine
-from engine import Engine, Schedule, ScheduleError, decode_flop_speedup
+from engine import Engine, ScheduleError, decode_flop_speedup
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import BridgeTrainer, Point
 from engine.kernels import Kernels
@@ -24,10 +24,13 @@ from engine.target import sample_flop_speedup
 from jobs import command_line
 from jobs.answers import AnswersConfig, answer_corpus
 from pipeline import logs
+from pipeline.evaluation.charts import learning_curve
+from pipeline.fit import read_schedule
 from pipeline.stage_progress import StageProgress
 
 PROGRAM = "adapt_model.py"
 CHECKPOINT_FILE, CURVE_FILE, CARD_FILE = "training.safetensors", "curve.json", "README.md"
+FIGURE_FILE = "curve.svg"
 DEFAULT = Recipe()
 
 log = logging.getLogger("jobs.adapt_model")
@@ -36,7 +39,10 @@ log = logging.getLogger("jobs.adapt_model")
 class AdaptModel(AnswersConfig):
     """Train a schedule's bridges, closed form and a small gated part, on the model's own answers to your prompts."""
 
-    schedule: str = Field(description="directory of a calibrated schedule")
+    schedule: str = Field(
+        description="directory of a calibrated schedule, or of several to choose from by target_speedup"
+    )
+    target_speedup: float | None = Field(None, ge=1, description="of several schedules the one that just reaches this")
     output: str = Field(description="local directory for the schedule with its trained bridges; a rerun goes on there")
     prompts: int = Field(1500, ge=20, description="prompts to draw, by the seed; the model answers each of them")
     held_out: float = Field(0.1, gt=0, lt=0.5, description="share of them that is judged by, not trained on")
@@ -57,7 +63,7 @@ def main() -> int:
 def adapt(config: AdaptModel) -> None:
     """Raises JobError, ModelError, ScheduleError."""
     start, progress = time.monotonic(), StageProgress(log)
-    schedule = Schedule.read(config.schedule)
+    schedule = read_schedule(config.schedule, config.target_speedup)
     schedule.check_fits(engine.describe(config.model))
     if not schedule.bridges:
         raise ScheduleError(f"{config.schedule!r} has no bridges to train: make one with calibrate_schedule.py")
@@ -87,6 +93,7 @@ def adapt(config: AdaptModel) -> None:
     }
     replace(adapted, provenance=provenance).write(output)
     (output / CURVE_FILE).write_text(json.dumps([asdict(point) for point in points], indent=1))
+    (output / FIGURE_FILE).write_text(learning_curve(points))
     (output / CARD_FILE).write_text(_card(config, points, quality.figures()))
     Console().print(_table(points))
     print(f"{time.monotonic() - start:.0f} s; run it with --schedule {output}")
@@ -117,6 +124,8 @@ Run it with `python jobs/summarize_corpus.py --model {config.model} --schedule <
 |---|---|---|
 | before | {before.kl:.3f} | {before.agreement:.3f} |
 | after | {figures["kl"]:.3f} | {figures["agreement"]:.3f} |
+
+![Learning curve]({FIGURE_FILE})
 
 `{CURVE_FILE}` holds the learning curve, `{CHECKPOINT_FILE}` the state to go on from.
 """

@@ -18,7 +18,7 @@ TYPICAL_PROMPT = 256  # tokens; a plain schedule's speed-up hardly depends on it
 def choose_schedule(config: GenerationConfig, shape: ModelShape) -> Schedule:
     """The schedule the configuration names. Raises ScheduleError if it does not fit or cannot be met."""
     if config.schedule is not None:
-        schedule = _read(config.schedule, config.target_speedup)
+        schedule = read_schedule(config.schedule, config.target_speedup)
         schedule.check_fits(shape)
         return schedule
     if config.target_speedup is None or config.target_speedup == 1.0:
@@ -27,8 +27,11 @@ def choose_schedule(config: GenerationConfig, shape: ModelShape) -> Schedule:
     return for_target_speedup(config.target_speedup, [(TYPICAL_PROMPT, max(2, config.max_new_tokens))], shape)
 
 
-def _read(path: str, target: float | None) -> Schedule:
-    """A schedule, or of several calibrated ones below a directory the one whose speed-up just reaches the target."""
+def read_schedule(path: str, target: float | None) -> Schedule:
+    """A schedule, or of several calibrated ones below a directory the one whose speed-up just reaches the target.
+
+    Raises ScheduleError: there is none that can be read, none that fast, or no telling which.
+    """
     directory = Path(path)
     if (directory / SCHEDULE_FILE).is_file() or not directory.is_dir():
         if target is not None:

@@ -27,7 +27,7 @@ class OwnStates:
     def __init__(self, engine: Engine, starts: Collection[int]) -> None:
         """`starts`: places below which schedules may leave everything alone; answers then pass from there."""
         self._engine, self._starts, self._room = engine, sorted(starts), KEPT_TOKENS
-        self.places = {*starts, *range(min(starts), 2 * engine.shape.layers + 1)}  # whose states are wanted
+        self.places = set(range(min(starts), 2 * engine.shape.layers + 1, 2))  # whose states are wanted: before layers
         self._kept: list[tuple[AnswerPass, dict[int, Tensor]]] = []
 
     def keep(self, answers: AnswerPass, states: Mapping[int, Tensor]) -> None:
@@ -41,7 +41,7 @@ class OwnStates:
 
         Args:
             schedule: with bridges below the block only.
-            block: to replace; where it is empty, the bridge is a correction.
+            block: of whole layers, to replace; where it is empty, the bridge is a correction.
             ridge: as for `Moments.fit`.
         """
         start, end = block.first.place, block.last.place + 1

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from engine import Schedule
+from engine.adaptation.trainer import Point
 from engine.plan import ApplyBridge, decode_plan
 from engine.unit import all_units
 from pipeline.chart_style import ACCENT, INK, PALE, to_svg
@@ -145,6 +146,22 @@ def schedule_grid(schedule: Schedule) -> np.ndarray:
             if isinstance(operation, ApplyBridge):
                 grid[[unit.place for unit in operation.bridge.block.units], step] = 1
     return grid
+
+
+def learning_curve(points: Sequence[Point]) -> str:
+    """Training loss and held-out KL divergence by step, and the agreement beside them."""
+    figure, (left, right) = _grid(2, 2.8)
+    steps = [point.step for point in points]
+    trained = points[1:]  # before the first step there is no training loss
+    left.plot([point.step for point in trained], [point.loss for point in trained], color=PALE, label="training loss")
+    left.plot(steps, [point.kl for point in points], color=ACCENT, label="held-out KL divergence")
+    right.plot(steps, [point.agreement for point in points], color=ACCENT)
+    for axes, title in ((left, "nats per token"), (right, "held-out agreement with full depth")):
+        _style(axes, title)
+        axes.set_xlabel("step")
+    left.set_ylim(bottom=0)
+    left.legend(frameon=False, fontsize=9)
+    return to_svg(figure)
 
 
 def _corrections(schedule: Schedule, steps: int) -> Iterator[tuple[float, int, int]]:

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from engine import Schedule
+from engine.adaptation.trainer import Point
 from jobs import adapt_model, calibrate_schedule, command_line
+from pipeline.evaluation.charts import learning_curve
 
 ROOT = Path(__file__).parents[2]
 CORPUS = str(ROOT / "infra" / "demo" / "package_descriptions.parquet")
@@ -41,7 +43,8 @@ def test_a_calibrated_schedule_is_adapted_and_a_rerun_goes_on(
     calibrate_schedule.calibrate(config)
     before = Schedule.read(calibrated / "1.1x")
 
-    arguments = [*common, "--schedule", str(calibrated / "1.1x"), "--output", str(adapted), "--prompts", "60"]
+    chosen = ["--schedule", str(calibrated), "--target-speedup", "1.1"]
+    arguments = [*common, *chosen, "--output", str(adapted), "--prompts", "60"]
     assert adapt([*arguments, "--steps", "20", "--gate-width", "4"]) == 0
     after = Schedule.read(adapted)
     assert (after.skip_order, after.plateaus) == (before.skip_order, before.plateaus)
@@ -52,6 +55,7 @@ def test_a_calibrated_schedule_is_adapted_and_a_rerun_goes_on(
     assert [point["step"] for point in curve] == [0, 20]
     assert after.provenance["held_out"]["kl"] == pytest.approx(min(point["kl"] for point in curve), abs=1e-4)
     assert "weights are unchanged" in (adapted / adapt_model.CARD_FILE).read_text()
+    assert (adapted / adapt_model.FIGURE_FILE).read_text() == learning_curve([Point(**point) for point in curve])
 
     assert adapt([*arguments, "--steps", "20", "--gate-width", "4"]) == 0
     assert json.loads((adapted / adapt_model.CURVE_FILE).read_text()) == curve

@@ -1,0 +1,169 @@
+"""The search: which candidate comes closest to full depth at a target speed-up, on answers to choose by."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.calibration.bridged import Bridges, Candidate
+from engine.calibration.collect import Progress
+from engine.calibration.growth import Growth, Lengths, best_growths
+from engine.calibration.moments import Moments
+from engine.calibration.quality import Judge, Quality
+from engine.engine import Engine
+from engine.flops import Ledger
+from engine.schedule import Plateau, Schedule
+from engine.target import decode_flop_speedup
+from engine.unit import Block, Unit
+
+log = logging.getLogger(__name__)
+
+WARMUPS = (2, 3, 4)  # layers below the block that are tried
+RIDGES = (1e-3, 1e-2, 1e-1)
+GAINS = (1.0, 1.1, 1.2, 1.3, 1.4)
+FIRST = (1e-2, 1.2)  # ridge and gain with which blocks and growths are compared
+DEPTH_STEP = 2  # layers between the depths that growths are made of
+MOST_APART = 3  # bridges above the first
+TRIED_LAYERS = 3  # that each of them may replace, those that are missed least
+CORRECTED = (2, 3, 4)  # layers above the first block that it may correct: right behind it nothing can be told yet
+DEEPER = 4  # layers beyond the constant depth that a growth may end at
+TRIED_GROWTHS = 3
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the search ended with, and simpler candidates that it came by."""
+
+    best: Candidate
+    constant: Candidate  # the same bridges at one depth
+    one: Candidate  # one bridge at one depth
+
+
+class Search:
+    """Candidates of one model, compared on the answers to choose by."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        moments: Mapping[int, Moments],
+        bridges: Bridges,
+        chooser: Judge,
+        depths: Mapping[int, Sequence[int]],
+        lengths: Lengths,
+        progress: Progress,
+    ) -> None:
+        """What to search among.
+
+        Args:
+            engine: with the model.
+            moments: by the layers below a block, of single layers too.
+            bridges: fits the candidates' bridges.
+            chooser: has the answers to choose by.
+            depths: layers that a first block may have, by its warm-up.
+            lengths: of the samples to expect.
+            progress: told what is done of how much.
+        """
+        self._engine, self._moments, self._bridges, self._chooser = engine, moments, bridges, chooser
+        self._depths, self._lengths, self._progress = depths, lengths, progress
+        self._shape = engine.shape
+        self._seen: dict[Candidate, Quality] = {}
+        self._harms: dict[int, float] = {}
+
+    def best(self, target: float, skipped: int) -> Found:
+        """The best candidate for a decode FLOP speed-up, starting from `skipped` layers behind one bridge."""
+        constants = [Candidate.constant(warmup, skipped, *FIRST) for warmup in self._depths]
+        one = min((c for c in constants if skipped in self._depths[c.warmup]), key=self._choose_kl)
+        one = min((replace(one, ridge=ridge) for ridge in RIDGES), key=self._choose_kl)
+        one = min((replace(one, gain=gain) for gain in GAINS), key=self._choose_kl)
+        constant = self._with_more_bridges(one, target)
+        grown = [replace(constant, growth=growth) for growth in self._growths(constant, target)]
+        return Found(min([constant, *grown], key=self._choose_kl), constant, one)
+
+    def chosen(self, candidate: Candidate) -> Quality:
+        """Quality of a candidate on the answers to choose by."""
+        if candidate not in self._seen:
+            schedule = self._bridges.schedule(self._shape.layers, candidate)
+            self._seen[candidate] = seen = self._on_choice(schedule)
+            log.info(
+                "warm-up %d, skipped %s, more bridges: %s, ridge %g, gain %g: KL %.3f, agreement %.3f",
+                candidate.warmup, dict(candidate.growth), ", ".join(map(str, candidate.apart)) or "none",
+                candidate.ridge, candidate.gain, seen.mean_kl, seen.agreement,
+            )  # fmt: skip
+        return self._seen[candidate]
+
+    def _choose_kl(self, candidate: Candidate) -> float:
+        return self.chosen(candidate).mean_kl
+
+    def _on_choice(self, schedule: Schedule) -> Quality:
+        with torch.inference_mode():
+            return self._chooser.judge(schedule, self._engine.compiled_bridges(schedule))
+
+    def _with_more_bridges(self, one: Candidate, target: float) -> Candidate:
+        """A constant candidate that meets the target, with bridges above its block for as long as one more helps."""
+        best = one
+        for done in range(MOST_APART):
+            self._progress("trying more bridges", done + 1, MOST_APART)
+            more = [self._with_bridge(best, block, target) for block in self._tried_apart(best)]
+            found = min((candidate for candidate in more if candidate), key=self._choose_kl, default=best)
+            if self._choose_kl(found) >= self._choose_kl(best):
+                break
+            best = found
+        return best
+
+    def _with_bridge(self, candidate: Candidate, block: Block, target: float) -> Candidate | None:
+        """With one more, and the first block only as deep as it then must be; None if no depth will do."""
+        apart = tuple(sorted((*candidate.apart, block), key=lambda block: block.first.place))
+        for depth in self._room_below(candidate.warmup, apart):
+            constant = replace(candidate, growth=((0, depth),), apart=apart)
+            if self._speedup(constant) >= target:
+                return constant
+        return None
+
+    def _speedup(self, candidate: Candidate) -> float:
+        return decode_flop_speedup(self._shape, candidate.counted(self._shape), self._lengths)
+
+    def _tried_apart(self, candidate: Candidate) -> list[Block]:
+        """What may be bridged besides: the layers above the block that are missed least, corrections soon after it."""
+        end, last = max(candidate.ends), self._shape.layers - 1
+        taken = {block.first.layer for block in candidate.apart}
+        free = [layer for layer in range(end + 1, last) if not taken & {layer - 1, layer, layer + 1}]
+        layers = sorted((layer for layer in free if layer in self._moments), key=self._harm)[:TRIED_LAYERS]
+        corrected = [end + above for above in CORRECTED if end + above <= last and end + above not in taken]
+        return [
+            *(Block.of_layers(layer, layer + 1) for layer in layers),
+            *(Block.before(Unit("a", layer)) for layer in corrected),
+        ]
+
+    def _harm(self, layer: int) -> float:
+        """KL divergence when this layer alone is bridged."""
+        if layer not in self._harms:
+            block = Block.of_layers(layer, layer + 1)
+            bridges = {"one": self._moments[layer].fit(2 * layer + 2, FIRST[0])}
+            schedule = Schedule(self._shape.layers, block.units, (Plateau(0, 2, ("one",)),), bridges=bridges)
+            self._harms[layer] = self._on_choice(schedule).mean_kl
+        return self._harms[layer]
+
+    def _room_below(self, warmup: int, apart: tuple[Block, ...]) -> list[int]:
+        """Depths of a first block that end below the others."""
+        below = min((block.first.layer for block in apart), default=self._shape.layers)
+        return [depth for depth in self._depths[warmup] if warmup + depth < below]
+
+    def _growths(self, constant: Candidate, target: float) -> list[Growth]:
+        """The growths that look best for a target, from what constant depths behind one bridge do at each step."""
+        depths = self._room_below(constant.warmup, constant.apart)
+        qualities = {}
+        for done, depth in enumerate(depths):
+            qualities[depth] = self.chosen(replace(constant, growth=((0, depth),), apart=()))
+            self._progress("judging depths", done + 1, len(depths))
+        nothing = next(iter(qualities.values()))
+        qualities[0] = replace(nothing, kl=torch.zeros_like(nothing.kl), agrees=torch.ones_like(nothing.agrees))
+        ledgers = {
+            depth: Ledger(self._shape, replace(constant, growth=((0, depth),)).counted(self._shape)) for depth in depths
+        }
+        full = ledgers[depths[0]].full_depth
+        budget = sum(full.full_depth.decode(prompt, generated) for prompt, generated in self._lengths) / target
+        steps = self._chooser.answers.step.numpy()
+        return best_growths(qualities, steps, ledgers | {0: full}, self._lengths, int(budget), TRIED_GROWTHS)
