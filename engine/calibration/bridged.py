@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from engine.bridge import Bridge
-from engine.calibration.growth import Growth
+from engine.calibration.growth import Growth, Lengths
 from engine.calibration.moments import Moments
 from engine.calibration.own_states import OwnStates
 from engine.orders import lowest_first
 from engine.schedule import Plateau, Schedule
 from engine.shape import ModelShape
+from engine.target import decode_flop_speedup
 from engine.unit import Block
 
 APART_RIDGE = 1e-2  # of bridges above the first
@@ -33,8 +34,8 @@ class Candidate:
     apart: tuple[Block, ...] = ()  # above it, in running order, bridged one by one wherever the first block is
 
     @classmethod
-    def constant(cls, warmup: int, skipped: int, ridge: float, gain: float, apart: tuple[Block, ...] = ()) -> Candidate:
-        return cls(warmup, ((0, skipped),), ridge, gain, apart)
+    def constant(cls, warmup: int, skipped: int, ridge: float, gain: float) -> Candidate:
+        return cls(warmup, ((0, skipped),), ridge, gain)
 
     @property
     def ends(self) -> list[int]:
@@ -63,6 +64,10 @@ class Candidate:
         """Its schedule with bridges that are only good for counting FLOPs."""
         zeros = torch.zeros(shape.hidden, shape.hidden), torch.zeros(shape.hidden)
         return self.schedule(shape.layers, lambda _, block: Bridge.affine(block, *zeros))
+
+    def speedup(self, shape: ModelShape, lengths: Lengths) -> float:
+        """Its decode FLOP speed-up on samples of these lengths."""
+        return decode_flop_speedup(shape, self.counted(shape), lengths)
 
 
 class Bridges:

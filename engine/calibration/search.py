@@ -16,7 +16,6 @@ from engine.calibration.quality import Judge, Quality
 from engine.engine import Engine
 from engine.flops import Ledger
 from engine.schedule import Plateau, Schedule
-from engine.target import decode_flop_speedup
 from engine.unit import Block, Unit
 
 log = logging.getLogger(__name__)
@@ -118,12 +117,9 @@ class Search:
         apart = tuple(sorted((*candidate.apart, block), key=lambda block: block.first.place))
         for depth in self._room_below(candidate.warmup, apart):
             constant = replace(candidate, growth=((0, depth),), apart=apart)
-            if self._speedup(constant) >= target:
+            if constant.speedup(self._shape, self._lengths) >= target:
                 return constant
         return None
-
-    def _speedup(self, candidate: Candidate) -> float:
-        return decode_flop_speedup(self._shape, candidate.counted(self._shape), self._lengths)
 
     def _tried_apart(self, candidate: Candidate) -> list[Block]:
         """What may be bridged besides: the layers above the block that are missed least, corrections soon after it."""
@@ -164,6 +160,6 @@ class Search:
             depth: Ledger(self._shape, replace(constant, growth=((0, depth),)).counted(self._shape)) for depth in depths
         }
         full = ledgers[depths[0]].full_depth
-        budget = sum(full.full_depth.decode(prompt, generated) for prompt, generated in self._lengths) / target
+        budget = sum(full.decode(prompt, generated) for prompt, generated in self._lengths) / target
         steps = self._chooser.answers.step.numpy()
         return best_growths(qualities, steps, ledgers | {0: full}, self._lengths, int(budget), TRIED_GROWTHS)

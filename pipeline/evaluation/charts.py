@@ -166,7 +166,7 @@ def learning_curve(points: Sequence[Point]) -> str:
 
 def _corrections(schedule: Schedule, steps: int) -> Iterator[tuple[float, int, int]]:
     """Layers below each, and the steps from which and up to which it is applied."""
-    firsts = [plateau.first_step for plateau in schedule.plateaus]
+    firsts = [min(plateau.first_step, steps) for plateau in schedule.plateaus]
     for index, (first, last) in enumerate(pairwise([*firsts, steps])):
         for bridge in schedule.bridges_on(index):
             if bridge.corrects:

@@ -152,12 +152,12 @@ def test_a_bridge_replaces_only_what_is_skipped_and_only_once(plateaus: tuple[Pl
         bridged(plateaus=plateaus)
 
 
-def with_correction(before: str, *more: str) -> Schedule:
-    """As `bridged`, with corrections before units at every step."""
-    named = {f"before {unit}": Bridge(Block.before(Unit.parse(unit)), random_tensors("weight", "bias", seed=5))
-             for unit in (before, *more)}  # fmt: skip
-    plateaus = (Plateau(0, 2, ("short", *named)), Plateau(2, 4, ("long", *named)))
-    return bridged(plateaus=plateaus, bridges={**bridged().bridges, **named})
+def with_correction(before: str) -> Schedule:
+    """As `bridged`, with a correction before a unit at every step."""
+    name = f"before {before}"
+    correction = Bridge(Block.before(Unit.parse(before)), random_tensors("weight", "bias", seed=5))
+    plateaus = (Plateau(0, 2, ("short", name)), Plateau(2, 4, ("long", name)))
+    return bridged(plateaus=plateaus, bridges={**bridged().bridges, name: correction})
 
 
 def test_a_correction_stands_before_a_unit_that_runs_at_all_its_steps() -> None:

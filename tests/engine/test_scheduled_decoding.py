@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,7 @@ from tests.engine.prompts import random_prompts
 
 Schedules = Callable[..., st.SearchStrategy[Schedule]]
 LAYERS = 5
-# Of the largest logit. In float32 rounding alone takes the reference itself up to 1.5e-5 from its float64 self.
-TOLERANCE = 5e-5
+TOLERANCE = 1e-5  # of the largest logit, in float32
 
 
 class TappedSampler(Sampler):
@@ -81,7 +81,8 @@ def masked_forward(model: LlamaForCausalLM, prompt: Sequence[int], tokens: Seque
         for step in range(len(tokens) - 1):
             for bridge in schedule.bridges_on(schedule.plateau_at(step)):
                 if bridge.block.first == unit:
-                    t, row = bridge.tensors, x[0, len(prompt) + step]
+                    t = {role: tensor.to(x.dtype) for role, tensor in bridge.tensors.items()}
+                    row = x[0, len(prompt) + step]
                     linear = row @ t["weight"] if "weight" in t else row @ t["down"] @ t["up"]
                     rows[len(prompt) + step] = row + linear + t["bias"]
         return rows[None]
@@ -108,7 +109,13 @@ def assert_matches_masked_forward(
         ours = torch.stack(logits[sample_id][: generation.generated_tokens])
         expected = masked_forward(model, prompt, generation.tokens, schedule)
         assert ours.shape == expected.shape
-        worst = (ours - expected).abs().amax(-1) / expected.abs().max()
+        scale = expected.abs().max()
+        worst = (ours - expected).abs().amax(-1) / scale
+        if (
+            worst.max() >= TOLERANCE
+        ):  # rounding may be the reference's own, up to 1.5e-5 here: hold both against float64
+            exact = masked_forward(copy.deepcopy(model).double(), prompt, generation.tokens, schedule)
+            worst = ((ours - exact).abs().amax(-1) - (expected - exact).abs().amax(-1)) / scale
         assert worst.max() < TOLERANCE, f"sample {sample_id}: difference by step {worst.tolist()}"
 
 
