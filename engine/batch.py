@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from engine.bridge import Bridge, BridgeMap
 from engine.cache import GROWTH, KVCache
 from engine.decoder import Attend, Decoder, Rotations
 from engine.flops import Ledger
 from engine.kernels import Kernels
 from engine.packing import packs
-from engine.plan import Operation, attention_layers, run_plan
+from engine.plan import Compiled, Operation, attention_layers, run_plan
 from engine.prompt_pass import PROMPT_TOKENS, PromptPass
 from engine.sampling import Sampler, Sampling
 from engine.stopping import Stopping
@@ -89,7 +88,7 @@ class Batch:
         decoder: Decoder,
         kernels: Kernels,
         ledger: Ledger,
-        bridges: Mapping[Bridge, BridgeMap],
+        compiled: Compiled,
         samples: Sequence[Sample],
         sampling: Sampling,
         eos_ids: Sequence[int],
@@ -100,7 +99,7 @@ class Batch:
     ) -> None:
         self._prompts = prompts
         self._decoder, self._kernels, self._ledger, self._stopping = decoder, kernels, ledger, stopping
-        self._bridges, self._dtype, self._device = bridges, dtype, device
+        self._compiled, self._dtype, self._device = compiled, dtype, device
         self._sampling, self._eos_ids = sampling, eos_ids
         self.samples = samples
         self._rows = list(samples)  # row -> sample
@@ -259,7 +258,7 @@ class Batch:
 
     def _run_plan(self, plan: Sequence[Operation], x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
         """Hidden states [N, hidden] after the plan's operations."""
-        return run_plan(self._decoder, plan, self._bridges, x, rotations, attend)
+        return run_plan(self._decoder, plan, self._compiled, x, rotations, attend)
 
     def _extend(self, logits: Tensor, step: int) -> None:
         """Sample a token for every unfinished row."""

@@ -136,6 +136,11 @@ class Weights:
             tensor: torch.Tensor = opened.get_tensor(name)
             return tensor.to(self.dtype, copy=True)
 
+    def size(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, without reading it."""
+        with _open_weights(self._file_of[name]) as opened:
+            return tuple(opened.get_slice(name).get_shape())
+
 
 @contextmanager
 def _open_weights(file: Path) -> Iterator[Any]:

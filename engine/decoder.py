@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from torch import Tensor
 
+from engine.adapter import Adapter
 from engine.shape import ModelShape
+from engine.unit import Unit
 
 # layer, queries [N, heads, head_dim], keys and values [N, kv_heads, head_dim] of N new tokens -> [N, heads * head_dim]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -43,3 +45,17 @@ class Decoder(Protocol):
 
     def logits(self, x: Tensor) -> Tensor:
         """[N, hidden] -> [N, vocab]."""
+
+    def projections(self, unit: Unit) -> Mapping[str, tuple[int, int]]:
+        """(inputs, outputs) of the unit's projections that an adapter may change."""
+
+    def adapted(self, adapter: Adapter, merge: bool = True) -> Decoder:
+        """This model with an adapter's changes, sharing what they leave alone.
+
+        Args:
+            adapter: whose changes.
+            merge: into copies of the matrices; else they stay products of their own, through which gradients flow.
+
+        Raises:
+            ScheduleError: the adapter does not fit the model.
+        """

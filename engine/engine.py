@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 
 from engine import checkpoint
 from engine.batch import Batch, BatchStats, Sample
-from engine.bridge import Bridge, BridgeMap
 from engine.decoder import Decoder
 from engine.early_exit import EarlyExit, EarlyExitBatch
 from engine.errors import ModelError, PromptError
@@ -19,7 +18,7 @@ from engine.flops import Ledger
 from engine.generation import Generation, generation_of
 from engine.kernels import Kernels, kernels_for
 from engine.memory import free_bytes, rows_that_fit
-from engine.plan import Observe
+from engine.plan import Compiled, Observe
 from engine.prompt_bridge import PromptBridge
 from engine.prompt_pass import PromptPass
 from engine.sampling import Sampling
@@ -59,7 +58,7 @@ class Engine:
         self._kernels = kernels
         self._dtype = dtype
         self._device = device
-        self._bridges: dict[Bridge, BridgeMap] = {}  # of the last schedule
+        self._compiled = Compiled()  # of the last schedules
         self._prompts = PromptPass(decoder, kernels, dtype, device)
         self._workspaces = Workspaces()
         self.tokenizer = tokenizer
@@ -158,7 +157,7 @@ class Engine:
         sampling = sampling or Sampling()
         ledger = self._ledger(schedule)
         samples = self._samples(prompts, sample_ids, sampling, batch_size)
-        return self._run(samples, ledger, self.compiled_bridges(ledger.schedule), sampling, batch_size, on_batch)
+        return self._run(samples, ledger, self.compiled(ledger.schedule), sampling, batch_size, on_batch)
 
     def generate_each(
         self,
@@ -178,8 +177,8 @@ class Engine:
         sampling = sampling or Sampling()
         ledgers = [self._ledger(schedule) for schedule in schedules]
         samples = self._samples(prompts, sample_ids, sampling, batch_size)
-        bridges = self.compiled_bridges(*(ledger.schedule for ledger in ledgers))
-        return self._run_each(samples, ledgers, bridges, sampling, batch_size, on_batch)
+        compiled = self.compiled(*(ledger.schedule for ledger in ledgers))
+        return self._run_each(samples, ledgers, compiled, sampling, batch_size, on_batch)
 
     def generate_with_exits(
         self,
@@ -200,7 +199,7 @@ class Engine:
         for first in range(0, len(samples), batch_size):
             rows = samples[first : first + batch_size]
             with torch.inference_mode():
-                batch = EarlyExitBatch(rule, *self._batch_arguments(rows, ledger, {}, sampling, stopping))
+                batch = EarlyExitBatch(rule, *self._batch_arguments(rows, ledger, Compiled(), sampling, stopping))
                 batch.run()
             if on_confidences is not None:
                 on_confidences(batch.confidences)
@@ -240,8 +239,8 @@ class Engine:
             raise PromptError("a prompt is empty")
         pairs = [Answer(prompt, tokens) for prompt, tokens in zip(prompts, answers, strict=True)]
         with torch.inference_mode():
-            bridges = self.compiled_bridges(*schedules)
-            return score(self.teacher_forced, pairs, schedules, bridges, self.shape.layers)
+            compiled = self.compiled(*schedules)
+            return score(self.teacher_forced, pairs, schedules, compiled, self.shape.layers)
 
     def fitting_batch_size(
         self, prompt_tokens: int, sampling: Sampling | None = None, schedule: Schedule | None = None
@@ -254,8 +253,9 @@ class Engine:
             schedule: default full depth; layers that it never decodes with need no cache.
         """
         new_tokens = (sampling or Sampling()).max_new_tokens
-        free = free_bytes(self._device) + self._workspaces.bytes
         schedule = schedule or Schedule.full_depth(self.shape.layers)
+        self.compiled(schedule)  # before the free memory is measured: an adapter takes some
+        free = free_bytes(self._device) + self._workspaces.bytes
         sizes = (prompt_tokens, new_tokens, self._dtype.itemsize)
         static = self._kernels.static_passes
         return rows_that_fit(free, self._device.type, self.shape, schedule, *sizes, static=static)
@@ -265,15 +265,22 @@ class Engine:
         schedule.check_fits(self.shape)
         return Ledger(self.shape, schedule)
 
-    def compiled_bridges(self, *schedules: Schedule) -> Mapping[Bridge, BridgeMap]:
-        """The schedules' bridges on this device; those of the call before are kept where they are the same."""
+    def compiled(self, *schedules: Schedule) -> Compiled:
+        """What the schedules bring along, on this device; parts of the call before are kept where they are the same.
+
+        Raises ScheduleError for an adapter that was trained for another model.
+        """
+        kept = self._compiled
         with torch.inference_mode():
-            self._bridges = {
-                bridge: self._bridges.get(bridge) or bridge.compiled(self._kernels, self._dtype, self._device)
+            bridges = {
+                bridge: kept.bridges.get(bridge) or bridge.compiled(self._kernels, self._dtype, self._device)
                 for schedule in schedules
                 for bridge in schedule.bridges.values()
             }
-        return self._bridges
+            adapters = {schedule.adapter for schedule in schedules if schedule.adapter is not None}
+            adapted = {adapter: kept.adapted.get(adapter) or self._decoder.adapted(adapter) for adapter in adapters}
+        self._compiled = Compiled(bridges, adapted)
+        return self._compiled
 
     def teacher_forced(self, answers: Sequence[Answer], bridge: PromptBridge | None = None) -> AnswerPass:
         """Known answers to prompts, to be passed through the layers under any schedule with that prompt bridge."""
@@ -313,7 +320,7 @@ class Engine:
         self,
         samples: Sequence[Sample],
         ledger: Ledger,
-        bridges: Mapping[Bridge, BridgeMap],
+        compiled: Compiled,
         sampling: Sampling,
         batch_size: int,
         on_batch: Callable[[BatchStats], None] | None,
@@ -322,7 +329,7 @@ class Engine:
         for first in range(0, len(samples), batch_size):
             rows = samples[first : first + batch_size]
             with torch.inference_mode():
-                stats = self._batch(rows, ledger, bridges, sampling, stopping).run()
+                stats = self._batch(rows, ledger, compiled, sampling, stopping).run()
             if on_batch is not None:
                 on_batch(stats)
             yield from (generation_of(sample, stopping, ledger) for sample in rows)
@@ -331,7 +338,7 @@ class Engine:
         self,
         samples: Sequence[Sample],
         ledgers: Sequence[Ledger],
-        bridges: Mapping[Bridge, BridgeMap],
+        compiled: Compiled,
         sampling: Sampling,
         batch_size: int,
         on_batch: Callable[[int, BatchStats], None] | None,
@@ -345,7 +352,7 @@ class Engine:
             for bridge, indices in alike.items():
                 whole = self._ledger(replace(Schedule.full_depth(self.shape.layers), prompt_bridge=bridge))
                 with torch.inference_mode():
-                    batch = self._batch(rows, whole, bridges, sampling, stopping)
+                    batch = self._batch(rows, whole, compiled, sampling, stopping)
                     runs = batch.run_each([ledgers[index] for index in indices])
                 for index, (finished, stats) in zip(indices, runs, strict=True):
                     if on_batch is not None:
@@ -361,10 +368,21 @@ class Engine:
         self,
         samples: Sequence[Sample],
         ledger: Ledger,
-        bridges: Mapping[Bridge, BridgeMap],
+        compiled: Compiled,
         sampling: Sampling,
         stopping: Stopping,
     ) -> tuple[Any, ...]:
         ends = self.tokenizer.eos_ids
         where = (self._dtype, self._device)
-        return (self._decoder, self._kernels, ledger, bridges, samples, sampling, ends, stopping, *where, self._prompts)
+        return (
+            self._decoder,
+            self._kernels,
+            ledger,
+            compiled,
+            samples,
+            sampling,
+            ends,
+            stopping,
+            *where,
+            self._prompts,
+        )

@@ -5,11 +5,13 @@ Decoding, the FLOP ledger and every other forward under a schedule read this one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
 
+from engine.adapter import Adapter
 from engine.bridge import Bridge, BridgeMap
 from engine.decoder import Attend, Decoder, Rotations
 from engine.schedule import Schedule
@@ -20,6 +22,7 @@ class RunUnit(NamedTuple):
     """Run an attention or MLP block with its residual connection."""
 
     unit: Unit
+    adapter: Adapter | None = None  # changes its matrices
 
 
 class ApplyBridge(NamedTuple):
@@ -29,6 +32,26 @@ class ApplyBridge(NamedTuple):
 
 
 Operation = RunUnit | ApplyBridge
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What schedules bring along, ready to run on a device."""
+
+    bridges: Mapping[Bridge, BridgeMap] = field(default_factory=dict)
+    adapted: Mapping[Adapter, Decoder] = field(default_factory=dict)  # the model with each adapter's changes
+
+    def model(self, operation: RunUnit, base: Decoder) -> Decoder:
+        """The one to run a unit of."""
+        return base if operation.adapter is None else self.adapted[operation.adapter]
+
+    def parts(self, plan: Iterable[Operation]) -> tuple[BridgeMap | Decoder, ...]:
+        """Those that a plan uses."""
+        bridges = (self.bridges[operation.bridge] for operation in plan if isinstance(operation, ApplyBridge))
+        adapters = {operation.adapter for operation in plan if isinstance(operation, RunUnit)} - {None}
+        return (*bridges, *(self.adapted[adapter] for adapter in adapters if adapter))
+
+
 Observe = Callable[[int, Tensor], None]  # place of a unit, hidden states before it
 
 
@@ -41,7 +64,7 @@ def decode_plan(schedule: Schedule, plateau: int) -> tuple[Operation, ...]:
         if unit in starts:
             plan.append(ApplyBridge(starts[unit]))
         if unit not in skipped:
-            plan.append(RunUnit(unit))
+            plan.append(RunUnit(unit, schedule.adapter_of(unit)))
     return tuple(plan)
 
 
@@ -58,7 +81,7 @@ def attention_layers(plan: Sequence[Operation]) -> set[int]:
 def run_plan(
     decoder: Decoder,
     plan: Sequence[Operation],
-    bridges: Mapping[Bridge, BridgeMap],
+    compiled: Compiled,
     x: Tensor,
     rotations: Rotations,
     attend: Attend,
@@ -67,7 +90,7 @@ def run_plan(
     """Hidden states [N, hidden] after a plan's operations.
 
     Args:
-        bridges: of the plan, on x's device.
+        compiled: the plan's bridges and adapted units, on x's device.
         x: hidden states [N, hidden] before them.
         rotations, attend: of the N tokens, as `Decoder.attention` takes them.
         observe: called with the place of each unit that runs and the hidden states before it. It must not change them.
@@ -76,9 +99,9 @@ def run_plan(
         if isinstance(operation, RunUnit) and observe is not None:
             observe(operation.unit.place, x)
         if isinstance(operation, ApplyBridge):
-            x = bridges[operation.bridge](x)
+            x = compiled.bridges[operation.bridge](x)
         elif operation.unit.kind == "a":
-            x = decoder.attention(operation.unit.layer, x, rotations, attend)
+            x = compiled.model(operation, decoder).attention(operation.unit.layer, x, rotations, attend)
         else:
-            x = decoder.mlp(operation.unit.layer, x)
+            x = compiled.model(operation, decoder).mlp(operation.unit.layer, x)
     return x

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.decoder import Attend, Decoder, Rotations
 from engine.kernels import Kernels
-from engine.plan import Observe, RunUnit, run_plan
+from engine.plan import Compiled, Observe, RunUnit, run_plan
 from engine.prompt_bridge import PromptBridge, PromptMaps
 from engine.unit import all_units
 
@@ -128,11 +128,11 @@ class _Pass:
         """Hidden states [P, hidden] of the last tokens."""
         plan = [RunUnit(unit) for unit in all_units(self._decoder.shape.layers)]
         below = 2 * maps.first if maps else len(plan)
-        x = run_plan(self._decoder, plan[:below], {}, self._embedded, self._rotations, self._attend, observe)
+        x = run_plan(self._decoder, plan[:below], Compiled(), self._embedded, self._rotations, self._attend, observe)
         if maps is None:
             return x[self._last]
         rotations, attend = self._rotations_of(self._last), self._attend_alone(x[self._others], maps)
-        return run_plan(self._decoder, plan[below:], {}, x[self._last], rotations, attend)
+        return run_plan(self._decoder, plan[below:], Compiled(), x[self._last], rotations, attend)
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Of all N tokens."""

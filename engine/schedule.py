@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from engine.adapter import ADAPTER_FILE, Adapter
 from engine.bridge import Bridge
 from engine.bridge_file import BRIDGES_FILE, read_tensors, write_tensors
 from engine.errors import ScheduleError
@@ -44,6 +45,7 @@ class Schedule:
     provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
     bridges: Mapping[str, Bridge] = field(default_factory=dict, hash=False)  # by name
     prompt_bridge: PromptBridge | None = None
+    adapter: Adapter | None = None  # changes units for decode tokens
 
     def __post_init__(self) -> None:
         if self.layers < 1:
@@ -156,15 +158,20 @@ class Schedule:
         """Units that run at a step, in running order."""
         return self.active_units(self.plateau_at(step))
 
+    def adapter_of(self, unit: Unit) -> Adapter | None:
+        """The adapter, where it changes a unit."""
+        return self.adapter if self.adapter is not None and unit in self.adapter.units else None
+
     @property
     def first_place(self) -> int:
-        """Place of the first unit that some decode token skips or has a bridge before; 2L where there is none."""
-        bridged = (bridge.block.first.place for bridge in self.bridges.values())
-        return min((*(unit.place for unit in self.skip_order), *bridged), default=2 * self.layers)
+        """Place of the first unit that some decode token skips, has changed or has a bridge before; 2L if none is."""
+        bridged = {bridge.block.first for bridge in self.bridges.values()}
+        changed = bridged.union(self.skip_order, self.adapter.units if self.adapter else ())
+        return min((unit.place for unit in changed), default=2 * self.layers)
 
     @property
     def is_full_depth(self) -> bool:
-        return self.plateaus[-1].skipped == 0 and self.prompt_bridge is None
+        return self.plateaus[-1].skipped == 0 and self.prompt_bridge is None and self.adapter is None
 
     def check_fits(self, shape: ModelShape) -> None:
         """Raises ScheduleError if the schedule was made for a model of another depth or width."""
@@ -179,8 +186,9 @@ class Schedule:
                     f"bridge {name!r} maps hidden states of width {bridge.hidden}, but those of this {shape.family} "
                     f"model have width {shape.hidden}: calibrate a schedule for this model"
                 )
-        if self.prompt_bridge is not None:
-            self.prompt_bridge.check_fits(shape)
+        for part in (self.prompt_bridge, self.adapter):
+            if part is not None:
+                part.check_fits(shape)
 
     def to_dict(self) -> dict[str, Any]:
         """The schedule file's object (design: "Schedule file"). Digests stand for the bridges' tensors."""
@@ -193,6 +201,7 @@ class Schedule:
         }
         bridge = self.prompt_bridge
         prompts = {"prompts": {"bridged_from": bridge.first, "digest": bridge.digest}} if bridge else {}
+        adapter = {"adapter": {"digest": self.adapter.digest}} if self.adapter else {}
         return {
             "format": FORMAT,
             "layers": self.layers,
@@ -200,16 +209,23 @@ class Schedule:
             "skipped": [[plateau.first_step, plateau.skipped] for plateau in self.plateaus],
             **(bridged if self.bridges else {}),
             **prompts,
+            **adapter,
             **self.provenance,
         }
 
     @classmethod
-    def from_dict(cls, data: object, tensors: Mapping[str, Mapping[str, Tensor]] | None = None) -> Schedule:
+    def from_dict(
+        cls,
+        data: object,
+        tensors: Mapping[str, Mapping[str, Tensor]] | None = None,
+        adapter: Adapter | None = None,
+    ) -> Schedule:
         """Read a schedule file's object; raises ScheduleError naming what is wrong with it.
 
         Args:
             data: the object.
             tensors: bridge -> role -> tensor, where the object names bridges; the prompt bridge is named "prompts".
+            adapter: where the object names one.
         """
         if not isinstance(data, dict):
             raise ScheduleError(f"a schedule is a JSON object, got {type(data).__name__}")
@@ -239,6 +255,7 @@ class Schedule:
             {key: value for key, value in data.items() if key not in _OWN_KEYS},
             _bridges(data.get("bridges", {}), tensors or {}),
             _prompt_bridge(data.get("prompts"), tensors or {}),
+            _adapter(data.get("adapter"), adapter),
         )
 
     def to_json(self) -> str:
@@ -250,7 +267,7 @@ class Schedule:
         return cls.from_dict(_parse(text), tensors)
 
     def write(self, directory: str | Path) -> None:
-        """Write `schedule.json`, and its bridges beside it; the directory is made if need be."""
+        """Write `schedule.json`, its bridges and its adapter; the directory is made if need be."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {name: bridge.tensors for name, bridge in self.bridges.items()}
@@ -258,11 +275,13 @@ class Schedule:
             tensors[PROMPTS] = self.prompt_bridge.tensors
         if tensors:
             write_tensors(directory / BRIDGES_FILE, tensors)
+        if self.adapter is not None:
+            self.adapter.write(directory / ADAPTER_FILE)
         (directory / SCHEDULE_FILE).write_text(self.to_json())
 
     @classmethod
     def read(cls, path: str | Path) -> Schedule:
-        """Read a `schedule.json`, or the one inside a directory, and the bridges beside it.
+        """Read a `schedule.json`, or the one inside a directory, and the bridges and adapter beside it.
 
         Raises ScheduleError naming the path.
         """
@@ -271,14 +290,19 @@ class Schedule:
         try:
             data = _parse(file.read_text())
             bridged = isinstance(data, dict) and (data.get("bridges") or data.get("prompts"))
-            return cls.from_dict(data, read_tensors(file.parent / BRIDGES_FILE) if bridged else None)
+            adapted = isinstance(data, dict) and data.get("adapter")
+            return cls.from_dict(
+                data,
+                read_tensors(file.parent / BRIDGES_FILE) if bridged else None,
+                Adapter.read(file.parent / ADAPTER_FILE) if adapted else None,
+            )
         except (OSError, UnicodeDecodeError) as error:
             raise ScheduleError(f"the schedule {str(file)!r} cannot be read: {error}") from None
         except ScheduleError as error:
             raise ScheduleError(f"{str(file)!r}: {error}") from None
 
 
-_OWN_KEYS = ("format", "layers", "skip_order", "skipped", "bridges", "bridged", "prompts")
+_OWN_KEYS = ("format", "layers", "skip_order", "skipped", "bridges", "bridged", "prompts", "adapter")
 PROMPTS = "prompts"  # the prompt bridge's name among the tensors
 
 
@@ -335,9 +359,21 @@ def _prompt_bridge(data: object, tensors: Mapping[str, Mapping[str, Tensor]]) ->
     return bridge
 
 
-def _check_digest(what: str, described: Mapping[str, Any], bridge: Bridge | PromptBridge) -> None:
-    if described.get("digest") != bridge.digest:
+def _adapter(data: object, adapter: Adapter | None) -> Adapter | None:
+    """The adapter that a schedule file names; raises ScheduleError if this one is not it."""
+    if data is None:
+        return None
+    if not isinstance(data, dict) or adapter is None:
+        raise ScheduleError(f"there is no adapter, but the schedule has one: {ADAPTER_FILE} belongs beside it")
+    _check_digest("the adapter", data, adapter, ADAPTER_FILE)
+    return adapter
+
+
+def _check_digest(
+    what: str, described: Mapping[str, Any], part: Bridge | PromptBridge | Adapter, file: str = BRIDGES_FILE
+) -> None:
+    if described.get("digest") != part.digest:
         raise ScheduleError(
             f"the tensors of {what} are not those the schedule was made with: "
-            f"take {BRIDGES_FILE} from where this schedule comes from"
+            f"take {file} from where this schedule comes from"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.bridge import Bridge, BridgeMap
 from engine.packing import packs
+from engine.plan import Compiled
 from engine.prompt_bridge import PromptBridge
 from engine.schedule import Schedule
 from engine.teacher_forcing import Answer, AnswerPass
@@ -34,7 +34,7 @@ def score(
     forcing: Forcing,
     answers: Sequence[Answer],
     schedules: Sequence[Schedule],
-    bridges: Mapping[Bridge, BridgeMap],
+    compiled: Compiled,
     layers: int,
 ) -> list[list[AnswerScore]]:
     """[schedule][answer]: answers with fewer than two tokens have empty scores. Prompts run once for all schedules
@@ -44,18 +44,18 @@ def score(
         forcing: makes a pass over answers whose prompts ran under a prompt bridge.
         answers: of full depth.
         schedules: to score.
-        bridges: of all schedules, compiled.
+        compiled: what all schedules bring along.
         layers: of the model.
     """
     scores = [[AnswerScore((), ())] * len(answers) for _ in schedules]
     for pack in _packs(answers):
         packed = [answers[index] for index in pack]
         forced = {bridge: forcing(packed, bridge) for bridge in {None, *(s.prompt_bridge for s in schedules)}}
-        x = forced[None].hidden(Schedule.full_depth(layers), {})
+        x = forced[None].hidden(Schedule.full_depth(layers), Compiled())
         reference = torch.cat([logits.float().log_softmax(-1) for _, logits in forced[None].logits(x)])
         for row, schedule in zip(scores, schedules, strict=True):
             ours = forced[schedule.prompt_bridge]
-            compared = _compare(ours, reference, ours.hidden(schedule, bridges))
+            compared = _compare(ours, reference, ours.hidden(schedule, compiled))
             for index, answer_score in zip(pack, compared, strict=True):
                 row[index] = answer_score
     return scores
@@ -73,7 +73,9 @@ def similarity(forcing: Forcing, answers: Sequence[Answer], layers: int) -> dict
                 sums[place - 1] += float(F.cosine_similarity(before.pop(), x, dim=-1).sum())
             before.append(x)
 
-        forcing([answers[index] for index in pack], None).hidden(Schedule.full_depth(layers), {}, observe=observe)
+        forcing([answers[index] for index in pack], None).hidden(
+            Schedule.full_depth(layers), Compiled(), observe=observe
+        )
     steps = sum(max(0, answer.passes) for answer in answers)
     return {unit: total / steps for unit, total in zip(units, sums, strict=True)}
 

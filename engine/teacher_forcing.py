@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.bridge import Bridge, BridgeMap
 from engine.decoder import Decoder
 from engine.kernels import Kernels
 from engine.packing import packs
-from engine.plan import ApplyBridge, Observe, Operation, RunUnit, decode_plan
+from engine.plan import ApplyBridge, Compiled, Observe, Operation, RunUnit, decode_plan
 from engine.prompt_bridge import PromptBridge
 from engine.prompt_pass import PROMPT_TOKENS, PromptPass
 from engine.schedule import Schedule
@@ -90,7 +89,7 @@ class AnswerPass:
     def hidden(
         self,
         schedule: Schedule,
-        bridges: Mapping[Bridge, BridgeMap],
+        compiled: Compiled,
         start: tuple[int, Tensor] | None = None,
         observe: Observe | None = None,
         end: int | None = None,
@@ -99,7 +98,7 @@ class AnswerPass:
 
         Args:
             schedule: whose plateaus decide what each token runs.
-            bridges: its bridges on this device.
+            compiled: its bridges and adapted units, on this device.
             start: (place of a unit, hidden states [N, hidden] before it) to go on from; default the embeddings.
             observe: called with the place of each unit and the hidden states [N, hidden] before it, and with 2L at the
                 end. It must not change them.
@@ -117,7 +116,7 @@ class AnswerPass:
                     assert operation is not None
                     running = torch.tensor([plan.get(unit.place) == operation for plan in by_plateau])
                     rows = running[plateau].nonzero()[:, 0].to(self._device)
-                    x = self._run(operation, x, rows, bridges)
+                    x = self._run(operation, x, rows, compiled)
         if observe is not None and end is None:
             observe(2 * schedule.layers, x)
         return x
@@ -128,16 +127,16 @@ class AnswerPass:
             part = slice(first, min(first + LOGIT_TOKENS, len(x)))
             yield part, self._decoder.logits(x[part])
 
-    def _run(self, operation: Operation, x: Tensor, rows: Tensor, bridges: Mapping[Bridge, BridgeMap]) -> Tensor:
+    def _run(self, operation: Operation, x: Tensor, rows: Tensor, compiled: Compiled) -> Tensor:
         """Hidden states [N, hidden] after an operation on some rows."""
         if len(rows) == 0:
             return x
         whole = len(rows) == len(x)
         part = x if whole else x[rows]
         if isinstance(operation, ApplyBridge):
-            part = bridges[operation.bridge](part)
+            part = compiled.bridges[operation.bridge](part)
         elif operation.unit.kind == "m":
-            part = self._decoder.mlp(operation.unit.layer, part)
+            part = compiled.model(operation, self._decoder).mlp(operation.unit.layer, part)
         else:
             owners = self.sample[rows.cpu()]
             counts = torch.bincount(owners, minlength=len(self.answers)).tolist()
@@ -153,7 +152,7 @@ class AnswerPass:
 
             positions = self._positions[rows]
             rotations = self._decoder.rotations(positions, positions + 1)
-            part = self._decoder.attention(operation.unit.layer, part, rotations, attend)
+            part = compiled.model(operation, self._decoder).attention(operation.unit.layer, part, rotations, attend)
         return part if whole else x.index_copy(0, rows, part)
 
 

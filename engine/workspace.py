@@ -6,18 +6,17 @@ elsewhere it runs eagerly, the same code.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from engine.bridge import Bridge, BridgeMap
 from engine.cache import GROWTH, KVCache
 from engine.decoder import Decoder
 from engine.graphs import Graphs
 from engine.kernels import Kernels
-from engine.plan import ApplyBridge, Operation, run_plan
+from engine.plan import Compiled, Operation, run_plan
 from engine.sampling import Sampler, Sampling
 
 
@@ -89,11 +88,10 @@ class Workspace:
         self._sampler.load(sampler)
         self._take(logits)
 
-    def run_pass(self, plan: tuple[Operation, ...], bridges: Mapping[Bridge, BridgeMap], rows: int) -> None:
+    def run_pass(self, plan: tuple[Operation, ...], compiled: Compiled, rows: int) -> None:
         """Feed the newest tokens of the first rows through a plan and choose their next ones."""
-        # The maps are part of the key: a graph reads their matrices where they were, and the key keeps them there.
-        maps = tuple(bridges[operation.bridge] for operation in plan if isinstance(operation, ApplyBridge))
-        self._graphs.run((plan, maps, rows), lambda: self._pass(plan, bridges, rows))
+        # The parts are in the key: a graph reads their matrices where they were, and the key keeps them there.
+        self._graphs.run((plan, compiled.parts(plan), rows), lambda: self._pass(plan, compiled, rows))
 
     def move_rows(self, rows: Sequence[int], cache: KVCache) -> None:
         """Put these rows first, in this order. `cache`: the part of the cache that is still in use."""
@@ -103,7 +101,7 @@ class Workspace:
         for state in (self._lengths, self._limits, self._finished, self.tokens):
             state[: len(rows)] = state[index]
 
-    def _pass(self, plan: Sequence[Operation], bridges: Mapping[Bridge, BridgeMap], rows: int) -> None:
+    def _pass(self, plan: Sequence[Operation], compiled: Compiled, rows: int) -> None:
         decoder, lengths = self._decoder, self._lengths[:rows]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -113,7 +111,7 @@ class Workspace:
         rotations = decoder.rotations(lengths, lengths + 1)
         x = decoder.embed(self.tokens[:rows], lengths)
         with record_function("layers"):
-            x = run_plan(decoder, plan, bridges, x, rotations, attend)
+            x = run_plan(decoder, plan, compiled, x, rotations, attend)
         # A finished row stays where it is, lest it outgrow the cache or the context.
         lengths += ~self._finished[:rows]
         with record_function("head"):

@@ -1,4 +1,4 @@
-"""Train a calibrated schedule's bridges on one's own prompts; the model at full depth is the teacher.
+"""Train a calibrated schedule's bridges, and an adapter if asked to; the model at full depth is the teacher.
 
 python jobs/adapt_model.py --input corpus/ --schedule schedules/1.65x --output adapted/1.65x
 """
@@ -17,8 +17,9 @@ from rich.table import Table
 
 import engine
 from engine import Engine, ScheduleError, decode_flop_speedup
+from engine.adaptation.estimate import is_early_look, reachable_kl
 from engine.adaptation.recipe import Recipe
-from engine.adaptation.trainer import BridgeTrainer, Point
+from engine.adaptation.trainer import Point, Trainer
 from engine.kernels import Kernels
 from engine.target import sample_flop_speedup
 from jobs import command_line
@@ -37,10 +38,13 @@ log = logging.getLogger("jobs.adapt_model")
 
 
 class AdaptModel(AnswersConfig):
-    """Train a schedule's bridges, closed form and a small gated part, on the model's own answers to your prompts."""
+    """Train a calibrated schedule on the model's own answers to your prompts.
+
+    By default its bridges, closed form and a small gated part; with --adapter-rank the layers above them too.
+    """
 
     schedule: str = Field(
-        description="directory of a calibrated schedule, or of several to choose from by target_speedup"
+        description="directory or URL of a calibrated schedule, or of several to choose from by target_speedup"
     )
     target_speedup: float | None = Field(None, ge=1, description="of several schedules the one that just reaches this")
     output: str = Field(description="local directory for the schedule with its trained bridges; a rerun goes on there")
@@ -50,8 +54,17 @@ class AdaptModel(AnswersConfig):
     learning_rate: float = Field(DEFAULT.learning_rate, gt=0, description="highest of the warm-up and cosine")
     gate_width: int = Field(DEFAULT.gate_width, ge=0, description="width of each bridge's gated part; 0 for none")
 
+    adapter_rank: int = Field(
+        DEFAULT.adapter_rank,
+        ge=0,
+        description="rank of a low-rank adapter of every layer above the first bridge, for answers alone; 0 for none: "
+        "it costs no FLOPs, but the memory of these layers' weights again",
+    )
+
     def recipe(self) -> Recipe:
-        return Recipe(steps=self.steps, learning_rate=self.learning_rate, gate_width=self.gate_width, seed=self.seed)
+        """How to train."""
+        chosen = ("steps", "learning_rate", "gate_width", "adapter_rank", "seed")
+        return Recipe(**{name: getattr(self, name) for name in chosen})
 
 
 def main() -> int:
@@ -63,7 +76,7 @@ def main() -> int:
 def adapt(config: AdaptModel) -> None:
     """Raises JobError, ModelError, ScheduleError."""
     start, progress = time.monotonic(), StageProgress(log)
-    schedule = read_schedule(config.schedule, config.target_speedup)
+    schedule = read_schedule(config.schedule, config.target_speedup, config.storage)
     schedule.check_fits(engine.describe(config.model))
     if not schedule.bridges:
         raise ScheduleError(f"{config.schedule!r} has no bridges to train: make one with calibrate_schedule.py")
@@ -73,7 +86,7 @@ def adapt(config: AdaptModel) -> None:
     student = Engine.load(config.model, config.device, "float32", config.threads, Kernels())
     kept = max(1, round(config.held_out * len(answers)))
     # The last ones: of the same corpus and seed, calibration draws the first, and has fitted its bridges to them.
-    trainer = BridgeTrainer(student, schedule, answers[:-kept], answers[-kept:], config.recipe(), progress)
+    trainer = Trainer(student, schedule, answers[:-kept], answers[-kept:], config.recipe(), progress)
     points = []
     for point in trainer.run(output / CHECKPOINT_FILE):
         points.append(point)
@@ -81,6 +94,8 @@ def adapt(config: AdaptModel) -> None:
             "step %d: loss %.3f, held-out KL %.3f, agreement %.3f, %.0f s",
             point.step, point.loss, point.kl, point.agreement, point.seconds,
         )  # fmt: skip
+        if is_early_look(points, config.steps):
+            log.info("at this pace held-out KL ends at about %.3f", reachable_kl(points, config.steps))
     adapted, quality = trainer.best()
     before = schedule.provenance
     provenance = {
@@ -113,11 +128,12 @@ def _table(points: list[Point]) -> Table:
 def _card(config: AdaptModel, points: list[Point], figures: dict[str, float | list[float]]) -> str:
     """A model card: what this is, and what training changed."""
     before = points[0]
+    what = f"its bridges and an adapter of rank {config.adapter_rank}" if config.adapter_rank else "its bridges"
     return f"""---
 base_model: {config.model}
 library_name: skipdecode
 ---
-A SkipDecode schedule with bridges trained on {config.input}, from {config.schedule}. The model's weights are unchanged.
+A SkipDecode schedule trained on {config.input}, from {config.schedule}: {what}. The model's own weights are unchanged.
 Run it with `python jobs/summarize_corpus.py --model {config.model} --schedule <this directory> ...`.
 
 | on held-out answers of full depth, teacher-forced | KL, nats per token | agreement |

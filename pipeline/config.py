@@ -94,7 +94,8 @@ class GenerationConfig(AnswerConfig):
         "reaches it, else a plain SkipDecode schedule; default full depth",
     )
     schedule: str | None = Field(
-        None, description="schedule to run: a schedule.json, its directory, or what calibrate_schedule.py wrote"
+        None,
+        description="schedule to run: path or URL of a schedule.json, of its directory, or of several to choose from",
     )
 
 

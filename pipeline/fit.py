@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from engine import ModelShape, Schedule, ScheduleError, for_target_speedup
+from engine.adapter import ADAPTER_FILE
+from engine.bridge_file import BRIDGES_FILE
 from engine.schedule import SCHEDULE_FILE
 from pipeline.config import AnswerConfig, GenerationConfig
 from pipeline.errors import JobError
+from pipeline.storage import Storage
+
+OpenStorage = Callable[[str], Storage]
 
 log = logging.getLogger(__name__)
 
 TYPICAL_PROMPT = 256  # tokens; a plain schedule's speed-up hardly depends on it
 
 
-def choose_schedule(config: GenerationConfig, shape: ModelShape) -> Schedule:
-    """The schedule the configuration names. Raises ScheduleError if it does not fit or cannot be met."""
+def choose_schedule(config: GenerationConfig, shape: ModelShape, storage: OpenStorage = Storage) -> Schedule:
+    """The schedule the configuration names.
+
+    Raises ScheduleError if it does not fit or cannot be met, JobError for storage that cannot be read.
+    """
     if config.schedule is not None:
-        schedule = read_schedule(config.schedule, config.target_speedup)
+        schedule = read_schedule(config.schedule, config.target_speedup, storage)
         schedule.check_fits(shape)
         return schedule
     if config.target_speedup is None or config.target_speedup == 1.0:
@@ -27,11 +37,47 @@ def choose_schedule(config: GenerationConfig, shape: ModelShape) -> Schedule:
     return for_target_speedup(config.target_speedup, [(TYPICAL_PROMPT, max(2, config.max_new_tokens))], shape)
 
 
-def read_schedule(path: str, target: float | None) -> Schedule:
+def read_schedule(path: str, target: float | None, storage: OpenStorage = Storage) -> Schedule:
     """A schedule, or of several calibrated ones below a directory the one whose speed-up just reaches the target.
 
-    Raises ScheduleError: there is none that can be read, none that fast, or no telling which.
+    Args:
+        path: local, or a URL.
+        target: speed-up to reach.
+        storage: opens a URL.
+
+    Raises:
+        ScheduleError: there is none that can be read, none that fast, or no telling which.
+        JobError: the storage of a URL cannot be read.
     """
+    if "://" not in path:
+        return _read_local(path, target)
+    with TemporaryDirectory() as copy:
+        _fetch(storage(path.removesuffix(f"/{SCHEDULE_FILE}")).at_first(), Path(copy))
+        try:
+            return _read_local(copy, target)
+        except ScheduleError as error:
+            raise ScheduleError(str(error).replace(copy, path)) from None
+
+
+def _fetch(storage: Storage, directory: Path) -> None:
+    """Copy the files of a schedule, or of those in the folders below."""
+    folders = [""]
+    if storage.read(SCHEDULE_FILE) is None:
+        try:
+            found = storage.attempt("listing", lambda: storage.fs.ls(storage.root, detail=True, refresh=True))
+        except FileNotFoundError:
+            found = []
+        folders = [f"{storage.relative(info['name'])}/" for info in found if info["type"] == "directory"]
+    for folder in folders:
+        for name in (SCHEDULE_FILE, BRIDGES_FILE, ADAPTER_FILE):
+            content = storage.read(folder + name)
+            if content is not None:
+                (directory / folder).mkdir(exist_ok=True)
+                (directory / folder / name).write_bytes(content)
+
+
+def _read_local(path: str, target: float | None) -> Schedule:
+    """`read_schedule` of a local path."""
     directory = Path(path)
     if (directory / SCHEDULE_FILE).is_file() or not directory.is_dir():
         if target is not None:

@@ -46,7 +46,7 @@ def prepare_run(config: JobConfig, backend: Backend | None = None) -> Preparatio
     plan = make_plan(config, template, known)
     output_schema(plan.kept)
     shape = backend.shape(config)
-    schedule = choose_schedule(config, shape)
+    schedule = choose_schedule(config, shape, config.storage)
     longest = longest_prompt(config, shape)
     description = describe_run(config, plan, schedule, backend.identity(config))
     return Preparation(config, backend, template, plan, shape, schedule, longest, description, known or {})

@@ -1,4 +1,4 @@
-"""A training's state in one safetensors file: parameters, optimiser, best bridges so far, learning curve."""
+"""A training's state in one safetensors file: parameters, optimiser, the best so far, learning curve."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.adaptation.recipe import Recipe
-from engine.adaptation.trainable import TrainableBridges
+from engine.adaptation.trainable import Trainable
 from engine.errors import ScheduleError
 from engine.schedule import Schedule
 
@@ -39,13 +39,13 @@ def write_state(
     state: TrainingState,
     recipe: Recipe,
     schedule: Schedule,
-    bridges: TrainableBridges,
+    trainable: Trainable,
     optimizer: torch.optim.Optimizer,
 ) -> None:
     """Replace the file at once: a process that dies meanwhile leaves the one before."""
     tensors = {f"best.{name}": value for name, value in state.best.items()}
-    tensors |= {f"now.{name}": value.detach() for name, value in bridges.parameters.items()}
-    for name, moments in _moments(bridges, optimizer):
+    tensors |= {f"now.{name}": value.detach() for name, value in trainable.parameters.items()}
+    for name, moments in _moments(trainable, optimizer):
         tensors |= {f"{moment}.{name}": moments[moment] for moment in MOMENTS}
     facts = {
         "of": _identity(recipe, schedule),
@@ -62,10 +62,13 @@ def read_state(
     path: Path,
     recipe: Recipe,
     schedule: Schedule,
-    bridges: TrainableBridges,
+    trainable: Trainable,
     optimizer: torch.optim.Optimizer,
 ) -> TrainingState:
-    """Put bridges and optimiser where they were. Raises ScheduleError if the file is damaged or of another training."""
+    """Put parameters and optimiser where they were.
+
+    Raises ScheduleError if the file is damaged or of another training.
+    """
     try:
         with safe_open(path, "pt") as file:
             facts = json.loads((file.metadata() or {})["state"])
@@ -77,8 +80,8 @@ def read_state(
             f"the checkpoint {str(path)!r} is of another training (other schedule, bridges or recipe): "
             "delete it to start anew, or write elsewhere"
         )
-    bridges.restore(_named(tensors, "now"))
-    for name, parameter in bridges.parameters.items():
+    trainable.restore(_named(tensors, "now"))
+    for name, parameter in trainable.parameters.items():
         moments = {moment: tensors[f"{moment}.{name}"].to(parameter.device) for moment in MOMENTS}
         optimizer.state[parameter] = {"step": torch.tensor(float(facts["step"])), **moments}
     facts["curve"] = [tuple(point) for point in facts["curve"]]
@@ -87,11 +90,13 @@ def read_state(
 
 def _identity(recipe: Recipe, schedule: Schedule) -> dict[str, object]:
     digests = {name: bridge.digest for name, bridge in schedule.bridges.items()}
-    return {"recipe": asdict(recipe), "bridges": digests, "plateaus": [list(map(str, p)) for p in schedule.plateaus]}
+    if schedule.adapter is not None:
+        digests["adapter"] = schedule.adapter.digest
+    return {"recipe": asdict(recipe), "parts": digests, "plateaus": [list(map(str, p)) for p in schedule.plateaus]}
 
 
-def _moments(bridges: TrainableBridges, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    for name, parameter in bridges.parameters.items():
+def _moments(trainable: Trainable, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    for name, parameter in trainable.parameters.items():
         yield name, optimizer.state[parameter]
 
 

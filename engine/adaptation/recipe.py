@@ -1,4 +1,4 @@
-"""How bridges are trained."""
+"""How a schedule is trained."""
 
 from __future__ import annotations
 
@@ -16,15 +16,19 @@ class Recipe:
     warmup_steps: int = 10
     final_share: float = 0.05  # of the highest learning rate, left at the last step
     gate_width: int = 256  # of the gated part added to each bridge; 0: none
+    adapter_rank: int = 0  # of the changes to every projection that runs above the first bridge; 0: bridges alone
     token_loss: float = 0.1  # weight of the cross-entropy on full depth's own tokens, beside the KL divergence
     judge_every: int = 20  # steps
     patience: int = 5  # judgements without a new best before training ends
-    seed: int = 0  # of the gated part's first values and the order of the answers
+    seed: int = 0  # of the first values of gated parts and adapter and the order of the answers
 
     def __post_init__(self) -> None:
         for name in ("steps", "tokens_per_step", "judge_every", "patience"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("gate_width", "adapter_rank"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
     def rate(self, step: int) -> float:
         """Learning rate of a step, counted from 0."""

@@ -1,4 +1,4 @@
-"""A schedule's bridges as parameters."""
+"""What a schedule brings along, as parameters."""
 
 from __future__ import annotations
 
@@ -8,40 +8,78 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from engine.bridge import GATED, Bridge, BridgeMap
+from engine.adapter import Adapter, silent_adapter
+from engine.bridge import GATED
+from engine.decoder import Decoder
 from engine.kernels import Kernels
+from engine.plan import Compiled, decode_plan, run_units
 from engine.schedule import Schedule
 
+BRIDGES, ADAPTER = "bridges", "adapter"
 
-class TrainableBridges:
-    """Parameters named `<bridge>.<role>`, in float32: the closed-form fit, and a gated part that starts at zero."""
 
-    def __init__(self, schedule: Schedule, gate_width: int, seed: int, device: torch.device) -> None:
-        self._schedule = schedule
+class Trainable:
+    """A schedule's bridges and adapter as float32 parameters, named `bridges/<bridge>/<role>` and `adapter/<tensor>`.
+
+    What the schedule lacks of the parts asked for is added so that it changes nothing yet.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        decoder: Decoder,
+        device: torch.device,
+        gate_width: int = 0,
+        adapter_rank: int = 0,
+        seed: int = 0,
+    ) -> None:
+        """
+        Args:
+            schedule: with bridges.
+            decoder: the model, with plain kernels.
+            device: that it is on.
+            gate_width: of a gated part for every bridge without one; 0 for none.
+            adapter_rank: of an adapter of all units that decode tokens run above the first bridge; 0 for none.
+            seed: of what is added.
+        """
         draw = torch.Generator().manual_seed(seed)
-        self.parameters: dict[str, nn.Parameter] = {}
+        bridges = {}
         for name, bridge in schedule.bridges.items():
-            tensors = dict(bridge.tensors)
-            if gate_width and GATED[0] not in tensors:
-                tensors |= _silent_gate(bridge.hidden, gate_width, draw)
-            for role, tensor in tensors.items():
-                self.parameters[f"{name}.{role}"] = nn.Parameter(tensor.detach().to(device, torch.float32).clone())
-
-    def maps(self, kernels: Kernels, device: torch.device) -> dict[Bridge, BridgeMap]:
-        """What the schedule's own bridges are to do now; gradients flow to the parameters."""
-        return {
-            bridge: replace(bridge, tensors=self._of(name)).compiled(kernels, torch.float32, device)
-            for name, bridge in self._schedule.bridges.items()
+            gated = not gate_width or GATED[0] in bridge.tensors
+            gate = {} if gated else _silent_gate(bridge.hidden, gate_width, draw)
+            bridges[name] = replace(bridge, tensors={**bridge.tensors, **gate})
+        adapter = schedule.adapter
+        if adapter is None and adapter_rank:
+            plans = (decode_plan(schedule, plateau) for plateau in range(len(schedule.plateaus)))
+            units = {unit for plan in plans for unit in run_units(plan) if unit.place >= schedule.first_place}
+            above = sorted(units, key=lambda unit: unit.place)
+            adapter = silent_adapter({unit: decoder.projections(unit) for unit in above}, adapter_rank, seed)
+        self.start = replace(schedule, bridges=bridges, adapter=adapter)
+        self._decoder, self._device = decoder, device
+        named = {
+            f"{BRIDGES}/{name}/{role}": tensor
+            for name, bridge in bridges.items()
+            for role, tensor in bridge.tensors.items()
+        }
+        named |= {f"{ADAPTER}/{name}": tensor for name, tensor in (adapter.tensors if adapter else {}).items()}
+        self.parameters = {
+            name: nn.Parameter(tensor.detach().to(device, torch.float32).clone()) for name, tensor in named.items()
         }
 
-    def schedule(self, tensors: Mapping[str, Tensor] | None = None) -> Schedule:
-        """The schedule with these bridges, by default as they are now."""
-        values = self.parameters if tensors is None else tensors
+    def compiled(self, kernels: Kernels) -> Compiled:
+        """What the parts of `start` are to do now; gradients flow to the parameters."""
+        now = self._with(self.parameters)
         bridges = {
-            name: replace(bridge, tensors={role: value.detach().cpu() for role, value in _roles(values, name).items()})
-            for name, bridge in self._schedule.bridges.items()
+            bridge: now.bridges[name].compiled(kernels, torch.float32, self._device)
+            for name, bridge in self.start.bridges.items()
         }
-        return replace(self._schedule, bridges=bridges)
+        if self.start.adapter is None or now.adapter is None:
+            return Compiled(bridges)
+        return Compiled(bridges, {self.start.adapter: self._decoder.adapted(now.adapter, merge=False)})
+
+    def schedule(self) -> Schedule:
+        """The schedule with its parts as they are now."""
+        return self._with({name: parameter.detach().cpu() for name, parameter in self.parameters.items()})
 
     def snapshot(self) -> dict[str, Tensor]:
         """A copy of the parameters."""
@@ -53,12 +91,18 @@ class TrainableBridges:
             for name, parameter in self.parameters.items():
                 parameter.copy_(tensors[name])
 
-    def _of(self, bridge: str) -> dict[str, Tensor]:
-        return _roles(self.parameters, bridge)
+    def _with(self, tensors: Mapping[str, Tensor]) -> Schedule:
+        """`start` with these tensors, named like the parameters."""
+        bridges = {
+            name: replace(bridge, tensors=_below(tensors, f"{BRIDGES}/{name}/"))
+            for name, bridge in self.start.bridges.items()
+        }
+        changes = _below(tensors, f"{ADAPTER}/")
+        return replace(self.start, bridges=bridges, adapter=Adapter(changes) if changes else None)
 
 
-def _roles(tensors: Mapping[str, Tensor], bridge: str) -> dict[str, Tensor]:
-    return {name.removeprefix(f"{bridge}."): value for name, value in tensors.items() if name.startswith(f"{bridge}.")}
+def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def _silent_gate(hidden: int, width: int, draw: torch.Generator) -> dict[str, Tensor]:

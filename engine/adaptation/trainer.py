@@ -1,4 +1,4 @@
-"""Train a schedule's bridges: KL divergence to full depth, through the frozen layers above them."""
+"""Train what a schedule brings along: KL divergence to full depth, through the frozen weights of the model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from torch import Tensor
 
 from engine.adaptation.checkpoint import TrainingState, read_state, write_state
 from engine.adaptation.recipe import Recipe
-from engine.adaptation.trainable import TrainableBridges
-from engine.bridge import Bridge, BridgeMap
+from engine.adaptation.trainable import Trainable
 from engine.calibration.quality import Judge, Quality
 from engine.engine import Engine
 from engine.errors import ScheduleError
 from engine.kernels import Kernels
 from engine.packing import packs
-from engine.plan import decode_plan, run_units
+from engine.plan import Compiled, decode_plan, run_units
 from engine.schedule import Schedule
 from engine.teacher_forcing import Answer
 
@@ -54,7 +53,7 @@ class _Lesson:
             if at == place:
                 self._start.append(x.clone())
 
-        self.final = full.hidden(Schedule.full_depth(schedule.layers), {}, observe=keep)
+        self.final = full.hidden(Schedule.full_depth(schedule.layers), Compiled(), observe=keep)
         units = {unit for index in range(len(schedule.plateaus)) for unit in run_units(decode_plan(schedule, index))}
         self.answers.keep_prompts({unit.layer for unit in units if unit.kind == "a" and unit.place >= place})
 
@@ -64,8 +63,8 @@ class _Lesson:
         return self._start[0]
 
 
-class BridgeTrainer:
-    """Bridges of one schedule, taught by the same model at full depth."""
+class Trainer:
+    """One schedule, taught by the same model at full depth: its bridges, and an adapter if the recipe has one."""
 
     def __init__(
         self,
@@ -92,11 +91,13 @@ class BridgeTrainer:
         schedule.check_fits(engine.shape)
         if not schedule.bridges:
             raise ScheduleError("the schedule has no bridges to train: calibrate one first")
-        self._engine, self._schedule, self._recipe, self._progress = engine, schedule, recipe, progress
+        self._engine, self._recipe, self._progress = engine, recipe, progress
         self._kernels = Kernels()
-        self._bridges = TrainableBridges(schedule, recipe.gate_width, recipe.seed, engine.device)
+        added = (recipe.gate_width, recipe.adapter_rank, recipe.seed)
+        self._trainable = Trainable(schedule, engine.decoder, engine.device, *added)
+        self._schedule = schedule = self._trainable.start
         self._optimizer = torch.optim.AdamW(
-            list(self._bridges.parameters.values()), lr=recipe.learning_rate, betas=BETAS, eps=EPS, weight_decay=0.0
+            list(self._trainable.parameters.values()), lr=recipe.learning_rate, betas=BETAS, eps=EPS, weight_decay=0.0
         )
         self._place = schedule.first_place
         with torch.no_grad():
@@ -104,7 +105,7 @@ class BridgeTrainer:
             self._judge = Judge(engine.teacher_forced(held_out), schedule.layers, (self._place,))
             bridge = schedule.prompt_bridge
             self._held_out = None if bridge is None else engine.teacher_forced(held_out, bridge)
-        self._state = TrainingState(self._bridges.snapshot())
+        self._state = TrainingState(self._trainable.snapshot())
         self.tokens = sum(answer.passes for answer in train)
         self.lengths = [(len(answer.prompt), len(answer.tokens)) for answer in (*train, *held_out)]
 
@@ -118,7 +119,7 @@ class BridgeTrainer:
             ScheduleError: the checkpoint is damaged, or of another training.
         """
         if checkpoint is not None and checkpoint.exists():
-            self._state = read_state(checkpoint, self._recipe, self._schedule, self._bridges, self._optimizer)
+            self._state = read_state(checkpoint, self._recipe, self._schedule, self._trainable, self._optimizer)
             yield from (Point(*point) for point in self._state.curve)
         else:
             yield self._look(loss=None)
@@ -133,17 +134,17 @@ class BridgeTrainer:
                 yield self._look(sum(losses) / len(losses))
                 losses = []
                 if checkpoint is not None:
-                    write_state(checkpoint, self._state, self._recipe, self._schedule, self._bridges, self._optimizer)
+                    write_state(checkpoint, self._state, self._recipe, self._schedule, self._trainable, self._optimizer)
 
     def best(self) -> tuple[Schedule, Quality]:
-        """The schedule with the bridges that did best on the held-out answers, and how they did."""
-        self._bridges.restore(self._state.best)
-        return self._bridges.schedule(), self._quality()
+        """The schedule as it did best on the held-out answers, and how it did."""
+        self._trainable.restore(self._state.best)
+        return self._trainable.schedule(), self._quality()
 
     def _look(self, loss: float | None) -> Point:
         quality, state = self._quality(), self._state
         if quality.mean_kl < state.best_kl:
-            state.best, state.best_kl, state.waiting = self._bridges.snapshot(), quality.mean_kl, 0
+            state.best, state.best_kl, state.waiting = self._trainable.snapshot(), quality.mean_kl, 0
         else:
             state.waiting += 1
         loss = quality.mean_kl if loss is None else loss
@@ -153,7 +154,7 @@ class BridgeTrainer:
 
     def _quality(self) -> Quality:
         with torch.no_grad():
-            return self._judge.judge(self._schedule, self._maps(), self._held_out)
+            return self._judge.judge(self._schedule, self._trainable.compiled(self._kernels), self._held_out)
 
     def _step(self, step: int) -> float:
         """One update; the lesson's mean loss in nats per token."""
@@ -163,7 +164,7 @@ class BridgeTrainer:
         for group in self._optimizer.param_groups:
             group["lr"] = self._recipe.rate(step)
         self._optimizer.zero_grad()
-        x = lesson.answers.hidden(self._schedule, self._maps(), (self._place, lesson.start))
+        x = lesson.answers.hidden(self._schedule, self._trainable.compiled(self._kernels), (self._place, lesson.start))
         # In two stages: a slice's logits, a vocabulary per token, are gone before the next slice's are made.
         leaf, total, answers = x.detach().requires_grad_(), 0.0, lesson.answers
         for (part, ours), (_, full) in zip(answers.logits(leaf), answers.logits(lesson.final), strict=True):
@@ -171,7 +172,7 @@ class BridgeTrainer:
             loss.backward()
             total += float(loss.detach())
         x.backward(leaf.grad)
-        for parameter in self._bridges.parameters.values():
+        for parameter in self._trainable.parameters.values():
             if parameter.grad is None:  # no answer of this lesson reaches its plateau
                 parameter.grad = torch.zeros_like(parameter)
         self._optimizer.step()
@@ -189,9 +190,6 @@ class BridgeTrainer:
         if self._recipe.token_loss:
             loss = loss + self._recipe.token_loss * F.nll_loss(log_ours, tokens.to(ours.device), reduction="sum")
         return loss
-
-    def _maps(self) -> dict[Bridge, BridgeMap]:
-        return self._bridges.maps(self._kernels, self._engine.device)
 
     def _prepare(self, answers: Sequence[Answer]) -> list[_Lesson]:
         lessons: list[_Lesson] = []

@@ -124,7 +124,7 @@ class Calibration:
         with torch.inference_mode():
             schedule = self._final_bridges.schedule(self._shape.layers, found.best)
             schedule = replace(schedule, prompt_bridge=self._prompt_bridge)
-            quality = self._judge.judge(schedule, self._engine.compiled_bridges(schedule), self._judged)
+            quality = self._judge.judge(schedule, self._engine.compiled(schedule), self._judged)
         figures = self._figures(target, found, schedule, quality)
         return Calibrated(target, replace(schedule, provenance={"name": f"bridged, {target:g}x", **figures}), quality)
 

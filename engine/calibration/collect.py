@@ -11,6 +11,7 @@ from engine.calibration.moments import Moments, relative
 from engine.calibration.own_states import OwnStates
 from engine.engine import Engine
 from engine.packing import packs
+from engine.plan import Compiled
 from engine.sampling import Sampling
 from engine.schedule import Schedule
 from engine.teacher_forcing import Answer
@@ -65,7 +66,7 @@ def collect_moments(
 
         with torch.inference_mode():
             forced = engine.teacher_forced(chunk)
-            forced.hidden(Schedule.full_depth(shape.layers), {}, observe=keep)
+            forced.hidden(Schedule.full_depth(shape.layers), Compiled(), observe=keep)
             for each in moments.values():
                 each.add(states[each.start], states, relative(states[each.ends[-1]]))
         if own is not None:

@@ -48,7 +48,7 @@ class OwnStates:
         moments = Moments(start, (end,), self._engine.shape.hidden, self._engine.device)
         place = max(place for place in self._starts if place <= schedule.first_place)
         with torch.inference_mode():
-            bridges = self._engine.compiled_bridges(schedule)
+            bridges = self._engine.compiled(schedule)
             for answers, states in self._kept:
                 x = answers.hidden(schedule, bridges, (place, states[place]), end=start)
                 moments.add(x, states, relative(states[end]))

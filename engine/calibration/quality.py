@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.bridge import Bridge, BridgeMap
+from engine.plan import Compiled
 from engine.schedule import Schedule
 from engine.teacher_forcing import AnswerPass
 
@@ -67,7 +66,7 @@ class Judge:
             if place in places:
                 self._states[place] = x
 
-        x = answers.hidden(Schedule.full_depth(layers), {}, observe=keep)
+        x = answers.hidden(Schedule.full_depth(layers), Compiled(), observe=keep)
         # In half precision: a probability is then off by a thousandth of itself, the divergence by less than that.
         self._full = torch.cat([logits.float().log_softmax(-1).half() for _, logits in answers.logits(x)])
 
@@ -75,14 +74,12 @@ class Judge:
     def answers(self) -> AnswerPass:
         return self._answers
 
-    def judge(
-        self, schedule: Schedule, bridges: Mapping[Bridge, BridgeMap], answers: AnswerPass | None = None
-    ) -> Quality:
+    def judge(self, schedule: Schedule, compiled: Compiled, answers: AnswerPass | None = None) -> Quality:
         """Teacher-forced quality of a schedule.
 
         Args:
             schedule: to judge.
-            bridges: its bridges on the device.
+            compiled: its bridges and adapted units, on the device.
             answers: the same, after their prompts ran under the schedule's prompt bridge, if it has one.
         """
         passed = answers or self._answers
@@ -91,7 +88,7 @@ class Judge:
             untouched = min(untouched, 2 * schedule.prompt_bridge.first)
         place = max((place for place in self._states if place <= untouched), default=0)
         start = (place, self._states[place]) if place else None
-        x = passed.hidden(schedule, bridges, start)
+        x = passed.hidden(schedule, compiled, start)
         kl, agrees = [], []
         for part, logits in passed.logits(x):
             full = self._full[part].float()

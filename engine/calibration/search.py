@@ -98,7 +98,7 @@ class Search:
 
     def _on_choice(self, schedule: Schedule) -> Quality:
         with torch.inference_mode():
-            return self._chooser.judge(schedule, self._engine.compiled_bridges(schedule))
+            return self._chooser.judge(schedule, self._engine.compiled(schedule))
 
     def _with_more_bridges(self, one: Candidate, target: float) -> Candidate:
         """A constant candidate that meets the target, with bridges above its block for as long as one more helps."""

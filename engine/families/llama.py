@@ -5,6 +5,9 @@ Most later families change one thing or two of it; they subclass `LlamaDecoder` 
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.activations import activation
+from engine.adapter import Adapter
 from engine.checkpoint import Weights
 from engine.decoder import Attend, Rotations
-from engine.kernels import Kernels, Linear
+from engine.families.projections import Layout, Projections
+from engine.kernels import Kernels
 from engine.rotary import Rotary, interleave
 from engine.shape import AttentionKind, ModelShape
+from engine.unit import Unit
+
+LAYOUTS = {
+    "a": Layout({name: f"self_attn.{name}_proj" for name in "qkv"}, {"o": "self_attn.o_proj"}),
+    "m": Layout({name: f"mlp.{name}_proj" for name in ("gate", "up")}, {"down": "mlp.down_proj"}),
+}
 
 
 def shape(config: Any) -> ModelShape:
@@ -61,16 +72,14 @@ class LlamaDecoder:
         self._activation = activation(_activation_name(config))
         self._rotaries = self._make_rotaries(config)
         self._layers = layers = [f"model.layers.{i}" for i in range(shape.layers)]
-        qkv = ("q_proj", "k_proj", "v_proj")
+        rotated = dict.fromkeys("qk", partial(interleave, head_dim=shape.head_dim))  # for `Kernels.rotate`
+        self._projections = Projections(layers, LAYOUTS, rotated, weights, kernels, device)
         self._attention_norm = self._norms("input_layernorm")
-        self._qkv = [self._linear(*(f"{layer}.self_attn.{name}" for name in qkv), rotated=2) for layer in layers]
-        self._out = [self._linear(f"{layer}.self_attn.o_proj") for layer in layers]
         self._mlp_norm = self._norms(self.mlp_norm_name)
-        self._gate_up = [self._linear(f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj") for layer in layers]
-        self._down = [self._linear(f"{layer}.mlp.down_proj") for layer in layers]
         self._final_norm = self._norm_weight("model.norm")
         self._embedding = weights.take("model.embed_tokens.weight").to(device)
-        self._head = kernels.linear(self._embedding) if config.tie_word_embeddings else self._linear("lm_head")
+        head = self._embedding if config.tie_word_embeddings else weights.take("lm_head.weight").to(device)
+        self._head = kernels.linear(head)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Hidden states [N, hidden] of tokens [N]."""
@@ -101,16 +110,27 @@ class LlamaDecoder:
         """[N, hidden] -> [N, vocab]."""
         return self._head(self._norm(x, self._final_norm))
 
+    def projections(self, unit: Unit) -> Mapping[str, tuple[int, int]]:
+        """(inputs, outputs) of the unit's projections that an adapter may change."""
+        return self._projections.sizes(unit)
+
+    def adapted(self, adapter: Adapter, merge: bool = True) -> LlamaDecoder:
+        """This model with an adapter's changes; see `Projections.adapted`."""
+        twin = copy.copy(self)
+        twin._projections = self._projections.adapted(adapter, merge)
+        return twin
+
     def _attention_block(self, layer: int, x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
         heads = self.shape.heads
         qk, v = self._project(layer, x)
         qk = self._place(layer, qk, rotations)
-        return self._out[layer](attend(layer, qk[:, :heads], qk[:, heads:], v))
+        return self._projections.attention[layer].out(attend(layer, qk[:, :heads], qk[:, heads:], v))
 
     def _project(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys [N, heads + kv_heads, head_dim], values [N, kv_heads, head_dim]."""
         s = self.shape
-        qkv = self._qkv[layer](self._norm(x, self._attention_norm[layer])).view(len(x), -1, s.head_dim)
+        into = self._projections.attention[layer].into
+        qkv = into(self._norm(x, self._attention_norm[layer])).view(len(x), -1, s.head_dim)
         return qkv[:, : s.heads + s.kv_heads], qkv[:, s.heads + s.kv_heads :]
 
     def _place(self, layer: int, qk: Tensor, rotations: Rotations) -> Tensor:
@@ -118,23 +138,14 @@ class LlamaDecoder:
         return self._kernels.rotate(qk, rotations[0])
 
     def _mlp_block(self, layer: int, x: Tensor) -> Tensor:
-        gate_up = self._gate_up[layer](self._norm(x, self._mlp_norm[layer]))
-        return self._down[layer](self._kernels.gate(gate_up, self._activation))
+        maps = self._projections.mlp[layer]
+        return maps.out(self._kernels.gate(maps.into(self._norm(x, self._mlp_norm[layer])), self._activation))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._kernels.rms_norm(x, weight, self._eps)
 
     def _make_rotaries(self, config: Any) -> tuple[Rotary, ...]:
         return (Rotary(config, self.shape, self._device),)
-
-    def _linear(self, *names: str, rotated: int = 0) -> Linear:
-        """Projections stacked; the first `rotated` of them rearranged for `Kernels.rotate`."""
-        parts = [self._weights.take(f"{name}.weight") for name in names]
-        biases = [self._weights.take(f"{name}.bias") for name in names if f"{name}.bias" in self._weights]
-        for part in (parts, biases):
-            part[:rotated] = [interleave(matrix, self.shape.head_dim) for matrix in part[:rotated]]
-        bias = torch.cat(biases).to(self._device) if biases else None
-        return self._kernels.linear(torch.cat(parts).to(self._device), bias)
 
     def _norm_weight(self, name: str) -> Tensor:
         return self._weights.take(f"{name}.weight").to(self._device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,11 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.activations import activation
+from engine.adapter import Adapter
 from engine.checkpoint import Weights
 from engine.decoder import Attend, Rotations
+from engine.families.projections import Layout, Projections
 from engine.kernels import Kernels, Linear
 from engine.shape import ModelShape
+from engine.unit import Unit
 
+LAYOUTS = {
+    "a": Layout({name: f"self_attn.{name}_proj" for name in "qkv"}, {"o": "self_attn.out_proj"}),
+    "m": Layout({"up": "fc1"}, {"down": "fc2"}),
+}
 POSITION_OFFSET = 2  # rows of the position table before position 0
 
 
@@ -50,12 +59,8 @@ class OPTDecoder:
         self._norm_first: bool = config.do_layer_norm_before
         layers = [f"model.decoder.layers.{i}" for i in range(shape.layers)]
         self._attention_norm = [self._norm(f"{layer}.self_attn_layer_norm") for layer in layers]
-        qkv = ("q_proj", "k_proj", "v_proj")
-        self._qkv = [self._linear(*(f"{layer}.self_attn.{name}" for name in qkv)) for layer in layers]
-        self._out = [self._linear(f"{layer}.self_attn.out_proj") for layer in layers]
+        self._projections = Projections(layers, LAYOUTS, {}, weights, kernels, device)
         self._mlp_norm = [self._norm(f"{layer}.final_layer_norm") for layer in layers]
-        self._up = [self._linear(f"{layer}.fc1") for layer in layers]
-        self._down = [self._linear(f"{layer}.fc2") for layer in layers]
         self._embedding = weights.take("model.decoder.embed_tokens.weight").to(device)
         self._positions = weights.take("model.decoder.embed_positions.weight").to(device)
         self._head = kernels.linear(self._embedding) if config.tie_word_embeddings else self._linear("lm_head")
@@ -78,14 +83,13 @@ class OPTDecoder:
 
     def attention(self, layer: int, x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
         """x + attention block of a layer, [N, hidden]."""
-        x = x + self._out[layer](attend(layer, *self._project(layer, x)))
+        x = x + self._projections.attention[layer].out(attend(layer, *self._project(layer, x)))
         return x if self._norm_first else self._attention_norm[layer](x)
 
     def mlp(self, layer: int, x: Tensor) -> Tensor:
         """x + MLP block of a layer, [N, hidden]."""
-        norm = self._mlp_norm[layer]
-        up = self._up[layer](norm(x) if self._norm_first else x)
-        x = x + self._down[layer](self._activation(up))
+        norm, maps = self._mlp_norm[layer], self._projections.mlp[layer]
+        x = x + maps.out(self._activation(maps.into(norm(x) if self._norm_first else x)))
         return x if self._norm_first else norm(x)
 
     def keys_and_values(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,18 +107,27 @@ class OPTDecoder:
             x = x if last is None else last(x)
         return self._head(x)
 
+    def projections(self, unit: Unit) -> Mapping[str, tuple[int, int]]:
+        """(inputs, outputs) of the unit's projections that an adapter may change."""
+        return self._projections.sizes(unit)
+
+    def adapted(self, adapter: Adapter, merge: bool = True) -> OPTDecoder:
+        """This model with an adapter's changes; see `Projections.adapted`."""
+        twin = copy.copy(self)
+        twin._projections = self._projections.adapted(adapter, merge)
+        return twin
+
     def _project(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each [N, heads, head_dim]."""
         s = self.shape
-        qkv = self._qkv[layer](self._attention_norm[layer](x) if self._norm_first else x)
+        into = self._projections.attention[layer].into
+        qkv = into(self._attention_norm[layer](x) if self._norm_first else x)
         q, k, v = qkv.view(len(x), 3 * s.heads, s.head_dim).split(s.heads, 1)
         return q, k, v
 
-    def _linear(self, *names: str) -> Linear:
-        """Projections stacked."""
-        weight = torch.cat([self._weights.take(f"{name}.weight") for name in names])
-        biases = [self._weights.take(f"{name}.bias") for name in names if f"{name}.bias" in self._weights]
-        return self._kernels.linear(weight.to(self._device), torch.cat(biases).to(self._device) if biases else None)
+    def _linear(self, name: str) -> Linear:
+        """A projection outside the layers; none has a bias."""
+        return self._kernels.linear(self._weights.take(f"{name}.weight").to(self._device))
 
     def _norm(self, name: str) -> Linear:
         weight, bias = (

@@ -9,7 +9,10 @@ import torch
 from hypothesis import strategies as st
 
 from engine import Block, Bridge, ModelShape, Plateau, PromptBridge, Schedule, Unit
+from engine.adapter import Adapter
+from engine.decoder import Decoder
 from engine.unit import all_units
+from tests.engine.adapters import random_adapter
 
 
 @pytest.fixture(autouse=True)
@@ -23,11 +26,17 @@ def schedules() -> Callable[..., st.SearchStrategy[Schedule]]:
     """Strategy for any valid schedule of a model of so many layers: any order of any units, any plateaus.
 
     Given a hidden width, some skipped blocks of some plateaus are bridged, and some units that run have corrections
-    before them; given a shape, some prompts are bridged too.
+    before them; given a shape, some prompts are bridged too; given a decoder, some units are adapted.
     """
 
     @st.composite
-    def draw_schedule(draw: st.DrawFn, layers: int, hidden: int = 0, shape: ModelShape | None = None) -> Schedule:
+    def draw_schedule(
+        draw: st.DrawFn,
+        layers: int,
+        hidden: int = 0,
+        shape: ModelShape | None = None,
+        adaptable: Decoder | None = None,
+    ) -> Schedule:
         first = draw(st.integers(1, layers)) if shape else layers
         prompts = random_prompt_bridge(shape, first) if shape and first < layers else None
         skippable: list[Unit] = [unit for unit in all_units(layers) if unit.layer > 0]
@@ -43,9 +52,16 @@ def schedules() -> Callable[..., st.SearchStrategy[Schedule]]:
                 names.append(name)
                 bridges[name] = random_bridge(block, hidden, rank=draw(st.integers(0, 3)), seed=len(bridges))
             plateaus[index] = plateau._replace(bridges=tuple(names))
-        return Schedule(layers, tuple(order), tuple(plateaus), bridges=bridges, prompt_bridge=prompts)
+        adapter = draw_adapter(draw, adaptable) if adaptable else None
+        return Schedule(layers, tuple(order), tuple(plateaus), {}, bridges, prompts, adapter)
 
     return draw_schedule
+
+
+def draw_adapter(draw: st.DrawFn, decoder: Decoder) -> Adapter | None:
+    """Changes of any units, whether a schedule runs them or not, or none."""
+    units = sorted(draw(st.sets(st.sampled_from(all_units(decoder.shape.layers)), max_size=4)))
+    return random_adapter(decoder, units, rank=draw(st.integers(1, 3)), seed=draw(st.integers(0, 3))) if units else None
 
 
 def draw_blocks(draw: st.DrawFn, skipped: set[Unit], layers: int) -> list[Block]:

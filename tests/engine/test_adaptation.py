@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from engine import Block, Bridge, Engine, Plateau, Sampling, Schedule, ScheduleError
+from engine.adaptation.estimate import is_early_look, reachable_kl
 from engine.adaptation.recipe import Recipe
-from engine.adaptation.trainer import BridgeTrainer, Point
+from engine.adaptation.trainer import Point, Trainer
 from engine.calibration.collect import answer_prompts
 from engine.kernels import Kernels
 from engine.orders import lowest_first
@@ -50,8 +51,8 @@ def schedule(engine: Engine) -> Schedule:
 
 def train(
     engine: Engine, schedule: Schedule, answers: list[Answer], recipe: Recipe = RECIPE, checkpoint: Path | None = None
-) -> tuple[BridgeTrainer, list[Point]]:
-    trainer = BridgeTrainer(engine, schedule, answers[6:24], answers[:6], recipe, quiet)
+) -> tuple[Trainer, list[Point]]:
+    trainer = Trainer(engine, schedule, answers[6:24], answers[:6], recipe, quiet)
     return trainer, list(trainer.run(checkpoint))
 
 
@@ -61,7 +62,7 @@ def test_training_brings_held_out_answers_closer_and_leaves_the_model_alone(
     prompts = [list(answer.prompt) for answer in answers[:6]]
     before = [g.tokens for g in engine.generate(prompts, Sampling(max_new_tokens=10))]
     recipe = replace(RECIPE, tokens_per_step=500)
-    trainer = BridgeTrainer(engine, schedule, answers[6:], answers[:6], recipe, quiet)
+    trainer = Trainer(engine, schedule, answers[6:], answers[:6], recipe, quiet)
     points = list(trainer.run())
     best, quality = trainer.best()
     assert points[0].step == 0
@@ -73,45 +74,65 @@ def test_training_brings_held_out_answers_closer_and_leaves_the_model_alone(
     assert all(bridge.form == "affine, gated" for bridge in best.bridges.values())
 
 
+def test_an_adapter_learns_what_bridges_alone_cannot(engine: Engine, schedule: Schedule, answers: list[Answer]) -> None:
+    """On the answers it trains on: a random model has little that carries over."""
+    recipe = replace(RECIPE, steps=60, judge_every=60)
+    bridges, adapter = (train(engine, schedule, answers, replace(recipe, adapter_rank=rank))[1] for rank in (0, 8))
+    assert bridges[0].kl == adapter[0].kl  # it starts at nothing
+    assert adapter[-1].loss < 0.95 * bridges[-1].loss
+
+
+def test_the_adapter_covers_what_runs_above_the_first_bridge(
+    engine: Engine, schedule: Schedule, answers: list[Answer]
+) -> None:
+    best, _ = train(engine, schedule, answers, replace(RECIPE, steps=1, adapter_rank=2))[0].best()
+    assert best.adapter is not None
+    above = {unit for unit in schedule.active_units(0) if unit.place >= schedule.first_place}
+    assert best.adapter.units == above
+
+
 def test_the_gated_part_starts_at_nothing(engine: Engine, schedule: Schedule, answers: list[Answer]) -> None:
     bare = train(engine, schedule, answers, replace(RECIPE, steps=1, gate_width=0))[1][0]
     gated = train(engine, schedule, answers, replace(RECIPE, steps=1))[1][0]
     assert (bare.kl, bare.agreement) == (gated.kl, gated.agreement)
 
 
+@pytest.mark.parametrize("adapter_rank", [0, 3])
 def test_what_is_trained_is_what_decoding_runs(
-    engine: Engine, schedule: Schedule, answers: list[Answer], tmp_path: Path
+    engine: Engine, schedule: Schedule, answers: list[Answer], tmp_path: Path, adapter_rank: int
 ) -> None:
     """Greedy answers under the trained schedule are, token by token, what its teacher-forced pass finds likeliest."""
-    best, _ = train(engine, schedule, answers)[0].best()
+    best, _ = train(engine, schedule, answers, replace(RECIPE, adapter_rank=adapter_rank))[0].best()
     best.write(tmp_path)
     read = Schedule.read(tmp_path)
     prompts = [list(answer.prompt) for answer in answers[:6]]
     generated = sorted(engine.generate(prompts, Sampling(max_new_tokens=12), read), key=lambda g: g.index)
     with torch.no_grad():
         forced = engine.teacher_forced([Answer(prompts[g.index], g.tokens) for g in generated if len(g.tokens) > 1])
-        x = forced.hidden(read, engine.compiled_bridges(read))
+        x = forced.hidden(read, engine.compiled(read))
         likeliest = torch.cat([logits.argmax(-1) for _, logits in forced.logits(x)])
     assert likeliest.tolist() == forced.next_token.tolist()
 
 
+@pytest.mark.parametrize("adapter_rank", [0, 3])
 def test_a_killed_training_goes_on_to_the_same_curve(
-    engine: Engine, schedule: Schedule, answers: list[Answer], tmp_path: Path
+    engine: Engine, schedule: Schedule, answers: list[Answer], tmp_path: Path, adapter_rank: int
 ) -> None:
-    whole, points = train(engine, schedule, answers)
+    recipe = replace(RECIPE, adapter_rank=adapter_rank)
+    whole, points = train(engine, schedule, answers, recipe)
     checkpoint = tmp_path / "training.safetensors"
-    for point in BridgeTrainer(engine, schedule, answers[6:24], answers[:6], RECIPE, quiet).run(checkpoint):
+    for point in Trainer(engine, schedule, answers[6:24], answers[:6], recipe, quiet).run(checkpoint):
         if point.step == 20:
             continue
         if point.step > 20:
             break  # after this step's judgement, before its checkpoint
-    resumed, again = train(engine, schedule, answers, checkpoint=checkpoint)
+    resumed, again = train(engine, schedule, answers, recipe, checkpoint)
 
     def curve(points: list[Point]) -> list[tuple[int, float, float, float]]:
         return [(p.step, p.loss, p.kl, p.agreement) for p in points]
 
     assert curve(again) == curve(points)
-    assert resumed.best()[0].bridges == whole.best()[0].bridges
+    assert resumed.best()[0] == whole.best()[0]
 
 
 def test_a_checkpoint_of_another_training_is_refused(
@@ -130,4 +151,15 @@ def test_a_checkpoint_of_another_training_is_refused(
 def test_a_schedule_without_bridges_has_nothing_to_train(engine: Engine, answers: list[Answer]) -> None:
     bare = Schedule.full_depth(engine.shape.layers)
     with pytest.raises(ScheduleError, match="no bridges to train"):
-        BridgeTrainer(engine, bare, answers[6:24], answers[:6], RECIPE, quiet)
+        Trainer(engine, bare, answers[6:24], answers[:6], RECIPE, quiet)
+
+
+def test_the_early_estimate_goes_on_along_a_power_law() -> None:
+    def after(step: int) -> Point:
+        return Point(step, 1.0, 0.5 * (1 + step / 2) ** -0.1, 0.8, 1.0)
+
+    points = [after(step) for step in (0, 20, 40, 60)]
+    assert reachable_kl(points[:2], 300) == pytest.approx(after(300).kl)
+    assert [is_early_look(points[: count + 1], 300) for count in range(4)] == [False, False, True, False]
+    assert not is_early_look([after(0), after(20)], 20)
+    assert reachable_kl(points[:2], 20) == pytest.approx(points[1].kl)

@@ -22,6 +22,7 @@ from engine.calibration.moments import Moments
 from engine.calibration.own_states import OwnStates
 from engine.calibration.quality import Judge, Quality
 from engine.kernels import Kernels
+from engine.plan import Compiled
 from engine.teacher_forcing import Answer
 
 WIDTH, LAYERS = 12, 8
@@ -127,7 +128,7 @@ def test_states_are_collected_whatever_the_chunks(tiny: Engine, answers: list[An
     kept: dict[int, Tensor] = {}
     with torch.inference_mode():
         forced = tiny.teacher_forced(answers)
-        forced.hidden(Schedule.full_depth(LAYERS), {}, observe=lambda place, x: kept.__setitem__(place, x))
+        forced.hidden(Schedule.full_depth(LAYERS), Compiled(), observe=lambda place, x: kept.__setitem__(place, x))
     direct = Moments(4, (8, 12), tiny.shape.hidden, CPU)
     weights = 1 / kept[12].double().square().mean(-1)
     direct.add(kept[4], kept, weights)
@@ -144,13 +145,13 @@ def test_a_judge_finds_no_fault_with_full_depth_and_more_with_more_skipping(
     bridges = Bridges(collect_moments(tiny, answers[:80], {2: [3, 4, 5, 6, 7]}, quiet))
     with torch.inference_mode():
         judges = [Judge(tiny.teacher_forced(answers[80:]), LAYERS, places) for places in ((), (4,))]
-        full = judges[0].judge(Schedule.full_depth(LAYERS), {})
+        full = judges[0].judge(Schedule.full_depth(LAYERS), Compiled())
         assert full.mean_kl < 1e-4
         assert full.agreement == 1.0
         losses = []
         for skipped in (1, 3, 5):
             schedule = bridges.schedule(LAYERS, Candidate.constant(2, skipped, 1e-3, 1.0))
-            quality, resumed = (judge.judge(schedule, tiny.compiled_bridges(schedule)) for judge in judges)
+            quality, resumed = (judge.judge(schedule, tiny.compiled(schedule)) for judge in judges)
             torch.testing.assert_close(quality.kl, resumed.kl, rtol=1e-3, atol=1e-4)
             losses.append(quality.mean_kl)
     assert losses == sorted(losses)
@@ -221,7 +222,7 @@ def test_calibrated_schedules_meet_their_targets_and_beat_bare_skipping(tiny: En
         )
         with torch.inference_mode():
             judge = Judge(tiny.teacher_forced(answers[-18:]), LAYERS)
-            assert judge.judge(bare, {}).mean_kl > found.quality.mean_kl
+            assert judge.judge(bare, Compiled()).mean_kl > found.quality.mean_kl
     assert losses == sorted(losses)
 
 
@@ -252,7 +253,7 @@ def test_a_correction_is_the_ridge_regression_of_full_depth_on_the_schedules_own
     with torch.inference_mode():
         forced = tiny.teacher_forced(answers)
         for name, schedule in (("own", below), ("full", Schedule.full_depth(LAYERS))):
-            states[name] = forced.hidden(schedule, tiny.compiled_bridges(schedule), end=block.first.place)
+            states[name] = forced.hidden(schedule, tiny.compiled(schedule), end=block.first.place)
     expected = Moments(12, (12,), tiny.shape.hidden, CPU)
     expected.add(states["own"], {12: states["full"]}, 1 / states["full"].double().square().mean(-1))
     found = own.fit(below, block, 1e-3)

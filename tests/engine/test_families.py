@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine import Engine, Ledger, Sampling, Schedule, decode_flop_speedup, describe
 from engine.families import FAMILIES
+from engine.unit import Unit
+from tests.engine.adapters import adapted, random_adapter
 from tests.engine.prompts import random_prompts
 from tests.engine.test_full_depth import generated_by_engine, generated_by_transformers
 
@@ -65,7 +68,10 @@ def reference(directory: Path) -> PreTrainedModel:
 
 
 def masked_logits(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int], schedule: Schedule) -> Tensor:
-    """[generated tokens, vocab] of a plain forward without a cache: x = where(the layer is active, layer(x), x)."""
+    """[generated tokens, vocab] of a plain forward without a cache: x = where(the layer is active, layer(x), x).
+
+    Generated tokens have the adapter's changes, if there is one.
+    """
     layers = model.get_decoder().layers
     hooks = []
     for index, layer in enumerate(layers):
@@ -81,7 +87,8 @@ def masked_logits(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequenc
 
         hooks.append(layer.register_forward_hook(keep))
     try:
-        with torch.no_grad():
+        decodes = [False] * len(prompt) + [True] * (len(tokens) - 1)
+        with torch.no_grad(), adapted(model, schedule.adapter, decodes):
             logits = model(torch.tensor([[*prompt, *tokens[:-1]]]), use_cache=False).logits
     finally:
         for hook in hooks:
@@ -105,9 +112,10 @@ def test_a_family_generates_what_transformers_generates(checkpoint: Callable[[st
     assert generated_by_engine(Engine.load(str(directory), device="cpu"), prompts, **settings) == expected
 
 
+@pytest.mark.parametrize("adapts", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_family_under_a_schedule_is_the_forward_with_masked_layers(
-    checkpoint: Callable[[str], Path], variant: str
+    checkpoint: Callable[[str], Path], variant: str, adapts: bool
 ) -> None:
     directory = checkpoint(variant)
     schedule = Schedule.from_dict(
@@ -121,6 +129,9 @@ def test_a_family_under_a_schedule_is_the_forward_with_masked_layers(
     prompts = random_prompts([1, 3, 12, 16, 17, 40])
     model = reference(directory)
     engine = Engine.load(str(directory), device="cpu")
+    if adapts:
+        adapter = random_adapter(engine.decoder, map(Unit.parse, ("a0", "m1", "a3", "m3", "a4", "m4")))
+        schedule = replace(schedule, adapter=adapter)
     sampling = Sampling(max_new_tokens=20, min_new_tokens=20)
     for generation in engine.generate(prompts, sampling, schedule):
         logits = masked_logits(model, prompts[generation.index], generation.tokens, schedule)

@@ -85,6 +85,8 @@ def generate_counted(
 ) -> tuple[list[Generation], list[BatchStats], int]:
     """Generations, their batches' costs, and the FLOPs that torch counted."""
     stats: list[BatchStats] = []
+    if schedule is not None:
+        engine.compiled(schedule)  # merging an adapter is loading, not generating
     with FlopCounterMode(display=False) as counter:
         generations = list(engine.generate(prompts, sampling, schedule, batch_size, on_batch=stats.append))
     return generations, stats, counter.get_total_flops()
@@ -103,7 +105,7 @@ def test_a_sample_is_charged_what_it_costs(
     seed: int,
 ) -> None:
     engine = load(model)
-    schedule = data.draw(schedules(engine.shape.layers, engine.shape.hidden, engine.shape))
+    schedule = data.draw(schedules(engine.shape.layers, engine.shape.hidden, engine.shape, engine.decoder))
     sampling = Sampling(max_new_tokens=new_tokens, temperature=1.0)
     [sample], [stats], counted = generate_counted(engine, random_prompts([length], seed), sampling, schedule, 1)
     assert sample.flops_prompt + sample.flops_decode == counted
@@ -134,7 +136,7 @@ def test_what_a_ragged_batch_computes_for_nobody_is_reported_as_padding(
     batch_size: int,
 ) -> None:
     engine = load(model)
-    schedule = data.draw(schedules(engine.shape.layers, engine.shape.hidden, engine.shape))
+    schedule = data.draw(schedules(engine.shape.layers, engine.shape.hidden, engine.shape, engine.decoder))
     sampling = Sampling(max_new_tokens=new_tokens, temperature=1.0, samples_per_prompt=samples)
     generations, stats, counted = generate_counted(engine, random_prompts(lengths), sampling, schedule, batch_size)
     charged = sum(generation.flops_prompt + generation.flops_decode for generation in generations)

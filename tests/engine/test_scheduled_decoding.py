@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import engine.batch
 from engine import Block, Bridge, Engine, Generation, Sampling, Schedule, Unit, decays, orders, recipes
 from engine.sampling import Sampler
+from tests.engine.adapters import adapted
 from tests.engine.prompts import random_prompts
 
 Schedules = Callable[..., st.SearchStrategy[Schedule]]
@@ -63,7 +64,7 @@ def masked_forward(model: LlamaForCausalLM, prompt: Sequence[int], tokens: Seque
 
     No cache: x = where(the unit is active for this token, block(x), x), attention is plainly causal. Prompt tokens
     run every unit; generated token i, once it is fed back, runs active(i). Where a token's plateau has a bridge, the
-    bridge's map stands before the units it replaces.
+    bridge's map stands before the units it replaces. The adapter's changes are for generated tokens alone.
     """
     ids = torch.tensor([*prompt, *tokens[:-1]])
     positions = torch.arange(len(ids))[None]
@@ -87,12 +88,14 @@ def masked_forward(model: LlamaForCausalLM, prompt: Sequence[int], tokens: Seque
                     rows[len(prompt) + step] = row + linear + t["bias"]
         return rows[None]
 
-    for index, layer in enumerate(model.model.layers):
-        x = cross_bridges(x, Unit("a", index))
-        attended, _ = layer.self_attn(layer.input_layernorm(x), position_embeddings=rotary, attention_mask=causal)
-        x = torch.where(active(Unit("a", index)), x + attended, x)
-        x = cross_bridges(x, Unit("m", index))
-        x = torch.where(active(Unit("m", index)), x + layer.mlp(layer.post_attention_layernorm(x)), x)
+    decodes = [False] * len(prompt) + [True] * (len(tokens) - 1)
+    with adapted(model, schedule.adapter, decodes):
+        for index, layer in enumerate(model.model.layers):
+            x = cross_bridges(x, Unit("a", index))
+            attended, _ = layer.self_attn(layer.input_layernorm(x), position_embeddings=rotary, attention_mask=causal)
+            x = torch.where(active(Unit("a", index)), x + attended, x)
+            x = cross_bridges(x, Unit("m", index))
+            x = torch.where(active(Unit("m", index)), x + layer.mlp(layer.post_attention_layernorm(x)), x)
     return model.lm_head(model.model.norm(x))[0, len(prompt) - 1 :]
 
 
@@ -163,7 +166,7 @@ def test_every_logit_is_that_of_the_masked_forward(
     batch_size: int,
 ) -> None:
     engine_, model = tiny
-    schedule = data.draw(schedules(LAYERS, hidden=engine_.shape.hidden))
+    schedule = data.draw(schedules(LAYERS, hidden=engine_.shape.hidden, adaptable=engine_.decoder))
     prompts = random_prompts(lengths, seed)
     sampling = Sampling(max_new_tokens=new_tokens, temperature=1.5)
     generations, logits, _ = generate_tapped(engine_, prompts, sampling, schedule, batch_size)

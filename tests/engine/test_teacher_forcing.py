@@ -14,6 +14,7 @@ from torch import Tensor
 
 import engine.batch
 from engine import Engine, Sampling, Schedule
+from engine.plan import Compiled
 from engine.sampling import Sampler
 from engine.teacher_forcing import Answer
 
@@ -59,7 +60,7 @@ def test_teacher_forcing_is_decoding(
     lengths: list[int],
     new_tokens: int,
 ) -> None:
-    schedule = data.draw(schedules(LAYERS, model.shape.hidden, model.shape))
+    schedule = data.draw(schedules(LAYERS, model.shape.hidden, model.shape, model.decoder))
     draw = torch.Generator().manual_seed(sum(lengths))
     answers, decoded = [], []
     sampling = Sampling(max_new_tokens=new_tokens, min_new_tokens=2, temperature=1.0)
@@ -73,7 +74,7 @@ def test_teacher_forcing_is_decoding(
             decoded += KeptLogits.kept[1 : len(generation.tokens)]
     with torch.inference_mode():
         forced = model.teacher_forced(answers, schedule.prompt_bridge)
-        hidden = forced.hidden(schedule, model.compiled_bridges(schedule))
+        hidden = forced.hidden(schedule, model.compiled(schedule))
         logits = torch.cat([part for _, part in forced.logits(hidden)])
     expected = torch.stack(decoded)
     assert forced.tokens == len(expected)
@@ -87,8 +88,8 @@ def test_a_pass_goes_on_from_a_kept_state(model: Engine) -> None:
     full, states = Schedule.full_depth(LAYERS), {}
     with torch.inference_mode():
         forced = model.teacher_forced(answers)
-        hidden = forced.hidden(full, {}, observe=lambda place, x: states.__setitem__(place, x.clone()))
+        hidden = forced.hidden(full, Compiled(), observe=lambda place, x: states.__setitem__(place, x.clone()))
         assert sorted(states) == list(range(2 * LAYERS + 1))
         torch.testing.assert_close(states[2 * LAYERS], hidden)
         for place in (3, 6):
-            torch.testing.assert_close(forced.hidden(full, {}, start=(place, states[place])), hidden)
+            torch.testing.assert_close(forced.hidden(full, Compiled(), start=(place, states[place])), hidden)

@@ -54,7 +54,7 @@ def test_a_calibrated_schedule_is_adapted_and_a_rerun_goes_on(
     curve = json.loads((adapted / adapt_model.CURVE_FILE).read_text())
     assert [point["step"] for point in curve] == [0, 20]
     assert after.provenance["held_out"]["kl"] == pytest.approx(min(point["kl"] for point in curve), abs=1e-4)
-    assert "weights are unchanged" in (adapted / adapt_model.CARD_FILE).read_text()
+    assert "own weights are unchanged" in (adapted / adapt_model.CARD_FILE).read_text()
     assert (adapted / adapt_model.FIGURE_FILE).read_text() == learning_curve([Point(**point) for point in curve])
 
     assert adapt([*arguments, "--steps", "20", "--gate-width", "4"]) == 0
@@ -62,6 +62,13 @@ def test_a_calibrated_schedule_is_adapted_and_a_rerun_goes_on(
     capsys.readouterr()
     assert adapt([*arguments, "--steps", "30", "--gate-width", "4"]) == 1
     assert "of another training" in capsys.readouterr().err
+
+    arguments = [*common, *chosen, "--output", str(tmp_path / "above"), "--prompts", "60"]
+    assert adapt([*arguments, "--steps", "5", "--gate-width", "0", "--adapter-rank", "2"]) == 0
+    above = Schedule.read(tmp_path / "above")
+    assert above.adapter is not None
+    assert above.provenance["decode_flop_speedup"] == pytest.approx(before.provenance["decode_flop_speedup"], rel=0.01)
+    assert "an adapter of rank 2" in (tmp_path / "above" / adapt_model.CARD_FILE).read_text()
 
 
 def test_a_plain_schedule_is_refused_before_the_model_is_loaded(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from engine import Block, Bridge, ModelShape, Plateau, Schedule, ScheduleError
-from pipeline.config import GenerationConfig
+from engine.adapter import Adapter
+from pipeline.config import GenerationConfig, StorageConfig
+from pipeline.errors import JobError
 from pipeline.fit import choose_schedule
+from tests.servers import BUCKET, S3Server
 
 SHAPE = ModelShape("llama", 8, 16, 2, 1, 8, 50, 512, 900, 2000, 800)
 
@@ -49,6 +53,31 @@ def test_one_schedule_leaves_nothing_to_choose(directory: str) -> None:
     assert choose_schedule(GenerationConfig(schedule=f"{one}/schedule.json"), SHAPE) == calibrated(4, 0)
     with pytest.raises(ScheduleError, match="is one schedule"):
         choose_schedule(GenerationConfig(schedule=one, target_speedup=1.5), SHAPE)
+
+
+def test_schedules_are_read_from_object_storage(directory: str, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With their bridges and adapter: all of them, one, or its file."""
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    adapter = Adapter({"a3.q.down": torch.ones(16, 1), "a3.q.up": torch.ones(1, 16)})
+    whole = replace(calibrated(4, 1.66), adapter=adapter)
+    whole.write(Path(directory) / "1.65x")
+    s3.files.put(directory, f"{BUCKET}/schedules", recursive=True)
+    url = f"s3://{BUCKET}/schedules"
+    storage = StorageConfig(storage_patience_s=5).storage
+    for config in (
+        GenerationConfig(schedule=url, target_speedup=1.5),
+        GenerationConfig(schedule=f"{url}/1.65x"),
+        GenerationConfig(schedule=f"{url}/1.65x/schedule.json"),
+    ):
+        assert choose_schedule(config, SHAPE, storage) == whole
+    with pytest.raises(ScheduleError, match=r"s3://corpus/schedules' holds no schedule of 2x"):
+        choose_schedule(GenerationConfig(schedule=url, target_speedup=2), SHAPE, storage)
+    with pytest.raises(ScheduleError, match=r"s3://corpus/nothing.* cannot be read"):
+        choose_schedule(GenerationConfig(schedule=f"s3://{BUCKET}/nothing"), SHAPE, storage)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not the right one")
+    with pytest.raises(JobError, match="refuses reading"):
+        choose_schedule(GenerationConfig(schedule=url), SHAPE, StorageConfig(s3_path_style=True).storage)
 
 
 def test_a_directory_without_a_schedule(tmp_path: Path) -> None:

@@ -1,0 +1,57 @@
+"""Random adapters, and what they do to a model of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from engine.adapter import Adapter, LowRank
+from engine.decoder import Decoder
+from engine.unit import Unit
+
+MLP = ("gate", "up", "down")
+MODULES = {name: f"self_attn.{name}_proj" for name in "qkvo"} | {name: f"mlp.{name}_proj" for name in MLP}
+OPT_MODULES = {"o": "self_attn.out_proj", "up": "fc1", "down": "fc2"}
+
+
+def random_adapter(decoder: Decoder, units: Iterable[Unit], rank: int = 2, seed: int = 0) -> Adapter:
+    """Changes of most of the units' projections, of a few tenths of what goes in."""
+    draw = torch.Generator().manual_seed(seed)
+    tensors: dict[str, Tensor] = {}
+    for unit in units:
+        for index, (name, (inputs, outputs)) in enumerate(decoder.projections(unit).items()):
+            if index and (unit.layer + index + seed) % 4 == 0:
+                continue
+            tensors[f"{unit}.{name}.down"] = torch.randn(inputs, rank, generator=draw) * inputs**-0.5
+            tensors[f"{unit}.{name}.up"] = torch.randn(rank, outputs, generator=draw) * 0.3
+    return Adapter(tensors)
+
+
+@contextmanager
+def adapted(model: PreTrainedModel, adapter: Adapter | None, decodes: Sequence[bool]) -> Iterator[None]:
+    """A model whose forward over one text [1, n] has an adapter's changes for the tokens that `decodes` marks."""
+    hooks = []
+    mask = torch.tensor(decodes)[None, :, None]
+
+    def change(low_rank: LowRank) -> Any:
+        def add(_module: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+            down, up = (matrix.to(output.dtype) for matrix in low_rank)
+            return output + mask.view(*mask.shape[-output.dim() :]) * (inputs[0] @ down @ up)
+
+        return add
+
+    modules = {**MODULES, **(OPT_MODULES if model.config.model_type == "opt" else {})}
+    for unit in adapter.units if adapter else ():
+        for name, low_rank in adapter.of(unit).items() if adapter else ():
+            module = model.get_decoder().layers[unit.layer].get_submodule(modules[name])
+            hooks.append(module.register_forward_hook(change(low_rank)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
