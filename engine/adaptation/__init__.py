@@ -1,1 +1,1 @@
-"""Adaptation: bridges learn their schedule from the model's own answers, the model itself untouched."""
+"""Adaptation: bridges and adapters learn a schedule from the model's own answers, its weights untouched."""

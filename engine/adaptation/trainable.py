@@ -33,7 +33,8 @@ class Trainable:
         adapter_rank: int = 0,
         seed: int = 0,
     ) -> None:
-        """
+        """Starts where the schedule is.
+
         Args:
             schedule: with bridges.
             decoder: the model, with plain kernels.
