@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
 from torch import Tensor
 
 from engine.bridge import check_numbers, digest_of
 from engine.errors import ScheduleError
 from engine.shape import ModelShape
+from engine.tensor_file import read_tensor_file, write_tensor_file
 from engine.unit import Unit
 
 ADAPTER_FILE = "adapter.safetensors"
@@ -90,17 +89,12 @@ class Adapter:
 
     def write(self, path: Path) -> None:
         """Write its tensors."""
-        path.write_bytes(save({name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}))
+        write_tensor_file(path, self.tensors)
 
     @classmethod
     def read(cls, path: Path) -> Adapter:
         """Raises ScheduleError naming a file that is missing, damaged or no adapter."""
-        try:
-            return cls(load_file(path))
-        except (OSError, SafetensorError) as error:
-            raise ScheduleError(
-                f"the schedule's adapter {str(path)!r} cannot be read ({error}): it belongs beside its schedule.json"
-            ) from None
+        return cls(read_tensor_file(path, "adapter", "it belongs"))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Adapter) and self.digest == other.digest

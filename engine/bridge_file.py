@@ -5,34 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
 from torch import Tensor
 
-from engine.errors import ScheduleError
+from engine.tensor_file import read_tensor_file, write_tensor_file
 
 BRIDGES_FILE = "bridges.safetensors"
 
 
 def write_tensors(path: Path, bridges: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Write bridge -> role -> tensor."""
-    tensors = {
-        f"{name}.{role}": tensor.detach().cpu().contiguous()
-        for name, roles in bridges.items()
-        for role, tensor in roles.items()
-    }
-    path.write_bytes(save(tensors))  # safetensors' own files are their owner's alone to read
+    write_tensor_file(
+        path, {f"{name}.{role}": tensor for name, roles in bridges.items() for role, tensor in roles.items()}
+    )
 
 
 def read_tensors(path: Path) -> dict[str, dict[str, Tensor]]:
     """Bridge -> role -> tensor; raises ScheduleError naming a file that is missing or damaged."""
     tensors: dict[str, dict[str, Tensor]] = {}
-    try:
-        for key, tensor in load_file(path).items():
-            name, _, role = key.rpartition(".")
-            tensors.setdefault(name, {})[role] = tensor
-    except (OSError, SafetensorError) as error:
-        raise ScheduleError(
-            f"the schedule's bridges {str(path)!r} cannot be read ({error}): they belong beside its schedule.json"
-        ) from None
+    for key, tensor in read_tensor_file(path, "bridges", "they belong").items():
+        name, _, role = key.rpartition(".")
+        tensors.setdefault(name, {})[role] = tensor
     return tensors

@@ -372,17 +372,6 @@ class Engine:
         sampling: Sampling,
         stopping: Stopping,
     ) -> tuple[Any, ...]:
-        ends = self.tokenizer.eos_ids
-        where = (self._dtype, self._device)
-        return (
-            self._decoder,
-            self._kernels,
-            ledger,
-            compiled,
-            samples,
-            sampling,
-            ends,
-            stopping,
-            *where,
-            self._prompts,
-        )
+        model, where = (self._decoder, self._kernels), (self._dtype, self._device)
+        ends = (self.tokenizer.eos_ids, stopping)
+        return (*model, ledger, compiled, samples, sampling, *ends, *where, self._prompts)

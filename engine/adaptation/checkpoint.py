@@ -90,9 +90,12 @@ def read_state(
 
 def _identity(recipe: Recipe, schedule: Schedule) -> dict[str, object]:
     digests = {name: bridge.digest for name, bridge in schedule.bridges.items()}
-    if schedule.adapter is not None:
-        digests["adapter"] = schedule.adapter.digest
-    return {"recipe": asdict(recipe), "parts": digests, "plateaus": [list(map(str, p)) for p in schedule.plateaus]}
+    return {
+        "recipe": asdict(recipe),
+        "bridges": digests,
+        "adapter": schedule.adapter.digest if schedule.adapter else None,
+        "plateaus": [list(map(str, p)) for p in schedule.plateaus],
+    }
 
 
 def _moments(trainable: Trainable, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, Tensor]]]:

@@ -12,7 +12,7 @@ from engine.adapter import Adapter, silent_adapter
 from engine.bridge import GATED
 from engine.decoder import Decoder
 from engine.kernels import Kernels
-from engine.plan import Compiled, decode_plan, run_units
+from engine.plan import Compiled
 from engine.schedule import Schedule
 
 BRIDGES, ADAPTER = "bridges", "adapter"
@@ -51,9 +51,7 @@ class Trainable:
             bridges[name] = replace(bridge, tensors={**bridge.tensors, **gate})
         adapter = schedule.adapter
         if adapter is None and adapter_rank:
-            plans = (decode_plan(schedule, plateau) for plateau in range(len(schedule.plateaus)))
-            units = {unit for plan in plans for unit in run_units(plan) if unit.place >= schedule.first_place}
-            above = sorted(units, key=lambda unit: unit.place)
+            above = [unit for unit in schedule.active_units(0) if unit.place >= schedule.first_place]
             adapter = silent_adapter({unit: decoder.projections(unit) for unit in above}, adapter_rank, seed)
         self.start = replace(schedule, bridges=bridges, adapter=adapter)
         self._decoder, self._device = decoder, device

@@ -20,7 +20,7 @@ from engine.engine import Engine
 from engine.errors import ScheduleError
 from engine.kernels import Kernels
 from engine.packing import packs
-from engine.plan import Compiled, decode_plan, run_units
+from engine.plan import Compiled
 from engine.schedule import Schedule
 from engine.teacher_forcing import Answer
 
@@ -54,8 +54,8 @@ class _Lesson:
                 self._start.append(x.clone())
 
         self.final = full.hidden(Schedule.full_depth(schedule.layers), Compiled(), observe=keep)
-        units = {unit for index in range(len(schedule.plateaus)) for unit in run_units(decode_plan(schedule, index))}
-        self.answers.keep_prompts({unit.layer for unit in units if unit.kind == "a" and unit.place >= place})
+        above = (unit for unit in schedule.active_units(0) if unit.place >= place)  # later plateaus run no others
+        self.answers.keep_prompts({unit.layer for unit in above if unit.kind == "a"})
 
     @property
     def start(self) -> Tensor:

@@ -5,8 +5,6 @@ Most later families change one thing or two of it; they subclass `LlamaDecoder` 
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,14 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.activations import activation
-from engine.adapter import Adapter
 from engine.checkpoint import Weights
 from engine.decoder import Attend, Rotations
-from engine.families.projections import Layout, Projections
+from engine.families.projections import Layout, Projected, Projections
 from engine.kernels import Kernels
 from engine.rotary import Rotary, interleave
 from engine.shape import AttentionKind, ModelShape
-from engine.unit import Unit
 
 LAYOUTS = {
     "a": Layout({name: f"self_attn.{name}_proj" for name in "qkv"}, {"o": "self_attn.o_proj"}),
@@ -58,7 +54,7 @@ def attention_kinds(config: Any, scale: float, softcap: float | None = None) -> 
     )
 
 
-class LlamaDecoder:
+class LlamaDecoder(Projected):
     """Weights of a Llama on one device: fused queries/keys/values and gate/up projections."""
 
     mlp_norm_name = "post_attention_layernorm"
@@ -109,16 +105,6 @@ class LlamaDecoder:
     def logits(self, x: Tensor) -> Tensor:
         """[N, hidden] -> [N, vocab]."""
         return self._head(self._norm(x, self._final_norm))
-
-    def projections(self, unit: Unit) -> Mapping[str, tuple[int, int]]:
-        """(inputs, outputs) of the unit's projections that an adapter may change."""
-        return self._projections.sizes(unit)
-
-    def adapted(self, adapter: Adapter, merge: bool = True) -> LlamaDecoder:
-        """This model with an adapter's changes; see `Projections.adapted`."""
-        twin = copy.copy(self)
-        twin._projections = self._projections.adapted(adapter, merge)
-        return twin
 
     def _attention_block(self, layer: int, x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
         heads = self.shape.heads

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,13 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.activations import activation
-from engine.adapter import Adapter
 from engine.checkpoint import Weights
 from engine.decoder import Attend, Rotations
-from engine.families.projections import Layout, Projections
+from engine.families.projections import Layout, Projected, Projections
 from engine.kernels import Kernels, Linear
 from engine.shape import ModelShape
-from engine.unit import Unit
 
 LAYOUTS = {
     "a": Layout({name: f"self_attn.{name}_proj" for name in "qkv"}, {"o": "self_attn.out_proj"}),
@@ -47,7 +43,7 @@ def shape(config: Any) -> ModelShape:
     )
 
 
-class OPTDecoder:
+class OPTDecoder(Projected):
     """Weights of an OPT on one device."""
 
     def __init__(
@@ -106,16 +102,6 @@ class OPTDecoder:
         for last in (self._final_norm, self._project_out):
             x = x if last is None else last(x)
         return self._head(x)
-
-    def projections(self, unit: Unit) -> Mapping[str, tuple[int, int]]:
-        """(inputs, outputs) of the unit's projections that an adapter may change."""
-        return self._projections.sizes(unit)
-
-    def adapted(self, adapter: Adapter, merge: bool = True) -> OPTDecoder:
-        """This model with an adapter's changes; see `Projections.adapted`."""
-        twin = copy.copy(self)
-        twin._projections = self._projections.adapted(adapter, merge)
-        return twin
 
     def _project(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each [N, heads, head_dim]."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -139,6 +139,22 @@ class Projections:
     def _size(self, unit: Unit, module: str) -> tuple[int, int]:
         outputs, inputs = self._weights.size(f"{self._layers[unit.layer]}.{module}.weight")
         return inputs, outputs
+
+
+class Projected:
+    """What every decoder does with its projections."""
+
+    _projections: Projections
+
+    def projections(self, unit: Unit) -> Mapping[str, tuple[int, int]]:
+        """(inputs, outputs) of the unit's projections that an adapter may change."""
+        return self._projections.sizes(unit)
+
+    def adapted(self, adapter: Adapter, merge: bool = True) -> Self:
+        """This model with an adapter's changes; see `Projections.adapted`."""
+        twin = copy.copy(self)
+        twin._projections = self._projections.adapted(adapter, merge)
+        return twin
 
 
 def _as_it_is(rows: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,23 +33,23 @@ def random_adapter(decoder: Decoder, units: Iterable[Unit], rank: int = 2, seed:
 
 
 @contextmanager
-def adapted(model: PreTrainedModel, adapter: Adapter | None, decodes: Sequence[bool]) -> Iterator[None]:
-    """A model whose forward over one text [1, n] has an adapter's changes for the tokens that `decodes` marks."""
+def adapted(model: PreTrainedModel, adapter: Adapter | None, prompt_tokens: int) -> Iterator[None]:
+    """A model whose forward over one text has an adapter's changes for the tokens after its prompt's."""
     hooks = []
-    mask = torch.tensor(decodes)[None, :, None]
 
     def change(low_rank: LowRank) -> Any:
-        def add(_module: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        def add(_module: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:  # [n, outputs], or [1, n, outputs]
             down, up = (matrix.to(output.dtype) for matrix in low_rank)
-            return output + mask.view(*mask.shape[-output.dim() :]) * (inputs[0] @ down @ up)
+            decodes = torch.arange(output.shape[-2])[:, None] >= prompt_tokens
+            return output + decodes * (inputs[0] @ down @ up)
 
         return add
 
     modules = {**MODULES, **(OPT_MODULES if model.config.model_type == "opt" else {})}
-    for unit in adapter.units if adapter else ():
-        for name, low_rank in adapter.of(unit).items() if adapter else ():
-            module = model.get_decoder().layers[unit.layer].get_submodule(modules[name])
-            hooks.append(module.register_forward_hook(change(low_rank)))
+    changes = [(unit, *named) for unit in adapter.units for named in adapter.of(unit).items()] if adapter else []
+    for unit, name, low_rank in changes:
+        module = model.get_decoder().layers[unit.layer].get_submodule(modules[name])
+        hooks.append(module.register_forward_hook(change(low_rank)))
     try:
         yield
     finally:

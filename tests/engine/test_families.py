@@ -87,8 +87,7 @@ def masked_logits(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequenc
 
         hooks.append(layer.register_forward_hook(keep))
     try:
-        decodes = [False] * len(prompt) + [True] * (len(tokens) - 1)
-        with torch.no_grad(), adapted(model, schedule.adapter, decodes):
+        with torch.no_grad(), adapted(model, schedule.adapter, len(prompt)):
             logits = model(torch.tensor([[*prompt, *tokens[:-1]]]), use_cache=False).logits
     finally:
         for hook in hooks:

@@ -23,6 +23,7 @@ from tests.engine.prompts import random_prompts
 Schedules = Callable[..., st.SearchStrategy[Schedule]]
 LAYERS = 5
 TOLERANCE = 1e-5  # of the largest logit, in float32
+MOST_ROUNDING = 4e-5  # of the largest logit
 ROUNDINGS = 4  # a pass may be off, beyond that, by so many roundings of its embeddings (3.3 seen over 4,200 texts)
 
 
@@ -88,8 +89,7 @@ def masked_forward(model: LlamaForCausalLM, prompt: Sequence[int], tokens: Seque
                     rows[len(prompt) + step] = row + linear + t["bias"]
         return rows[None]
 
-    decodes = [False] * len(prompt) + [True] * (len(tokens) - 1)
-    with adapted(model, schedule.adapter, decodes):
+    with adapted(model, schedule.adapter, len(prompt)):
         for index, layer in enumerate(model.model.layers):
             x = cross_bridges(x, Unit("a", index))
             attended, _ = layer.self_attn(layer.input_layernorm(x), position_embeddings=rotary, attention_mask=causal)
@@ -131,8 +131,8 @@ def assert_matches_masked_forward(
         worst = (ours - expected).abs().amax(-1) / scale
         if worst.max() >= TOLERANCE:  # the text may be ill-conditioned: hold ours against float64, and measure that
             exact = masked_forward(model.double(), prompt, generation.tokens, schedule)
-            worst = (ours - exact).abs().amax(-1) / scale
-            worst -= ROUNDINGS * moved_by_rounding(model, prompt, generation.tokens, schedule, exact) / scale
+            rounding = ROUNDINGS * moved_by_rounding(model, prompt, generation.tokens, schedule, exact) / scale
+            worst = (ours - exact).abs().amax(-1) / scale - rounding.clamp(max=MOST_ROUNDING)
             model.float()
         assert worst.max() < TOLERANCE, f"sample {sample_id}: difference by step {worst.tolist()}"
 
