@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Compiling what is never imported would double the time of an installation.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint infra/constraints.txt
 
-.PHONY: help install demo local test test-slow test-cluster chaos scale lint benchmark benchmark-gpu quality-report clean
+.PHONY: help install demo local test test-slow test-cluster chaos scale lint benchmark benchmark-gpu quality-report adapt-demo clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -62,6 +62,12 @@ benchmark-gpu:  ## engine on this machine's GPU with PYTHON's own torch and tran
 # The demo's corpus holds a dozen test prompts; figures worth quoting want a larger one: make quality-report CORPUS=...
 CORPUS ?= infra/demo/package_descriptions.parquet
 SCHEDULES ?= $(wildcard infra/demo/calibrated)
+
+adapt-demo: install  ## minutes: half of the layers calibrated away on 60 of the demo's texts, then trained to be missed less
+	$(BIN)/python jobs/calibrate_schedule.py --config infra/demo/adapt.yaml --prompts 60 --target-speedups 1.65 \
+		--output out/adapt-demo/calibrated
+	$(BIN)/python jobs/adapt_model.py --config infra/demo/adapt.yaml --prompts 95 --held-out 0.16 --answers-per-prompt 4 \
+		--steps 60 --schedule out/adapt-demo/calibrated/1.65x --output out/adapt-demo/adapted
 
 quality-report: install  ## every rival and the schedules in SCHEDULES against full depth on CORPUS; rerun to resume
 	$(BIN)/python jobs/evaluate_schedule.py --config infra/demo/quality.yaml --input $(CORPUS) \

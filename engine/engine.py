@@ -282,9 +282,11 @@ class Engine:
         self._compiled = Compiled(bridges, adapted)
         return self._compiled
 
-    def teacher_forced(self, answers: Sequence[Answer], bridge: PromptBridge | None = None) -> AnswerPass:
+    def teacher_forced(
+        self, answers: Sequence[Answer], bridge: PromptBridge | None = None, stop: int | None = None
+    ) -> AnswerPass:
         """Known answers to prompts, to be passed through the layers under any schedule with that prompt bridge."""
-        return AnswerPass(self._decoder, self._kernels, self._device, self._prompts, answers, bridge)
+        return AnswerPass(self._decoder, self._kernels, self._device, self._prompts, answers, bridge, stop)
 
     def observe_prompts(self, prompts: Sequence[Sequence[int]], observe: Observe) -> None:
         """Pass prompts through all layers, all in one pass; `observe` as for `PromptPass.run`."""

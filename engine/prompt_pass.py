@@ -87,15 +87,37 @@ class PromptPass:
                 it, of the N tokens computed, prompt after prompt. It must not change them.
         """
         one = _Pass(self._decoder, self._kernels, self._device, prompts, keep, self._prefix)
-        return one.run(self._compiled(bridge), observe)
-
-    def _compiled(self, bridge: PromptBridge | None) -> PromptMaps | None:
         if bridge is None:
-            return None
+            return one.run(observe)
+        return one.stop(bridge.first, observe).finish(self._compiled(bridge))
+
+    def stop(self, prompts: Sequence[Sequence[int]], keep: Keep, first: int) -> StoppedPrompts:
+        """Run the layers below `first` alone; prompt bridges take it from there. Arguments as for `run`."""
+        return _Pass(self._decoder, self._kernels, self._device, prompts, keep, self._prefix).stop(first)
+
+    def _compiled(self, bridge: PromptBridge) -> PromptMaps:
         if self._bridge is None or self._bridge[0] != bridge:
             maps = bridge.compiled(self._decoder.shape, self._kernels, self._dtype, self._device)
             self._bridge = bridge, maps
         return self._bridge[1]
+
+
+@dataclass(frozen=True)
+class StoppedPrompts:
+    """Prompts that have run the layers below a prompt bridge, and may be taken on by several."""
+
+    _pass: _Pass
+    first: int  # layer that they have stopped before
+    _states: Tensor  # [N, hidden]
+
+    def finish(self, maps: PromptMaps) -> Tensor:
+        """Hidden states [P, hidden] of the last tokens after all layers; `keep` is told of the layers above.
+
+        Gradients flow to the maps.
+        """
+        if maps.first != self.first:
+            raise ValueError(f"prompts have stopped before layer {self.first}, the bridge is for layer {maps.first}")
+        return self._pass.above(self._states, maps)
 
 
 class _Pass:
@@ -122,17 +144,26 @@ class _Pass:
         self._embedded = decoder.embed(computed, positions)
         is_last = torch.zeros(len(computed), dtype=torch.bool)
         is_last[lengths.cumsum(0) - 1] = True
+        self._plan = [RunUnit(unit) for unit in all_units(decoder.shape.layers)]
         self._last, self._others = (rows.nonzero()[:, 0].to(device) for rows in (is_last, ~is_last))
 
-    def run(self, maps: PromptMaps | None, observe: Observe | None) -> Tensor:
-        """Hidden states [P, hidden] of the last tokens."""
-        plan = [RunUnit(unit) for unit in all_units(self._decoder.shape.layers)]
-        below = 2 * maps.first if maps else len(plan)
-        x = run_plan(self._decoder, plan[:below], Compiled(), self._embedded, self._rotations, self._attend, observe)
-        if maps is None:
-            return x[self._last]
+    def run(self, observe: Observe | None) -> Tensor:
+        """Hidden states [P, hidden] of the last tokens after all layers."""
+        return self._below(self._decoder.shape.layers, observe)[self._last]
+
+    def stop(self, first: int, observe: Observe | None = None) -> StoppedPrompts:
+        """All tokens as they are before layer `first`."""
+        return StoppedPrompts(self, first, self._below(first, observe))
+
+    def above(self, x: Tensor, maps: PromptMaps) -> Tensor:
+        """Hidden states [P, hidden] of the last tokens after all layers, from states [N, hidden] where all stopped."""
         rotations, attend = self._rotations_of(self._last), self._attend_alone(x[self._others], maps)
-        return run_plan(self._decoder, plan[below:], Compiled(), x[self._last], rotations, attend)
+        plan = self._plan[2 * maps.first :]
+        return run_plan(self._decoder, plan, Compiled(), x[self._last], rotations, attend)
+
+    def _below(self, layers: int, observe: Observe | None) -> Tensor:
+        plan = self._plan[: 2 * layers]
+        return run_plan(self._decoder, plan, Compiled(), self._embedded, self._rotations, self._attend, observe)
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Of all N tokens."""

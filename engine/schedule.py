@@ -170,6 +170,11 @@ class Schedule:
         return min((unit.place for unit in changed), default=2 * self.layers)
 
     @property
+    def changed_from(self) -> int:
+        """Place below which prompts and decode tokens are as at full depth."""
+        return self.first_place if self.prompt_bridge is None else min(self.first_place, 2 * self.prompt_bridge.first)
+
+    @property
     def is_full_depth(self) -> bool:
         return self.plateaus[-1].skipped == 0 and self.prompt_bridge is None and self.adapter is None
 

@@ -16,8 +16,8 @@ from engine.decoder import Decoder
 from engine.kernels import Kernels
 from engine.packing import packs
 from engine.plan import ApplyBridge, Compiled, Observe, Operation, RunUnit, decode_plan
-from engine.prompt_bridge import PromptBridge
-from engine.prompt_pass import PROMPT_TOKENS, PromptPass
+from engine.prompt_bridge import PromptBridge, PromptMaps
+from engine.prompt_pass import PROMPT_TOKENS, PromptPass, StoppedPrompts
 from engine.schedule import Schedule
 from engine.unit import all_units
 
@@ -41,7 +41,7 @@ class AnswerPass:
     """Passes over the answers of some samples, after their prompts ran once.
 
     The N tokens of a pass are those fed back, answer after answer. Keys and values of the prompts are kept: 2 x prompt
-    tokens x kv_heads x head_dim numbers per layer.
+    tokens x kv_heads x head_dim numbers per layer; a prompt that has several answers runs, and is kept, once.
     """
 
     def __init__(
@@ -52,10 +52,18 @@ class AnswerPass:
         prompts: PromptPass,
         answers: Sequence[Answer],
         bridge: PromptBridge | None = None,
+        stop: int | None = None,
     ) -> None:
         """Runs the prompts, by default at full depth.
 
         Answers need two tokens or more: the first comes from the prompt pass.
+
+        Args:
+            decoder, kernels, device: the model.
+            prompts: passes over its prompts.
+            answers: what to pass.
+            bridge: that the prompts run under.
+            stop: instead, layer before which the prompts stop, to wait for `finish_prompts`.
         """
         self._decoder, self._kernels, self._device = decoder, kernels, device
         self.answers = answers
@@ -67,8 +75,16 @@ class AnswerPass:
         positions = (prompt[self.sample] + self.step).to(device)
         fed = torch.tensor([token for answer in answers for token in answer.tokens[:-1]], device=device)
         self._prompts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(decoder.shape.layers)]
-        for pack in packs([answer.prompt for answer in answers], len, PROMPT_TOKENS):
-            prompts.run(pack, self._keep, bridge)
+        self._kept = set(range(decoder.shape.layers))
+        places = {prompt: place for place, prompt in enumerate(dict.fromkeys(tuple(a.prompt) for a in answers))}
+        self._prompt_of = [places[tuple(answer.prompt)] for answer in answers]
+        self._stopped: list[StoppedPrompts] = []
+        self._ends: list[Tensor] = []  # by pack [P, hidden]: the prompts' last tokens after all layers
+        for pack in packs(places, len, PROMPT_TOKENS):
+            if stop is None:
+                self._ends.append(prompts.run(pack, self._keep, bridge))
+            else:
+                self._stopped.append(prompts.stop(pack, self._keep, stop))
         self._embedded = decoder.embed(fed, positions)
         self._positions = positions
 
@@ -77,14 +93,34 @@ class AnswerPass:
         """N."""
         return len(self.step)
 
+    @property
+    def first_hidden(self) -> Tensor:
+        """[A, hidden]: what each answer's first token was chosen from, the prompt's last token after all layers."""
+        assert self._ends, "the prompts wait for finish_prompts"
+        return torch.cat(self._ends)[self._prompt_of]
+
     def _keep(self, layer: int, index: int, k: Tensor, v: Tensor) -> None:
-        # Copies: a view of the fused projection would keep the queries too.
-        self._prompts[layer].append((k.clone(), v.clone()))
+        if layer in self._kept:
+            # Copies: a view of the fused projection would keep the queries too.
+            self._prompts[layer].append((k.clone(), v.clone()))
 
     def keep_prompts(self, layers: set[int]) -> None:
         """Free the prompts' keys and values of all other layers, which no later pass may run."""
+        self._kept &= layers
         for layer in set(range(len(self._prompts))) - layers:
             self._prompts[layer] = []
+
+    def finish_prompts(self, maps: PromptMaps) -> None:
+        """Take the prompts from where they stopped to their ends; gradients flow to the maps. May be called again."""
+        self.forget_ends()
+        self._ends = [stopped.finish(maps) for stopped in self._stopped]
+
+    def forget_ends(self) -> None:
+        """Free what `finish_prompts` has computed."""
+        self._ends = []
+        for stopped in self._stopped[:1]:
+            for layer in range(stopped.first, len(self._prompts)):
+                self._prompts[layer] = []
 
     def hidden(
         self,
@@ -143,7 +179,8 @@ class AnswerPass:
 
             def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
                 kind, outputs, first = self._decoder.shape.attention_kind(layer), [], 0
-                for (prompt_k, prompt_v), count in zip(self._prompts[layer], counts, strict=True):
+                for prompt, count in zip(self._prompt_of, counts, strict=True):
+                    prompt_k, prompt_v = self._prompts[layer][prompt]
                     ours = slice(first, first + count)
                     keys, values = torch.cat([prompt_k, k[ours]]), torch.cat([prompt_v, v[ours]])
                     outputs.append(self._kernels.prompt_attention(q[ours], keys, values, kind))

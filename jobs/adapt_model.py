@@ -1,4 +1,4 @@
-"""Train a calibrated schedule's bridges, and an adapter if asked to; the model at full depth is the teacher.
+"""Train a calibrated schedule's bridges, with an adapter of the layers above; the model at full depth is the teacher.
 
 python jobs/adapt_model.py --input corpus/ --schedule schedules/1.65x --output adapted/1.65x
 """
@@ -23,7 +23,7 @@ from engine.adaptation.trainer import Point, Trainer
 from engine.kernels import Kernels
 from engine.target import sample_flop_speedup
 from jobs import command_line
-from jobs.answers import AnswersConfig, answer_corpus
+from jobs.answers import AnswersConfig, answer_corpus, with_more_answers
 from pipeline import logs
 from pipeline.evaluation.charts import learning_curve
 from pipeline.fit import read_schedule
@@ -40,7 +40,7 @@ log = logging.getLogger("jobs.adapt_model")
 class AdaptModel(AnswersConfig):
     """Train a calibrated schedule on the model's own answers to your prompts.
 
-    By default its bridges, closed form and a small gated part; with --adapter-rank the layers above them too.
+    Its bridges, the prompt bridge among them, and a low-rank adapter of the layers above for decode tokens.
     """
 
     schedule: str = Field(
@@ -49,16 +49,22 @@ class AdaptModel(AnswersConfig):
     target_speedup: float | None = Field(None, ge=1, description="of several schedules the one that just reaches this")
     output: str = Field(description="local directory for the schedule with its trained bridges; a rerun goes on there")
     prompts: int = Field(1500, ge=20, description="prompts to draw, by the seed; the model answers each of them")
+    answers_per_prompt: int = Field(
+        1, ge=1, description="answers to learn from for each prompt; those beyond the first are drawn at temperature 1"
+    )
     held_out: float = Field(0.1, gt=0, lt=0.5, description="share of them that is judged by, not trained on")
     steps: int = Field(DEFAULT.steps, ge=1, description="updates at most; training ends when judgements stop improving")
     learning_rate: float = Field(DEFAULT.learning_rate, gt=0, description="highest of the warm-up and cosine")
-    gate_width: int = Field(DEFAULT.gate_width, ge=0, description="width of each bridge's gated part; 0 for none")
-
+    gate_width: int = Field(
+        DEFAULT.gate_width,
+        ge=0,
+        description="width of a gated part added to each bridge, which costs FLOPs; 0 for none",
+    )
     adapter_rank: int = Field(
         DEFAULT.adapter_rank,
         ge=0,
-        description="rank of a low-rank adapter of every layer above the first bridge, for answers alone; 0 for none: "
-        "it costs no FLOPs, but the memory of these layers' weights again",
+        description="rank of a low-rank adapter of every layer above the first bridge, for answers alone: it costs no "
+        "FLOPs, but the memory of these layers' weights again; 0 for none",
     )
 
     def recipe(self) -> Recipe:
@@ -78,15 +84,17 @@ def adapt(config: AdaptModel) -> None:
     start, progress = time.monotonic(), StageProgress(log)
     schedule = read_schedule(config.schedule, config.target_speedup, config.storage)
     schedule.check_fits(engine.describe(config.model))
-    if not schedule.bridges:
+    if not schedule.bridges and schedule.prompt_bridge is None:
         raise ScheduleError(f"{config.schedule!r} has no bridges to train: make one with calibrate_schedule.py")
     output = command_line.make_directory(config.output)
-    drawn = answer_corpus(config, config.load_engine(), progress)
-    answers = drawn.answers
-    student = Engine.load(config.model, config.device, "float32", config.threads, Kernels())
-    kept = max(1, round(config.held_out * len(answers)))
+    teacher = config.load_engine()
+    drawn = answer_corpus(config, teacher, progress)
+    kept = max(1, round(config.held_out * len(drawn.answers)))
     # The last ones: of the same corpus and seed, calibration draws the first, and has fitted its bridges to them.
-    trainer = Trainer(student, schedule, answers[:-kept], answers[-kept:], config.recipe(), progress)
+    held_out = drawn.answers[-kept:]
+    train = with_more_answers(config, teacher, drawn.answers[:-kept], config.answers_per_prompt, progress)
+    student = Engine.load(config.model, config.device, "float32", config.threads, Kernels())
+    trainer = Trainer(student, schedule, train, held_out, config.recipe(), progress)
     points = []
     for point in trainer.run(output / CHECKPOINT_FILE):
         points.append(point)
@@ -104,7 +112,12 @@ def adapt(config: AdaptModel) -> None:
         "decode_flop_speedup": round(decode_flop_speedup(student.shape, adapted, trainer.lengths), 4),
         "sample_flop_speedup": round(sample_flop_speedup(student.shape, adapted, trainer.lengths), 4),
         "held_out": {"answers": kept, **quality.figures()},
-        "adapted_on": {**drawn.provenance, "answer_tokens": trainer.tokens, "recipe": asdict(config.recipe())},
+        "adapted_on": {
+            **drawn.provenance,
+            "answers_per_prompt": config.answers_per_prompt,
+            "answer_tokens": trainer.tokens,
+            "recipe": asdict(config.recipe()),
+        },
     }
     replace(adapted, provenance=provenance).write(output)
     (output / CURVE_FILE).write_text(json.dumps([asdict(point) for point in points], indent=1))

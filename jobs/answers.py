@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import Field
 
 import engine
-from engine import Engine
+from engine import Engine, Sampling
 from engine.calibration.collect import Progress, answer_prompts
 from engine.teacher_forcing import Answer
 from jobs.corpus_split import Part, part_of
@@ -53,9 +54,7 @@ def answer_corpus(config: AnswersConfig, model: Engine, progress: Progress) -> A
     prompts: list[list[int]] = rows[TOKENS].to_pylist()
     # As in the job that will run the schedule: computed once, and at full depth.
     model.share_prefix(config.template().shared_prefix(model.tokenizer))
-    sampling, batch_size = config.sampling(), config.batch_size
-    if batch_size == "auto":
-        batch_size = model.fitting_batch_size(max(map(len, prompts)), sampling)
+    sampling = config.sampling()
     provenance = {
         "model": [config.model, engine.model_identity(config.model), config.dtype],
         "prompts": len(prompts),
@@ -64,4 +63,26 @@ def answer_corpus(config: AnswersConfig, model: Engine, progress: Progress) -> A
         "sampling": sampling.to_dict(),
         "version": engine.__version__,
     }
-    return Answers(answer_prompts(model, prompts, sampling, batch_size, progress), provenance)
+    answers = answer_prompts(model, prompts, sampling, _batch_size(config, model, prompts, sampling), progress)
+    return Answers(answers, provenance)
+
+
+def with_more_answers(
+    config: AnswersConfig, model: Engine, answers: Sequence[Answer], per_prompt: int, progress: Progress
+) -> list[Answer]:
+    """The answers, and further ones to their prompts drawn at temperature 1; those of one prompt side by side."""
+    if per_prompt == 1:
+        return list(answers)
+    grouped = {tuple(answer.prompt): [answer] for answer in answers}
+    prompts = [list(prompt) for prompt in grouped]
+    sampling = replace(config.sampling(), temperature=1.0, samples_per_prompt=per_prompt - 1)
+    batch_size = _batch_size(config, model, prompts, sampling)
+    for answer in answer_prompts(model, prompts, sampling, batch_size, progress):
+        grouped[tuple(answer.prompt)].append(answer)
+    return [answer for group in grouped.values() for answer in group]
+
+
+def _batch_size(config: AnswersConfig, model: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling) -> int:
+    if config.batch_size == "auto":
+        return model.fitting_batch_size(max(map(len, prompts)), sampling)
+    return config.batch_size

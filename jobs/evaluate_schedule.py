@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine import Engine, ModelShape, Schedule, ScheduleError, describe, model_identity
+from engine.calibration.prompts import check_prompt_layers
 from engine.tokenizer import Tokenizer
 from jobs import command_line
 from jobs.corpus_split import Part, rows_of_part
@@ -32,6 +33,7 @@ from pipeline.evaluation.contender import Contender
 from pipeline.evaluation.figures import Figures, combined, figures, read_outputs, worst
 from pipeline.evaluation.report import REPORT_FILE, Section, render
 from pipeline.evaluation.rivals import RIVALS, Calibration
+from pipeline.evaluation.shorter_prompts import with_shorter_prompts
 from pipeline.evaluation.solved import SolvedRivals
 from pipeline.evaluation.study import Prompt, Study
 from pipeline.fit import longest_prompt
@@ -70,6 +72,11 @@ class EvaluateSchedule(AnswerConfig):
     calibration_rows: int = Field(32, ge=2, description="prompts of the calibrate part that rivals are solved on")
     bridged_rivals: bool = Field(False, description="also judge rivals whose skipped blocks are given bridges")
     bridge_rows: int = Field(256, ge=20, description="prompts of the calibrate part that these bridges are fitted on")
+    prompt_layers: list[int] = Field(
+        [],
+        description="also judge full depth and the schedules with prompts that stop after so many layers, behind maps "
+        "fitted on bridge_rows prompts, and draw both savings as a heat map",
+    )
     seed: int = Field(0, description="which rows are drawn, of the random streams and of the bootstrap")
     threads: int | None = Field(None, ge=1, description="CPU threads; default torch's own choice")
 
@@ -80,7 +87,7 @@ class EvaluateSchedule(AnswerConfig):
             raise ValueError(f"rival {unknown[0]!r} is not known: known are {', '.join(RIVALS)}, all")
         if any(target <= 1 for target in self.target_speedups):
             raise ValueError(f"target_speedups must be above 1, got {self.target_speedups}")
-        if not self.schedules and not self.rivals and not self.bridged_rivals:
+        if not (self.schedules or self.rivals or self.bridged_rivals or self.prompt_layers):
             raise ValueError("name something to judge: schedules, rivals, or both")
         return self
 
@@ -94,15 +101,22 @@ def main() -> int:
 def evaluate(config: EvaluateSchedule) -> None:
     """Raises JobError, ModelError, ScheduleError; all before the model is loaded."""
     shape = describe(config.model)
+    for layers in config.prompt_layers:
+        check_prompt_layers(layers, shape)
     named = read_schedules(config.schedules, shape)
     tokenizer = Tokenizer.load(config.model)
     prompts = read_prompts(config, config.part, config.rows, tokenizer, shape)
-    needed = max(config.bridge_rows * config.bridged_rivals, config.calibration_rows * bool(config.rivals))
+    bridging = config.bridged_rivals or bool(config.prompt_layers)
+    needed = max(config.bridge_rows * bridging, config.calibration_rows * bool(config.rivals))
     held_back = read_prompts(config, "calibrate", needed, tokenizer, shape) if needed else []
     sampling, identity = config.sampling(), model_identity(config.model)
     engine = Engine.load(config.model, config.device, config.dtype, config.threads)
     engine.share_prefix(config.template().shared_prefix(engine.tokenizer))  # as jobs do
     contenders = [Contender.full_depth(shape.layers), *named]
+    if config.prompt_layers:
+        contenders += with_shorter_prompts(
+            contenders, config.prompt_layers, engine, [prompt.tokens for prompt in held_back[: config.bridge_rows]]
+        )
     if config.bridged_rivals:
         log.info("fitting the rivals' bridges on %d calibration prompts", len(held_back))
         calibration = Calibration.measure(engine, sampling, [prompt.tokens for prompt in held_back])

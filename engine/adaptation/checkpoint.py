@@ -93,6 +93,7 @@ def _identity(recipe: Recipe, schedule: Schedule) -> dict[str, object]:
     return {
         "recipe": asdict(recipe),
         "bridges": digests,
+        "prompts": schedule.prompt_bridge.digest if schedule.prompt_bridge else None,
         "adapter": schedule.adapter.digest if schedule.adapter else None,
         "plateaus": [list(map(str, p)) for p in schedule.plateaus],
     }

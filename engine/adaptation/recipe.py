@@ -10,13 +10,13 @@ from math import cos, pi
 class Recipe:
     """AdamW under a warm-up and a cosine; steps end when held-out answers stop getting better."""
 
-    steps: int = 300  # at most
+    steps: int = 200  # at most
     tokens_per_step: int = 768  # answer tokens
     learning_rate: float = 1e-3  # at its highest
     warmup_steps: int = 10
     final_share: float = 0.05  # of the highest learning rate, left at the last step
-    gate_width: int = 256  # of the gated part added to each bridge; 0: none
-    adapter_rank: int = 0  # of the changes to every projection that runs above the first bridge; 0: bridges alone
+    gate_width: int = 0  # of a gated part added to each bridge; 0: none
+    adapter_rank: int = 8  # of the changes to every projection that runs above the first bridge; 0: bridges alone
     token_loss: float = 0.1  # weight of the cross-entropy on full depth's own tokens, beside the KL divergence
     judge_every: int = 20  # steps
     patience: int = 5  # judgements without a new best before training ends

@@ -13,13 +13,14 @@ from engine.bridge import GATED
 from engine.decoder import Decoder
 from engine.kernels import Kernels
 from engine.plan import Compiled
+from engine.prompt_bridge import PromptBridge, PromptMaps
 from engine.schedule import Schedule
 
-BRIDGES, ADAPTER = "bridges", "adapter"
+BRIDGES, PROMPTS, ADAPTER = "bridges", "prompts", "adapter"
 
 
 class Trainable:
-    """A schedule's bridges and adapter as float32 parameters, named `bridges/<bridge>/<role>` and `adapter/<tensor>`.
+    """What a schedule brings as float32 parameters: `bridges/<bridge>/<role>`, `prompts/<role>`, `adapter/<tensor>`.
 
     What the schedule lacks of the parts asked for is added so that it changes nothing yet.
     """
@@ -36,11 +37,11 @@ class Trainable:
         """Starts where the schedule is.
 
         Args:
-            schedule: with bridges.
+            schedule: with bridges of any kind.
             decoder: the model, with plain kernels.
             device: that it is on.
             gate_width: of a gated part for every bridge without one; 0 for none.
-            adapter_rank: of an adapter of all units that decode tokens run above the first bridge; 0 for none.
+            adapter_rank: of an adapter of all units that decode tokens run from the first bridge on; 0 for none.
             seed: of what is added.
         """
         draw = torch.Generator().manual_seed(seed)
@@ -51,7 +52,7 @@ class Trainable:
             bridges[name] = replace(bridge, tensors={**bridge.tensors, **gate})
         adapter = schedule.adapter
         if adapter is None and adapter_rank:
-            above = [unit for unit in schedule.active_units(0) if unit.place >= schedule.first_place]
+            above = [unit for unit in schedule.active_units(0) if unit.place >= schedule.changed_from]
             adapter = silent_adapter({unit: decoder.projections(unit) for unit in above}, adapter_rank, seed)
         self.start = replace(schedule, bridges=bridges, adapter=adapter)
         self._decoder, self._device = decoder, device
@@ -60,6 +61,8 @@ class Trainable:
             for name, bridge in bridges.items()
             for role, tensor in bridge.tensors.items()
         }
+        prompts = schedule.prompt_bridge.tensors if schedule.prompt_bridge else {}
+        named |= {f"{PROMPTS}/{role}": tensor for role, tensor in prompts.items()}
         named |= {f"{ADAPTER}/{name}": tensor for name, tensor in (adapter.tensors if adapter else {}).items()}
         self.parameters = {
             name: nn.Parameter(tensor.detach().to(device, torch.float32).clone()) for name, tensor in named.items()
@@ -75,6 +78,11 @@ class Trainable:
         if self.start.adapter is None or now.adapter is None:
             return Compiled(bridges)
         return Compiled(bridges, {self.start.adapter: self._decoder.adapted(now.adapter, merge=False)})
+
+    def prompt_maps(self, kernels: Kernels) -> PromptMaps | None:
+        """What the prompt bridge is to do now, if there is one; gradients flow to its parameters."""
+        bridge = self._with(self.parameters).prompt_bridge
+        return None if bridge is None else bridge.compiled(self._decoder.shape, kernels, torch.float32, self._device)
 
     def schedule(self) -> Schedule:
         """The schedule with its parts as they are now."""
@@ -96,8 +104,14 @@ class Trainable:
             name: replace(bridge, tensors=_below(tensors, f"{BRIDGES}/{name}/"))
             for name, bridge in self.start.bridges.items()
         }
-        changes = _below(tensors, f"{ADAPTER}/")
-        return replace(self.start, bridges=bridges, adapter=Adapter(changes) if changes else None)
+        prompts, changes = _below(tensors, f"{PROMPTS}/"), _below(tensors, f"{ADAPTER}/")
+        bridge = self.start.prompt_bridge
+        return replace(
+            self.start,
+            bridges=bridges,
+            prompt_bridge=PromptBridge(bridge.first, prompts) if bridge else None,
+            adapter=Adapter(changes) if changes else None,
+        )
 
 
 def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

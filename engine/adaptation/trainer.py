@@ -46,7 +46,8 @@ class _Lesson:
     def __init__(self, engine: Engine, answers: Sequence[Answer], schedule: Schedule, place: int) -> None:
         full = engine.teacher_forced(answers)
         bridge = schedule.prompt_bridge
-        self.answers = full if bridge is None else engine.teacher_forced(answers, bridge)
+        self.answers = full if bridge is None else engine.teacher_forced(answers, stop=bridge.first)
+        self.first = full.first_hidden  # [A, hidden] after all layers
         self._start: list[Tensor] = []
 
         def keep(at: int, x: Tensor) -> None:
@@ -89,7 +90,7 @@ class Trainer:
             ScheduleError: the schedule has no bridge to train, or does not fit the model.
         """
         schedule.check_fits(engine.shape)
-        if not schedule.bridges:
+        if not schedule.bridges and schedule.prompt_bridge is None:
             raise ScheduleError("the schedule has no bridges to train: calibrate one first")
         self._engine, self._recipe, self._progress = engine, recipe, progress
         self._kernels = Kernels()
@@ -99,12 +100,12 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(
             list(self._trainable.parameters.values()), lr=recipe.learning_rate, betas=BETAS, eps=EPS, weight_decay=0.0
         )
-        self._place = schedule.first_place
+        self._place = schedule.changed_from
         with torch.no_grad():
             self._lessons = self._prepare(train)
             self._judge = Judge(engine.teacher_forced(held_out), schedule.layers, (self._place,))
             bridge = schedule.prompt_bridge
-            self._held_out = None if bridge is None else engine.teacher_forced(held_out, bridge)
+            self._held_out = None if bridge is None else engine.teacher_forced(held_out, stop=bridge.first)
         self._state = TrainingState(self._trainable.snapshot())
         self.tokens = sum(answer.passes for answer in train)
         self.lengths = [(len(answer.prompt), len(answer.tokens)) for answer in (*train, *held_out)]
@@ -154,6 +155,9 @@ class Trainer:
 
     def _quality(self) -> Quality:
         with torch.no_grad():
+            maps = self._trainable.prompt_maps(self._kernels)
+            if self._held_out is not None and maps is not None:
+                self._held_out.finish_prompts(maps)
             return self._judge.judge(self._schedule, self._trainable.compiled(self._kernels), self._held_out)
 
     def _step(self, step: int) -> float:
@@ -164,14 +168,22 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = self._recipe.rate(step)
         self._optimizer.zero_grad()
-        x = lesson.answers.hidden(self._schedule, self._trainable.compiled(self._kernels), (self._place, lesson.start))
+        answers, maps = lesson.answers, self._trainable.prompt_maps(self._kernels)
+        if maps is not None:
+            answers.finish_prompts(maps)
+        x = answers.hidden(self._schedule, self._trainable.compiled(self._kernels), (self._place, lesson.start))
+        full, tokens = lesson.final, answers.next_token
+        if maps is not None:  # then the first tokens, which prompts give, are changed too
+            x, full = torch.cat([x, answers.first_hidden]), torch.cat([full, lesson.first])
+            tokens = torch.cat([tokens, torch.tensor([answer.tokens[0] for answer in answers.answers])])
         # In two stages: a slice's logits, a vocabulary per token, are gone before the next slice's are made.
-        leaf, total, answers = x.detach().requires_grad_(), 0.0, lesson.answers
-        for (part, ours), (_, full) in zip(answers.logits(leaf), answers.logits(lesson.final), strict=True):
-            loss = self._loss(full, ours, answers.next_token[part]) / len(x)
+        leaf, total = x.detach().requires_grad_(), 0.0
+        for (part, ours), (_, theirs) in zip(answers.logits(leaf), answers.logits(full), strict=True):
+            loss = self._loss(theirs, ours, tokens[part]) / len(x)
             loss.backward()
             total += float(loss.detach())
         x.backward(leaf.grad)
+        answers.forget_ends()
         for parameter in self._trainable.parameters.values():
             if parameter.grad is None:  # no answer of this lesson reaches its plateau
                 parameter.grad = torch.zeros_like(parameter)

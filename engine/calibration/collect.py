@@ -24,11 +24,11 @@ def answer_prompts(
     engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, batch_size: int, progress: Progress
 ) -> list[Answer]:
     """Full-depth answers in the order of the prompts; those that end at once have no decode pass and are left out."""
-    answers: dict[int, Answer] = {}
+    answers: dict[tuple[int, int], Answer] = {}
     for generation in engine.generate(prompts, sampling, batch_size=batch_size):
-        answers[generation.index] = Answer(prompts[generation.index], generation.tokens)
-        progress("answering at full depth", len(answers), len(prompts))
-    return [answers[index] for index in range(len(prompts)) if answers[index].passes > 0]
+        answers[generation.index, generation.sample] = Answer(prompts[generation.index], generation.tokens)
+        progress("answering at full depth", len(answers), len(prompts) * sampling.samples_per_prompt)
+    return [answers[key] for key in sorted(answers) if answers[key].passes > 0]
 
 
 def collect_moments(

@@ -6,7 +6,7 @@ full depth's: in place of a layer that goes as well, or between two layers, as a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class OwnStates:
         self._engine, self._starts, self._room = engine, sorted(starts), KEPT_TOKENS
         self.places = set(range(min(starts), 2 * engine.shape.layers + 1, 2))  # whose states are wanted: before layers
         self._kept: list[tuple[AnswerPass, dict[int, Tensor]]] = []
+        self._arrived: tuple[Schedule, list[dict[int, Tensor]]] | None = None  # by the last schedule and place, of each
 
     def keep(self, answers: AnswerPass, states: Mapping[int, Tensor]) -> None:
         """Answers after their prompts, with full depth's states [N, hidden] at all `places`; once full, nothing."""
@@ -46,10 +47,19 @@ class OwnStates:
         """
         start, end = block.first.place, block.last.place + 1
         moments = Moments(start, (end,), self._engine.shape.hidden, self._engine.device)
-        place = max(place for place in self._starts if place <= schedule.first_place)
         with torch.inference_mode():
-            bridges = self._engine.compiled(schedule)
-            for answers, states in self._kept:
-                x = answers.hidden(schedule, bridges, (place, states[place]), end=start)
+            for x, (_, states) in zip(self._arriving(schedule, start), self._kept, strict=True):
                 moments.add(x, states, relative(states[end]))
         return moments.fit(end, ridge)
+
+    def _arriving(self, schedule: Schedule, place: int) -> Iterator[Tensor]:
+        """States [N, hidden] of each of the kept under a schedule, going on from where calls before left them."""
+        if self._arrived is None or self._arrived[0] != schedule:
+            start = max(start for start in self._starts if start <= schedule.first_place)
+            self._arrived = schedule, [{start: states[start]} for _, states in self._kept]
+        compiled = self._engine.compiled(schedule)
+        for (answers, _), arrived in zip(self._kept, self._arrived[1], strict=True):
+            if place not in arrived:
+                below = max(passed for passed in arrived if passed < place)
+                arrived[place] = answers.hidden(schedule, compiled, (below, arrived[below]), end=place)
+            yield arrived[place]

@@ -10,11 +10,19 @@ from torch import Tensor
 from engine.calibration.collect import Progress
 from engine.calibration.moments import ridge_map, rounded
 from engine.engine import Engine
+from engine.errors import ScheduleError
 from engine.packing import packs
 from engine.prompt_bridge import PromptBridge
 from engine.prompt_pass import PROMPT_TOKENS
+from engine.shape import ModelShape
 
 RIDGE = 1e-3  # relative to the mean variance of an entry of the state
+
+
+def check_prompt_layers(first: int, shape: ModelShape) -> None:
+    """Raises ScheduleError unless prompts of such a model can stop before layer `first`."""
+    if not 1 <= first < shape.layers:
+        raise ScheduleError(f"prompts can run 1 to {shape.layers - 1} of this model's layers, not {first}")
 
 
 def fit_prompt_bridge(

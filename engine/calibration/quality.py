@@ -83,10 +83,7 @@ class Judge:
             answers: the same, after their prompts ran under the schedule's prompt bridge, if it has one.
         """
         passed = answers or self._answers
-        untouched = schedule.first_place
-        if schedule.prompt_bridge is not None:
-            untouched = min(untouched, 2 * schedule.prompt_bridge.first)
-        place = max((place for place in self._states if place <= untouched), default=0)
+        place = max((place for place in self._states if place <= schedule.changed_from), default=0)
         start = (place, self._states[place]) if place else None
         x = passed.hidden(schedule, compiled, start)
         kl, agrees = [], []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle, pairwise
 
 import matplotlib as mpl
@@ -38,6 +38,7 @@ RIVAL_COLORS = (
 OWN_COLORS = (ACCENT, "#66a61e", "#86c5a4", "#1b4d3e")
 MARKERS = "sD^vP*Xh<>pd"
 COLUMNS = 3  # small pictures side by side
+_HEAT = mpl.colors.LinearSegmentedColormap.from_list("quality", ["#f4d9c6", "#ffffff", "#8fc7a8"])
 MAPPED_STEPS = 48  # of a schedule's map at most
 
 
@@ -63,7 +64,7 @@ def frontier(found: Sequence[Figures], styles: Styles, whole_sample: bool) -> st
     figure = Figure(figsize=(9.6, 5.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     judged = "to references" if any(each.share_of_full_depth["rouge_l"] for each in found) else "to full depth's output"
-    panels = [
+    panels: list[tuple[Axes, str, list[Estimate | None]]] = [
         (left, f"ROUGE-L {judged}, share of full depth", [_rouge_share(each) for each in found]),
         (right, "agreement of the likeliest token, teacher-forced", [each.agreement for each in found]),
     ]
@@ -83,6 +84,33 @@ def frontier(found: Sequence[Figures], styles: Styles, whole_sample: bool) -> st
         axes.set_xlim(left=0.98)
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    return to_svg(figure)
+
+
+def savings(maps: Mapping[str, Sequence[tuple[int | None, float, Figures]]]) -> str:
+    """Heat maps, one per method: quality by the layers that prompts run and the decode target.
+
+    Args:
+        maps: by method its cells: layers that prompts run (None: all), decode FLOP speed-up asked for, figures.
+    """
+    figure, panels = _grid(len(maps), 3.4, columns=min(2, len(maps)))
+    for axes, (name, cells) in zip(panels, maps.items(), strict=False):
+        targets = sorted({target for _, target, _ in cells})
+        layers = sorted({layers for layers, *_ in cells if layers is not None}, reverse=True)
+        rows: list[int | None] = [None, *layers]
+        grid = np.full((len(rows), len(targets)), np.nan)
+        _style(axes, f"{name}: ROUGE-L as share of full depth's, and FLOP speed-up of the whole sample")
+        for prompt_layers, target, figures in cells:
+            row, column = rows.index(prompt_layers), targets.index(target)
+            grid[row, column] = quality = _rouge_share(figures).value
+            speed = figures.sample_flop_speedup
+            shown = f"{quality:.3f}" + (f"\n{speed.value:.2f}x" if speed else "")
+            axes.text(column, row, shown, ha="center", va="center", fontsize=9, color=INK)
+        axes.imshow(grid, aspect="auto", cmap=_HEAT, vmin=0.8, vmax=1.0)
+        axes.set_xticks(range(len(targets)), ["full depth" if target == 1 else f"{target:g}x" for target in targets])
+        axes.set_yticks(range(len(rows)), ["all" if count is None else str(count) for count in rows])
+        axes.set_xlabel("decode FLOP speed-up asked for")
+        axes.set_ylabel("layers that prompts run")
     return to_svg(figure)
 
 
@@ -173,7 +201,7 @@ def _corrections(schedule: Schedule, steps: int) -> Iterator[tuple[float, int, i
                 yield bridge.block.first.place / 2, first, last
 
 
-def _rouge_share(each: Figures) -> Estimate | None:
+def _rouge_share(each: Figures) -> Estimate:
     return each.share_of_full_depth["rouge_l"] or each.against_full_depth["rouge_l"]
 
 
@@ -187,9 +215,9 @@ def _line(axes: Axes, name: str, points: Sequence[tuple[Estimate, Estimate]], st
     axes.errorbar(x, y, error, label=name, capsize=2, elinewidth=0.9, **styles.of(name))  # type: ignore[arg-type]
 
 
-def _grid(count: int, height: float) -> tuple[Figure, list[Axes]]:
-    """`count` pictures in rows of COLUMNS, unused places hidden."""
-    columns = min(COLUMNS, max(1, count))
+def _grid(count: int, height: float, columns: int = COLUMNS) -> tuple[Figure, list[Axes]]:
+    """`count` pictures, `columns` side by side, unused places hidden."""
+    columns = min(columns, max(1, count))
     rows = -(-max(1, count) // columns)
     figure = Figure(figsize=(9.6, height * rows + 0.5), layout="constrained")
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)

@@ -16,7 +16,7 @@ FULL_DEPTH = "full depth"
 class Contender:
     """A way to decode, under the name that the report shows."""
 
-    name: str  # the same at every target
+    name: str  # the same at every target, and whatever is done with prompts
     target: float | None  # decode FLOP speed-up it was made for, where it was made for one
     method: Schedule | EarlyExit
     is_rival: bool = False
@@ -28,8 +28,19 @@ class Contender:
         return cls(FULL_DEPTH, None, Schedule.full_depth(layers))
 
     @property
+    def prompt_layers(self) -> int | None:
+        """Layers that all tokens of a prompt run, where a prompt bridge stands in for the others."""
+        bridge = self.method.prompt_bridge if isinstance(self.method, Schedule) else None
+        return None if bridge is None else bridge.first
+
+    @property
+    def line(self) -> str:
+        """What shares a line in the figures: its name, and what it does with prompts."""
+        return self.name if self.prompt_layers is None else f"{self.name}, prompts to layer {self.prompt_layers}"
+
+    @property
     def label(self) -> str:
-        return self.name if self.target is None else f"{self.name}, {self.target:g}x"
+        return self.line if self.target is None else f"{self.line}, {self.target:g}x"
 
     @property
     def identity(self) -> str:

@@ -55,7 +55,7 @@ class Figures:
     """What the report shows of a contender. Speed-ups compare with full depth; shares are of full depth's figure."""
 
     label: str
-    name: str
+    name: str  # of its line in the figures
     target: float | None
     is_rival: bool
     note: str
@@ -103,7 +103,7 @@ def figures(outputs: Outputs, reference: Outputs, bootstrap: Bootstrap) -> Figur
     contender = outputs.contender
     return Figures(
         label=contender.label,
-        name=contender.name,
+        name=contender.line,
         target=contender.target,
         is_rival=contender.is_rival,
         note=contender.note,

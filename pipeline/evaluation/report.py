@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader
 from engine import Schedule
 from pipeline.evaluation import charts
 from pipeline.evaluation.bootstrap import Estimate
-from pipeline.evaluation.contender import Contender
+from pipeline.evaluation.contender import FULL_DEPTH, Contender
 from pipeline.evaluation.figures import Figures
 
 REPORT_FILE = "report.html"
@@ -33,7 +33,9 @@ def render(sections: Sequence[Section], config: Mapping[str, Any]) -> str:
     styles = charts.Styles(found)
     scheduled = [(s.contender.label, s.contender.method) for s in sections[1:]]
     maps = [(label, method) for label, method in scheduled if isinstance(method, Schedule)]
+    savings = savings_maps(sections)
     drawn = {
+        **({"Savings in prompts and in decoding": charts.savings(savings)} if savings else {}),
         "Quality against compute, prompts included": charts.frontier(found, styles, whole_sample=True),
         "Quality against compute, decoding alone": charts.frontier(found, styles, whole_sample=False),
         "Agreement along the answer": charts.agreement_by_step(found, styles),
@@ -51,6 +53,21 @@ def render(sections: Sequence[Section], config: Mapping[str, Any]) -> str:
         config=config,
         has_references=any(each.share_of_full_depth["rouge_l"] for each in found),
     )
+
+
+def savings_maps(sections: Sequence[Section]) -> dict[str, list[tuple[int | None, float, Figures]]]:
+    """By method, where its prompts are cut short too: layers that prompts run, decode target, figures.
+
+    Decoding at full depth is every method's target 1.
+    """
+    found: dict[str, list[tuple[int | None, float, Figures]]] = {}
+    for section in sections:
+        one = section.contender
+        if not one.is_rival and (one.target or one.name == FULL_DEPTH):
+            found.setdefault(one.name, []).append((one.prompt_layers, one.target or 1.0, section.figures))
+    undiminished = found.pop(FULL_DEPTH, [])
+    several = {name: cells for name, cells in found.items() if len({layers for layers, *_ in cells}) > 1}
+    return {name: [*undiminished, *cells] for name, cells in several.items()}
 
 
 def _headline(found: Sequence[Figures]) -> str:

@@ -14,11 +14,15 @@ from engine.adaptation.estimate import is_early_look, reachable_kl
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import Point, Trainer
 from engine.calibration.collect import answer_prompts
+from engine.calibration.quality import Judge
 from engine.kernels import Kernels
 from engine.orders import lowest_first
 from engine.teacher_forcing import Answer
+from tests.engine.conftest import random_prompt_bridge
 
-RECIPE = Recipe(steps=40, tokens_per_step=120, learning_rate=3e-3, warmup_steps=5, gate_width=8, judge_every=10)
+RECIPE = Recipe(
+    steps=40, tokens_per_step=120, learning_rate=3e-3, warmup_steps=5, gate_width=8, adapter_rank=0, judge_every=10
+)
 
 
 def quiet(stage: str, done: int, total: int) -> None:
@@ -112,6 +116,26 @@ def test_what_is_trained_is_what_decoding_runs(
         x = forced.hidden(read, engine.compiled(read))
         likeliest = torch.cat([logits.argmax(-1) for _, logits in forced.logits(x)])
     assert likeliest.tolist() == forced.next_token.tolist()
+
+
+@pytest.mark.parametrize("bridged", [False, True])
+def test_a_prompt_bridge_learns_through_the_answers(
+    engine: Engine, schedule: Schedule, answers: list[Answer], bridged: bool
+) -> None:
+    """Alone or with the schedule's bridges; what it was judged as is what its prompts give when they run anew."""
+    prompts = random_prompt_bridge(engine.shape, 3)
+    schedule = replace(schedule if bridged else Schedule.full_depth(engine.shape.layers), prompt_bridge=prompts)
+    trainer, points = train(engine, schedule, answers)
+    best, quality = trainer.best()
+    assert points[-1].loss < 0.9 * points[0].loss
+    assert best.prompt_bridge is not None
+    assert best.prompt_bridge.first == 3
+    assert best.prompt_bridge != prompts
+    with torch.no_grad():
+        held_out = answers[:6]
+        judge = Judge(engine.teacher_forced(held_out), engine.shape.layers)
+        again = judge.judge(best, engine.compiled(best), engine.teacher_forced(held_out, best.prompt_bridge))
+    assert again.mean_kl == pytest.approx(quality.mean_kl, rel=1e-3)
 
 
 @pytest.mark.parametrize("adapter_rank", [0, 3])

@@ -14,9 +14,11 @@ from torch import Tensor
 
 import engine.batch
 from engine import Engine, Sampling, Schedule
+from engine.kernels import Kernels
 from engine.plan import Compiled
 from engine.sampling import Sampler
 from engine.teacher_forcing import Answer
+from tests.engine.conftest import random_prompt_bridge
 
 LAYERS = 5
 MODELS: dict[str, dict[str, Any]] = {
@@ -50,7 +52,7 @@ def model(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Path]) 
 @settings(max_examples=15)
 @given(
     data=st.data(),
-    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=4) | st.lists(st.integers(9, 10), min_size=2, max_size=4),
     new_tokens=st.integers(2, 14),
 )
 def test_teacher_forcing_is_decoding(
@@ -61,15 +63,15 @@ def test_teacher_forcing_is_decoding(
     new_tokens: int,
 ) -> None:
     schedule = data.draw(schedules(LAYERS, model.shape.hidden, model.shape, model.decoder))
-    draw = torch.Generator().manual_seed(sum(lengths))
     answers, decoded = [], []
     sampling = Sampling(max_new_tokens=new_tokens, min_new_tokens=2, temperature=1.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.batch, "Sampler", KeptLogits)
-        for length in lengths:
-            prompt = torch.randint(1, 96, (length,), generator=draw).tolist()
+        for index, length in enumerate(lengths):
+            # Of one length is one prompt: some have several answers.
+            prompt = torch.randint(1, 96, (length,), generator=torch.Generator().manual_seed(length)).tolist()
             KeptLogits.kept = []
-            [generation] = model.generate([prompt], sampling, schedule)
+            [generation] = model.generate([prompt], sampling, schedule, sample_ids=[str(index)])
             answers.append(Answer(prompt, generation.tokens))
             decoded += KeptLogits.kept[1 : len(generation.tokens)]
     with torch.inference_mode():
@@ -93,3 +95,23 @@ def test_a_pass_goes_on_from_a_kept_state(model: Engine) -> None:
         torch.testing.assert_close(states[2 * LAYERS], hidden)
         for place in (3, 6):
             torch.testing.assert_close(forced.hidden(full, Compiled(), start=(place, states[place])), hidden)
+
+
+def test_prompts_that_stopped_are_taken_on_as_under_the_bridge_from_the_start(model: Engine) -> None:
+    draw = torch.Generator().manual_seed(1)
+    prompts = torch.randint(1, 96, (3, 8), generator=draw).tolist()
+    answers = [Answer(prompts[index], torch.randint(1, 96, (5,), generator=draw).tolist()) for index in (0, 0, 1, 2)]
+    full = Schedule.full_depth(LAYERS)
+    with torch.inference_mode():
+        stopped = model.teacher_forced(answers, stop=2)
+        for seed in (0, 1):  # taken on twice, by two bridges
+            bridge = random_prompt_bridge(model.shape, 2, seed)
+            whole = model.teacher_forced(answers, bridge)
+            stopped.finish_prompts(bridge.compiled(model.shape, Kernels(), torch.float32, torch.device("cpu")))
+            torch.testing.assert_close(stopped.first_hidden, whole.first_hidden)
+            torch.testing.assert_close(stopped.hidden(full, Compiled()), whole.hidden(full, Compiled()))
+        assert not torch.allclose(whole.first_hidden, model.teacher_forced(answers).first_hidden)
+        first = next(logits.argmax(-1) for _, logits in whole.logits(whole.first_hidden)).tolist()
+    schedule = Schedule(LAYERS, prompt_bridge=bridge)
+    generated = {g.index: g.tokens[0] for g in model.generate(prompts, Sampling(max_new_tokens=1), schedule)}
+    assert first == [generated[index] for index in (0, 0, 1, 2)]

@@ -11,6 +11,7 @@ import pytest
 from engine import Schedule
 from engine.adaptation.trainer import Point
 from jobs import adapt_model, calibrate_schedule, command_line
+from jobs.answers import answer_corpus, with_more_answers
 from pipeline.evaluation.charts import learning_curve
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +46,7 @@ def test_a_calibrated_schedule_is_adapted_and_a_rerun_goes_on(
 
     chosen = ["--schedule", str(calibrated), "--target-speedup", "1.1"]
     arguments = [*common, *chosen, "--output", str(adapted), "--prompts", "60"]
-    assert adapt([*arguments, "--steps", "20", "--gate-width", "4"]) == 0
+    assert adapt([*arguments, "--steps", "20", "--gate-width", "4", "--adapter-rank", "0"]) == 0
     after = Schedule.read(adapted)
     assert (after.skip_order, after.plateaus) == (before.skip_order, before.plateaus)
     assert after.bridges.keys() == before.bridges.keys()
@@ -57,18 +58,31 @@ def test_a_calibrated_schedule_is_adapted_and_a_rerun_goes_on(
     assert "own weights are unchanged" in (adapted / adapt_model.CARD_FILE).read_text()
     assert (adapted / adapt_model.FIGURE_FILE).read_text() == learning_curve([Point(**point) for point in curve])
 
-    assert adapt([*arguments, "--steps", "20", "--gate-width", "4"]) == 0
+    assert adapt([*arguments, "--steps", "20", "--gate-width", "4", "--adapter-rank", "0"]) == 0
     assert json.loads((adapted / adapt_model.CURVE_FILE).read_text()) == curve
     capsys.readouterr()
-    assert adapt([*arguments, "--steps", "30", "--gate-width", "4"]) == 1
+    assert adapt([*arguments, "--steps", "30", "--gate-width", "4", "--adapter-rank", "0"]) == 1
     assert "of another training" in capsys.readouterr().err
 
     arguments = [*common, *chosen, "--output", str(tmp_path / "above"), "--prompts", "60"]
-    assert adapt([*arguments, "--steps", "5", "--gate-width", "0", "--adapter-rank", "2"]) == 0
+    assert adapt([*arguments, "--steps", "5", "--adapter-rank", "2"]) == 0
     above = Schedule.read(tmp_path / "above")
     assert above.adapter is not None
     assert above.provenance["decode_flop_speedup"] == pytest.approx(before.provenance["decode_flop_speedup"], rel=0.01)
     assert "an adapter of rank 2" in (tmp_path / "above" / adapt_model.CARD_FILE).read_text()
+
+
+def test_more_answers_to_a_prompt_are_more_to_learn_from(common: list[str]) -> None:
+    config = command_line.parse(
+        adapt_model.AdaptModel, adapt_model.PROGRAM, [*common, "--schedule", "", "--output", "", "--prompts", "20"]
+    )
+    model = config.load_engine()
+    answers = answer_corpus(config, model, lambda *_: None).answers
+    more = with_more_answers(config, model, answers, 3, lambda *_: None)
+    assert more[::3] == answers
+    prompts = [answer.prompt for answer in more]
+    assert prompts == [answer.prompt for answer in answers for _ in range(3)]
+    assert len({tuple(answer.tokens) for answer in more}) > 2 * len(answers)
 
 
 def test_a_plain_schedule_is_refused_before_the_model_is_loaded(

@@ -63,12 +63,39 @@ def test_a_rerun_extends_what_is_there_and_the_report_stands_alone(
         assert outside not in html
 
 
+def test_schedules_are_judged_with_shorter_prompts_too(
+    tmp_path: Path, schedules: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    arguments = [
+        "--input", CORPUS, "--output", str(out), "--schedules", str(schedules), "--part", "all", "--rows", "2",
+        "--max-new-tokens", "6", "--threads", "2", "--prompt-layers", "24", "20", "--bridge-rows", "20",
+    ]  # fmt: skip
+    assert run(monkeypatch, *arguments) == 0
+    found = {each["label"]: each for each in json.loads((out / "figures.json").read_text())["contenders"]}
+    assert found.keys() == {
+        f"{name}{prompts}{target}"
+        for name, targets in (("full depth", [""]), ("plain", [", 1.1x", ", 1.6x"]))
+        for prompts in ("", ", prompts to layer 24", ", prompts to layer 20")
+        for target in targets
+    }
+    speedups = [found[f"full depth{prompts}"]["sample_flop_speedup"][0]
+                for prompts in ("", ", prompts to layer 24", ", prompts to layer 20")]  # fmt: skip
+    assert speedups[0] == 1
+    assert speedups == sorted(set(speedups))
+    assert found["full depth, prompts to layer 24"]["decode_flop_speedup"][0] == 1
+    html = (out / "report.html").read_text()
+    assert "Savings in prompts and in decoding" in html
+    assert html.count("<svg") == 5
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ([], "name something to judge"),
         (["--rivals", "magic"], "rival 'magic' is not known: known are skipdecode"),
         (["--rivals", "all", "--target-speedups", "0.5"], "must be above 1"),
+        (["--prompt-layers", "30"], "prompts can run 1 to 29 of this model's layers, not 30"),
         (["--schedules", "nowhere.json"], "'nowhere.json' cannot be read"),
         (["--schedules", "infra"], "'infra' holds no schedule.json"),
         (["--rivals", "all", "--text-column", "body"], "body"),

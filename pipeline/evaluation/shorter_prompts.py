@@ -1,0 +1,33 @@
+"""Contenders whose prompts are cut short too: a prompt bridge fitted on calibration prompts, one for all of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from engine import Engine, Schedule
+from engine.calibration.prompts import fit_prompt_bridge
+from pipeline.evaluation.contender import Contender
+from pipeline.stage_progress import StageProgress
+
+log = logging.getLogger(__name__)
+
+
+def with_shorter_prompts(
+    contenders: Sequence[Contender], prompt_layers: Sequence[int], engine: Engine, prompts: Sequence[Sequence[int]]
+) -> Iterator[Contender]:
+    """Each schedule without a prompt bridge, with one for each number of layers.
+
+    Args:
+        contenders: full depth and schedules; adaptive rules are passed over.
+        prompt_layers: that all tokens of a prompt are to run.
+        engine: with the model.
+        prompts: to fit the bridges on, as token ids.
+    """
+    for first in sorted(set(prompt_layers), reverse=True):
+        bridge = fit_prompt_bridge(engine, prompts, first, StageProgress(log))
+        note = f"prompts stop before layer {first}; their bridge is fitted on {len(prompts)} prompts"
+        for one in contenders:
+            if isinstance(one.method, Schedule) and one.prompt_layers is None:
+                yield replace(one, method=replace(one.method, prompt_bridge=bridge), note=note)
