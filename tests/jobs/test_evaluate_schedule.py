@@ -86,6 +86,8 @@ def test_schedules_are_judged_with_shorter_prompts_too(
     assert found["full depth, prompts to layer 24"]["decode_flop_speedup"][0] == 1
     html = (out / "report.html").read_text()
     assert "Savings in prompts and in decoding" in html
+    for each in found.values():  # a cell of the map each, full depth's own among them
+        assert f"<!-- {each['sample_flop_speedup'][0]:.2f}x -->" in html
     assert html.count("<svg") == 5
 
 
