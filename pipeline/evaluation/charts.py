@@ -93,7 +93,7 @@ def savings(maps: Mapping[str, Sequence[tuple[int | None, float, Figures]]]) -> 
     Args:
         maps: by method its cells: layers that prompts run (None: all), decode FLOP speed-up asked for, figures.
     """
-    figure, panels = _grid(len(maps), 3.4, columns=min(2, len(maps)))
+    figure, panels = _grid(len(maps), 3.4, columns=1)
     for axes, (name, cells) in zip(panels, maps.items(), strict=False):
         targets = sorted({target for _, target, _ in cells})
         layers = sorted({layers for layers, *_ in cells if layers is not None}, reverse=True)
