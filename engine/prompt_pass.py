@@ -110,11 +110,13 @@ class StoppedPrompts:
     first: int  # layer that they have stopped before
     _states: Tensor  # [N, hidden]
 
-    def finish(self, maps: PromptMaps) -> Tensor:
+    def finish(self, maps: PromptMaps | None) -> Tensor:
         """Hidden states [P, hidden] of the last tokens after all layers; `keep` is told of the layers above.
 
-        Gradients flow to the maps.
+        Without maps all tokens go on at full depth. Gradients flow to the maps.
         """
+        if maps is None:
+            return self._pass.onwards(self._states, self.first)
         if maps.first != self.first:
             raise ValueError(f"prompts have stopped before layer {self.first}, the bridge is for layer {maps.first}")
         return self._pass.above(self._states, maps)
@@ -148,22 +150,25 @@ class _Pass:
         self._last, self._others = (rows.nonzero()[:, 0].to(device) for rows in (is_last, ~is_last))
 
     def run(self, observe: Observe | None) -> Tensor:
-        """Hidden states [P, hidden] of the last tokens after all layers."""
-        return self._below(self._decoder.shape.layers, observe)[self._last]
+        """Hidden states [P, hidden] of the last tokens, all running all layers."""
+        return self.onwards(self._embedded, 0, observe)
 
     def stop(self, first: int, observe: Observe | None = None) -> StoppedPrompts:
         """All tokens as they are before layer `first`."""
-        return StoppedPrompts(self, first, self._below(first, observe))
+        plan = self._plan[: 2 * first]
+        x = run_plan(self._decoder, plan, Compiled(), self._embedded, self._rotations, self._attend, observe)
+        return StoppedPrompts(self, first, x)
+
+    def onwards(self, x: Tensor, first: int, observe: Observe | None = None) -> Tensor:
+        """Hidden states [P, hidden] of the last tokens, all going on from states [N, hidden] before layer `first`."""
+        plan = self._plan[2 * first :]
+        return run_plan(self._decoder, plan, Compiled(), x, self._rotations, self._attend, observe)[self._last]
 
     def above(self, x: Tensor, maps: PromptMaps) -> Tensor:
         """Hidden states [P, hidden] of the last tokens after all layers, from states [N, hidden] where all stopped."""
         rotations, attend = self._rotations_of(self._last), self._attend_alone(x[self._others], maps)
         plan = self._plan[2 * maps.first :]
         return run_plan(self._decoder, plan, Compiled(), x[self._last], rotations, attend)
-
-    def _below(self, layers: int, observe: Observe | None) -> Tensor:
-        plan = self._plan[: 2 * layers]
-        return run_plan(self._decoder, plan, Compiled(), self._embedded, self._rotations, self._attend, observe)
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Of all N tokens."""

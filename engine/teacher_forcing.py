@@ -110,8 +110,11 @@ class AnswerPass:
         for layer in set(range(len(self._prompts))) - layers:
             self._prompts[layer] = []
 
-    def finish_prompts(self, maps: PromptMaps) -> None:
-        """Take the prompts from where they stopped to their ends; gradients flow to the maps. May be called again."""
+    def finish_prompts(self, maps: PromptMaps | None) -> None:
+        """Take the prompts from where they stopped to their ends, without maps at full depth. May be called again.
+
+        Gradients flow to the maps.
+        """
         self.forget_ends()
         self._ends = [stopped.finish(maps) for stopped in self._stopped]
 

@@ -44,17 +44,19 @@ class _Lesson:
     """Some answers, with what training needs of full depth kept: prompts' keys and values, and two states per token."""
 
     def __init__(self, engine: Engine, answers: Sequence[Answer], schedule: Schedule, place: int) -> None:
-        full = engine.teacher_forced(answers)
         bridge = schedule.prompt_bridge
-        self.answers = full if bridge is None else engine.teacher_forced(answers, stop=bridge.first)
-        self.first = full.first_hidden  # [A, hidden] after all layers
+        self.answers = engine.teacher_forced(answers, stop=bridge.first if bridge else None)
+        if bridge is not None:
+            self.answers.finish_prompts(None)
+        self.first = self.answers.first_hidden  # [A, hidden] after all layers
         self._start: list[Tensor] = []
 
         def keep(at: int, x: Tensor) -> None:
             if at == place:
                 self._start.append(x.clone())
 
-        self.final = full.hidden(Schedule.full_depth(schedule.layers), Compiled(), observe=keep)
+        self.final = self.answers.hidden(Schedule.full_depth(schedule.layers), Compiled(), observe=keep)
+        self.answers.forget_ends()
         above = (unit for unit in schedule.active_units(0) if unit.place >= place)  # later plateaus run no others
         self.answers.keep_prompts({unit.layer for unit in above if unit.kind == "a"})
 

@@ -110,7 +110,11 @@ def test_prompts_that_stopped_are_taken_on_as_under_the_bridge_from_the_start(mo
             stopped.finish_prompts(bridge.compiled(model.shape, Kernels(), torch.float32, torch.device("cpu")))
             torch.testing.assert_close(stopped.first_hidden, whole.first_hidden)
             torch.testing.assert_close(stopped.hidden(full, Compiled()), whole.hidden(full, Compiled()))
-        assert not torch.allclose(whole.first_hidden, model.teacher_forced(answers).first_hidden)
+        deep = model.teacher_forced(answers)
+        assert not torch.allclose(whole.first_hidden, deep.first_hidden)
+        stopped.finish_prompts(None)
+        torch.testing.assert_close(stopped.first_hidden, deep.first_hidden)
+        torch.testing.assert_close(stopped.hidden(full, Compiled()), deep.hidden(full, Compiled()))
         first = next(logits.argmax(-1) for _, logits in whole.logits(whole.first_hidden)).tolist()
     schedule = Schedule(LAYERS, prompt_bridge=bridge)
     generated = {g.index: g.tokens[0] for g in model.generate(prompts, Sampling(max_new_tokens=1), schedule)}
