@@ -94,6 +94,7 @@ def adapt(config: AdaptModel) -> None:
     held_out = drawn.answers[-kept:]
     train = with_more_answers(config, teacher, drawn.answers[:-kept], config.answers_per_prompt, progress)
     student = Engine.load(config.model, config.device, "float32", config.threads, Kernels())
+    student.share_prefix(config.template().shared_prefix(student.tokenizer))  # no prompt bridge stands in for it
     trainer = Trainer(student, schedule, train, held_out, config.recipe(), progress)
     points = []
     for point in trainer.run(output / CHECKPOINT_FILE):

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine import Schedule
 from engine.adaptation.trainer import Point
+from engine.calibration.quality import Judge
 from jobs import adapt_model, calibrate_schedule, command_line
 from jobs.answers import answer_corpus, with_more_answers
 from pipeline.evaluation.charts import learning_curve
@@ -70,6 +72,37 @@ def test_a_calibrated_schedule_is_adapted_and_a_rerun_goes_on(
     assert above.adapter is not None
     assert above.provenance["decode_flop_speedup"] == pytest.approx(before.provenance["decode_flop_speedup"], rel=0.01)
     assert "an adapter of rank 2" in (tmp_path / "above" / adapt_model.CARD_FILE).read_text()
+
+
+def test_prompts_are_cut_short_in_training_as_in_a_job(common: list[str], tmp_path: Path) -> None:
+    """What they share is computed at full depth there, before any prompt."""
+    common = [*common, "--prompt", "Say it in a few words: {text}"]
+    calibrated = [
+        *common,
+        "--output",
+        str(tmp_path),
+        "--prompts",
+        "40",
+        "--target-speedups",
+        "1.1",
+        "--prompt-layers",
+        "2",
+    ]
+    calibrate_schedule.calibrate(
+        command_line.parse(calibrate_schedule.CalibrateSchedule, calibrate_schedule.PROGRAM, calibrated)
+    )
+    chosen = ["--schedule", str(tmp_path / "1.1x"), "--output", str(tmp_path / "adapted"), "--prompts", "60"]
+    assert adapt([*common, *chosen, "--steps", "1"]) == 0
+    config = command_line.parse(adapt_model.AdaptModel, adapt_model.PROGRAM, [*common, *chosen])
+    model = config.load_engine()
+    held_out = answer_corpus(config, model, lambda *_: None).answers[-6:]  # and has it share the prefix
+    schedule = Schedule.read(tmp_path / "1.1x")
+    with torch.inference_mode():
+        judge = Judge(model.teacher_forced(held_out), schedule.layers)
+        passed = model.teacher_forced(held_out, schedule.prompt_bridge)
+        quality = judge.judge(schedule, model.compiled(schedule), passed)
+    curve = json.loads((tmp_path / "adapted" / adapt_model.CURVE_FILE).read_text())
+    assert curve[0]["kl"] == pytest.approx(quality.mean_kl, rel=1e-3)
 
 
 def test_more_answers_to_a_prompt_are_more_to_learn_from(common: list[str]) -> None:
