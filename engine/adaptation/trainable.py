@@ -68,6 +68,10 @@ class Trainable:
             name: nn.Parameter(tensor.detach().to(device, torch.float32).clone()) for name, tensor in named.items()
         }
 
+    def some(self, prompts: bool) -> list[nn.Parameter]:
+        """Those of the prompt bridge, or all others."""
+        return [value for name, value in self.parameters.items() if name.startswith(f"{PROMPTS}/") == prompts]
+
     def compiled(self, kernels: Kernels) -> Compiled:
         """What the parts of `start` are to do now; gradients flow to the parameters."""
         now = self._with(self.parameters)

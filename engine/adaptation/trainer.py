@@ -27,6 +27,8 @@ from engine.teacher_forcing import Answer
 log = logging.getLogger(__name__)
 
 BETAS, EPS = (0.9, 0.95), 1e-8
+# Of the learning rate, for the prompt bridge: states are larger where it starts, so its matrix takes smaller steps.
+PROMPT_RATE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +101,12 @@ class Trainer:
         added = (recipe.gate_width, recipe.adapter_rank, recipe.seed)
         self._trainable = Trainable(schedule, engine.decoder, engine.device, *added)
         self._schedule = schedule = self._trainable.start
-        self._optimizer = torch.optim.AdamW(
-            list(self._trainable.parameters.values()), lr=recipe.learning_rate, betas=BETAS, eps=EPS, weight_decay=0.0
-        )
+        groups = [
+            {"params": parameters, "share": PROMPT_RATE if prompts else 1.0}
+            for prompts in (False, True)
+            if (parameters := self._trainable.some(prompts))
+        ]
+        self._optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=BETAS, eps=EPS, weight_decay=0.0)
         self._place = schedule.changed_from
         with torch.no_grad():
             self._lessons = self._prepare(train)
@@ -168,7 +173,7 @@ class Trainer:
         order = torch.randperm(len(self._lessons), generator=torch.Generator().manual_seed(self._recipe.seed + epoch))
         lesson = self._lessons[int(order[index])]
         for group in self._optimizer.param_groups:
-            group["lr"] = self._recipe.rate(step)
+            group["lr"] = group["share"] * self._recipe.rate(step)
         self._optimizer.zero_grad()
         answers, maps = lesson.answers, self._trainable.prompt_maps(self._kernels)
         if maps is not None:
