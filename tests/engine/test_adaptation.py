@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine import Block, Bridge, Engine, Plateau, Sampling, Schedule, ScheduleError
+from engine.adaptation import trainer
 from engine.adaptation.estimate import is_early_look, reachable_kl
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import Point, Trainer
@@ -120,13 +121,14 @@ def test_what_is_trained_is_what_decoding_runs(
 
 @pytest.mark.parametrize("bridged", [False, True])
 def test_a_prompt_bridge_learns_through_the_answers(
-    engine: Engine, schedule: Schedule, answers: list[Answer], bridged: bool
+    engine: Engine, schedule: Schedule, answers: list[Answer], bridged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone or with the schedule's bridges; what it was judged as is what its prompts give when they run anew."""
+    monkeypatch.setattr(trainer, "PROMPT_RATE", 1.0)  # a random model's states are small all the way up
     prompts = random_prompt_bridge(engine.shape, 3)
     schedule = replace(schedule if bridged else Schedule.full_depth(engine.shape.layers), prompt_bridge=prompts)
-    trainer, points = train(engine, schedule, answers)
-    best, quality = trainer.best()
+    trained, points = train(engine, schedule, answers)
+    best, quality = trained.best()
     assert points[-1].loss < 0.9 * points[0].loss
     assert best.prompt_bridge is not None
     assert best.prompt_bridge.first == 3
