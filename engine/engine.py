@@ -285,7 +285,10 @@ class Engine:
     def teacher_forced(
         self, answers: Sequence[Answer], bridge: PromptBridge | None = None, stop: int | None = None
     ) -> AnswerPass:
-        """Known answers to prompts, to be passed through the layers under any schedule with that prompt bridge."""
+        """Known answers to prompts, to be passed through the layers under any schedule with that prompt bridge.
+
+        With `stop`, prompts wait before that layer for `AnswerPass.finish_prompts`.
+        """
         return AnswerPass(self._decoder, self._kernels, self._device, self._prompts, answers, bridge, stop)
 
     def observe_prompts(self, prompts: Sequence[Sequence[int]], observe: Observe) -> None:

@@ -85,7 +85,7 @@ class Trainable:
 
     def prompt_maps(self, kernels: Kernels) -> PromptMaps | None:
         """What the prompt bridge is to do now, if there is one; gradients flow to its parameters."""
-        bridge = self._with(self.parameters).prompt_bridge
+        bridge = self._prompt_bridge(self.parameters)
         return None if bridge is None else bridge.compiled(self._decoder.shape, kernels, torch.float32, self._device)
 
     def schedule(self) -> Schedule:
@@ -108,14 +108,13 @@ class Trainable:
             name: replace(bridge, tensors=_below(tensors, f"{BRIDGES}/{name}/"))
             for name, bridge in self.start.bridges.items()
         }
-        prompts, changes = _below(tensors, f"{PROMPTS}/"), _below(tensors, f"{ADAPTER}/")
+        changes = _below(tensors, f"{ADAPTER}/")
+        adapter = Adapter(changes) if changes else None
+        return replace(self.start, bridges=bridges, prompt_bridge=self._prompt_bridge(tensors), adapter=adapter)
+
+    def _prompt_bridge(self, tensors: Mapping[str, Tensor]) -> PromptBridge | None:
         bridge = self.start.prompt_bridge
-        return replace(
-            self.start,
-            bridges=bridges,
-            prompt_bridge=PromptBridge(bridge.first, prompts) if bridge else None,
-            adapter=Adapter(changes) if changes else None,
-        )
+        return None if bridge is None else replace(bridge, tensors=_below(tensors, f"{PROMPTS}/"))
 
 
 def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from engine.kernels import Kernels
 from engine.packing import packs
 from engine.plan import Compiled
 from engine.schedule import Schedule
-from engine.teacher_forcing import Answer
+from engine.teacher_forcing import Answer, AnswerPass
 
 log = logging.getLogger(__name__)
 
@@ -42,14 +42,21 @@ class Point:
     seconds: float  # of training, over all sessions
 
 
+def _at_full_depth(engine: Engine, answers: Sequence[Answer], schedule: Schedule) -> AnswerPass:
+    """Answers after their prompts, which a prompt bridge may take on anew from where it starts."""
+    bridge = schedule.prompt_bridge
+    if bridge is None:
+        return engine.teacher_forced(answers)
+    passed = engine.teacher_forced(answers, stop=bridge.first)
+    passed.finish_prompts(None)
+    return passed
+
+
 class _Lesson:
     """Some answers, with what training needs of full depth kept: prompts' keys and values, and two states per token."""
 
     def __init__(self, engine: Engine, answers: Sequence[Answer], schedule: Schedule, place: int) -> None:
-        bridge = schedule.prompt_bridge
-        self.answers = engine.teacher_forced(answers, stop=bridge.first if bridge else None)
-        if bridge is not None:
-            self.answers.finish_prompts(None)
+        self.answers = _at_full_depth(engine, answers, schedule)
         self.first = self.answers.first_hidden  # [A, hidden] after all layers
         self._start: list[Tensor] = []
 
@@ -110,9 +117,7 @@ class Trainer:
         self._place = schedule.changed_from
         with torch.no_grad():
             self._lessons = self._prepare(train)
-            self._judge = Judge(engine.teacher_forced(held_out), schedule.layers, (self._place,))
-            bridge = schedule.prompt_bridge
-            self._held_out = None if bridge is None else engine.teacher_forced(held_out, stop=bridge.first)
+            self._judge = Judge(_at_full_depth(engine, held_out, schedule), schedule.layers, (self._place,))
         self._state = TrainingState(self._trainable.snapshot())
         self.tokens = sum(answer.passes for answer in train)
         self.lengths = [(len(answer.prompt), len(answer.tokens)) for answer in (*train, *held_out)]
@@ -163,9 +168,9 @@ class Trainer:
     def _quality(self) -> Quality:
         with torch.no_grad():
             maps = self._trainable.prompt_maps(self._kernels)
-            if self._held_out is not None and maps is not None:
-                self._held_out.finish_prompts(maps)
-            return self._judge.judge(self._schedule, self._trainable.compiled(self._kernels), self._held_out)
+            if maps is not None:
+                self._judge.answers.finish_prompts(maps)
+            return self._judge.judge(self._schedule, self._trainable.compiled(self._kernels))
 
     def _step(self, step: int) -> float:
         """One update; the lesson's mean loss in nats per token."""

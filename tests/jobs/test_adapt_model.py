@@ -77,17 +77,8 @@ def test_a_calibrated_schedule_is_adapted_and_a_rerun_goes_on(
 def test_prompts_are_cut_short_in_training_as_in_a_job(common: list[str], tmp_path: Path) -> None:
     """What they share is computed at full depth there, before any prompt."""
     common = [*common, "--prompt", "Say it in a few words: {text}"]
-    calibrated = [
-        *common,
-        "--output",
-        str(tmp_path),
-        "--prompts",
-        "40",
-        "--target-speedups",
-        "1.1",
-        "--prompt-layers",
-        "2",
-    ]
+    calibrated = [*common, "--output", str(tmp_path), "--prompts", "40", "--prompt-layers", "2"]
+    calibrated += ["--target-speedups", "1.1"]
     calibrate_schedule.calibrate(
         command_line.parse(calibrate_schedule.CalibrateSchedule, calibrate_schedule.PROGRAM, calibrated)
     )

@@ -20,6 +20,12 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return main()
 
 
+def judging(schedules: Path, out: Path) -> list[str]:
+    """Arguments that judge schedules on the demo's texts, in a few tokens each."""
+    common = ["--input", CORPUS, "--part", "all", "--max-new-tokens", "6", "--threads", "2"]
+    return [*common, "--schedules", str(schedules), "--output", str(out)]
+
+
 @pytest.fixture
 def schedules(tmp_path: Path) -> Path:
     """A directory of two targets, as calibrating writes."""
@@ -36,10 +42,7 @@ def test_a_rerun_extends_what_is_there_and_the_report_stands_alone(
     tmp_path: Path, schedules: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    arguments = [
-        "--input", CORPUS, "--output", str(out), "--schedules", str(schedules), "--part", "all", "--rows", "4",
-        "--batch-size", "2", "--max-new-tokens", "6", "--threads", "2",
-    ]  # fmt: skip
+    arguments = [*judging(schedules, out), "--rows", "4", "--batch-size", "2"]
     assert run(monkeypatch, *arguments) == 0
     assert "plain, 1.6x" in capsys.readouterr().out
     computed = {file: file.stat().st_mtime_ns for file in (out / "work").rglob("*.parquet")}
@@ -67,11 +70,8 @@ def test_schedules_are_judged_with_shorter_prompts_too(
     tmp_path: Path, schedules: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    arguments = [
-        "--input", CORPUS, "--output", str(out), "--schedules", str(schedules), "--part", "all", "--rows", "2",
-        "--max-new-tokens", "6", "--threads", "2", "--prompt-layers", "24", "20", "--bridge-rows", "20",
-    ]  # fmt: skip
-    assert run(monkeypatch, *arguments) == 0
+    more = ["--rows", "2", "--prompt-layers", "24", "20", "--bridge-rows", "20"]
+    assert run(monkeypatch, *judging(schedules, out), *more) == 0
     found = {each["label"]: each for each in json.loads((out / "figures.json").read_text())["contenders"]}
     assert found.keys() == {
         f"{name}{prompts}{target}"
