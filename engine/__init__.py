@@ -9,6 +9,7 @@ from engine.engine import Engine, describe
 from engine.errors import ModelError, PromptError, ScheduleError
 from engine.flops import Ledger
 from engine.generation import Generation
+from engine.head_preview import HeadPreview
 from engine.prompt_bridge import PromptBridge
 from engine.sampling import Sampling
 from engine.schedule import Plateau, Schedule
@@ -26,6 +27,7 @@ __all__ = [
     "EarlyExit",
     "Engine",
     "Generation",
+    "HeadPreview",
     "Ledger",
     "ModelError",
     "ModelShape",

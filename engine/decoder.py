@@ -44,7 +44,16 @@ class Decoder(Protocol):
         """Such keys with their positions."""
 
     def logits(self, x: Tensor) -> Tensor:
-        """[N, hidden] -> [N, vocab]."""
+        """[N, hidden] -> [N, vocab]: `head_input`, times the head's matrix, `capped`."""
+
+    def head_input(self, x: Tensor) -> Tensor:
+        """What the head's matrix multiplies, [N, w], of hidden states [N, hidden] after the last layer."""
+
+    def head_weight(self) -> Tensor:
+        """The head's matrix [vocab, w]; read again where the model itself keeps it in another layout."""
+
+    def capped(self, products: Tensor) -> Tensor:
+        """Logits, of their products with the head's matrix; may change them in place. Order is kept."""
 
     def projections(self, unit: Unit) -> Mapping[str, tuple[int, int]]:
         """(inputs, outputs) of the unit's projections that an adapter may change."""

@@ -279,7 +279,10 @@ class Engine:
             }
             adapters = {schedule.adapter for schedule in schedules if schedule.adapter is not None}
             adapted = {adapter: kept.adapted.get(adapter) or self._decoder.adapted(adapter) for adapter in adapters}
-        self._compiled = Compiled(bridges, adapted)
+            previews = {schedule.head_preview for schedule in schedules if schedule.head_preview is not None}
+            where = (self._decoder, self._kernels, self._dtype, self._device)
+            heads = {preview: kept.heads.get(preview) or preview.compiled(*where) for preview in previews}
+        self._compiled = Compiled(bridges, adapted, heads)
         return self._compiled
 
     def teacher_forced(

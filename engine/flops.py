@@ -7,7 +7,8 @@ One multiply-add counts 2; norms, softmax, rotary and embedding look-ups are not
     ... bridged     2 n l P + 2 l n (n + 1) q + 2 (n - 1) Pk + 2 (L - l) P + 4 (L - l) n q + 2 H
 
 with Pa, Pm, P, H, q as in `ModelShape`, Pb the parameters of each bridge applied, Pk those of a prompt bridge from
-layer l on, below which all tokens but the last stop, and c the context a token attends to, itself included: in a layer
+layer l on, below which all tokens but the last stop, H of a decode token smaller where the schedule has a head preview
+(`HeadPreview.parameters`), and c the context a token attends to, itself included: in a layer
 with a sliding window at most its width. Matrices between the embedding and the first layer add 2 x their parameters to
 every token.
 """
@@ -55,7 +56,7 @@ class Ledger:
 
     @cached_property
     def plateaus(self) -> tuple[PlateauCost, ...]:
-        costs = []
+        costs, preview = [], self.schedule.head_preview
         for plateau, plan in zip(self.schedule.plateaus, self.plans, strict=True):
             units = run_units(plan)
             layers = [unit.layer for unit in units if unit.kind == "a"]
@@ -64,7 +65,7 @@ class Ledger:
                 + len(layers) * self.shape.attention_parameters
                 + (len(units) - len(layers)) * self.shape.mlp_parameters
                 + sum(operation.bridge.parameters for operation in plan if isinstance(operation, ApplyBridge))
-                + self.shape.head_parameters
+                + (preview.parameters(self.shape) if preview else self.shape.head_parameters)
             )
             costs.append(PlateauCost(plateau.first_step, 2 * parameters, self._attention(layers), len(units)))
         return tuple(costs)

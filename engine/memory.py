@@ -43,6 +43,8 @@ def batch_bytes(
     per_token = 8 * shape.hidden + 2 * shape.query_width + mlp_width
     prompt_pass = max(PROMPT_TOKENS, prompt_tokens) * per_token * element_bytes
     logits = LOGIT_COPIES * rows * shape.vocab * 4
+    if (preview := schedule.head_preview) is not None:
+        logits += rows * preview.candidates * preview.width * element_bytes
     context = prompt_tokens + new_tokens
     scores = 2 * min(rows, ATTENTION_ROWS) * shape.heads * context * element_bytes
     if static:

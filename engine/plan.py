@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.adapter import Adapter
 from engine.bridge import Bridge, BridgeMap
 from engine.decoder import Attend, Decoder, Rotations
+from engine.head_preview import Head, HeadPreview
 from engine.schedule import Schedule
 from engine.unit import Unit, all_units
 
@@ -40,10 +41,15 @@ class Compiled:
 
     bridges: Mapping[Bridge, BridgeMap] = field(default_factory=dict)
     adapted: Mapping[Adapter, Decoder] = field(default_factory=dict)  # the model with each adapter's changes
+    heads: Mapping[HeadPreview, Head] = field(default_factory=dict)
 
     def model(self, operation: RunUnit, base: Decoder) -> Decoder:
         """The one to run a unit of."""
         return base if operation.adapter is None else self.adapted[operation.adapter]
+
+    def head(self, preview: HeadPreview | None, base: Decoder) -> Head:
+        """What gives decode tokens their logits."""
+        return base.logits if preview is None else self.heads[preview]
 
     def parts(self, plan: Iterable[Operation]) -> tuple[BridgeMap | Decoder, ...]:
         """Those that a plan uses."""

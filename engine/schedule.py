@@ -14,6 +14,7 @@ from engine.adapter import ADAPTER_FILE, Adapter
 from engine.bridge import Bridge
 from engine.bridge_file import BRIDGES_FILE, read_tensors, write_tensors
 from engine.errors import ScheduleError
+from engine.head_preview import HeadPreview
 from engine.prompt_bridge import PromptBridge
 from engine.shape import ModelShape
 from engine.unit import Block, Unit, all_units
@@ -46,6 +47,7 @@ class Schedule:
     bridges: Mapping[str, Bridge] = field(default_factory=dict, hash=False)  # by name
     prompt_bridge: PromptBridge | None = None
     adapter: Adapter | None = None  # changes units for decode tokens
+    head_preview: HeadPreview | None = None  # stands in for the vocabulary head of decode tokens
 
     def __post_init__(self) -> None:
         if self.layers < 1:
@@ -176,7 +178,8 @@ class Schedule:
 
     @property
     def is_full_depth(self) -> bool:
-        return self.plateaus[-1].skipped == 0 and self.prompt_bridge is None and self.adapter is None
+        parts = (self.prompt_bridge, self.adapter, self.head_preview)
+        return self.plateaus[-1].skipped == 0 and all(part is None for part in parts)
 
     def check_fits(self, shape: ModelShape) -> None:
         """Raises ScheduleError if the schedule was made for a model of another depth or width."""
@@ -191,7 +194,7 @@ class Schedule:
                     f"bridge {name!r} maps hidden states of width {bridge.hidden}, but those of this {shape.family} "
                     f"model have width {shape.hidden}: calibrate a schedule for this model"
                 )
-        for part in (self.prompt_bridge, self.adapter):
+        for part in (self.prompt_bridge, self.adapter, self.head_preview):
             if part is not None:
                 part.check_fits(shape)
 
@@ -207,6 +210,8 @@ class Schedule:
         bridge = self.prompt_bridge
         prompts = {"prompts": {"bridged_from": bridge.first, "digest": bridge.digest}} if bridge else {}
         adapter = {"adapter": {"digest": self.adapter.digest}} if self.adapter else {}
+        preview = self.head_preview
+        head = {"head": {"candidates": preview.candidates, "digest": preview.digest}} if preview else {}
         return {
             "format": FORMAT,
             "layers": self.layers,
@@ -215,6 +220,7 @@ class Schedule:
             **(bridged if self.bridges else {}),
             **prompts,
             **adapter,
+            **head,
             **self.provenance,
         }
 
@@ -229,7 +235,8 @@ class Schedule:
 
         Args:
             data: the object.
-            tensors: bridge -> role -> tensor, where the object names bridges; the prompt bridge is named "prompts".
+            tensors: bridge -> role -> tensor, where the object names bridges; the prompt bridge is named "prompts",
+                the head preview "head".
             adapter: where the object names one.
         """
         if not isinstance(data, dict):
@@ -261,6 +268,7 @@ class Schedule:
             _bridges(data.get("bridges", {}), tensors or {}),
             _prompt_bridge(data.get("prompts"), tensors or {}),
             _adapter(data.get("adapter"), adapter),
+            _head_preview(data.get("head"), tensors or {}),
         )
 
     def to_json(self) -> str:
@@ -278,6 +286,8 @@ class Schedule:
         tensors = {name: bridge.tensors for name, bridge in self.bridges.items()}
         if self.prompt_bridge is not None:
             tensors[PROMPTS] = self.prompt_bridge.tensors
+        if self.head_preview is not None:
+            tensors[HEAD] = self.head_preview.tensors
         if tensors:
             write_tensors(directory / BRIDGES_FILE, tensors)
         if self.adapter is not None:
@@ -294,7 +304,7 @@ class Schedule:
         file = path / SCHEDULE_FILE if path.is_dir() else path
         try:
             data = _parse(file.read_text())
-            bridged = isinstance(data, dict) and (data.get("bridges") or data.get("prompts"))
+            bridged = isinstance(data, dict) and any(data.get(key) for key in ("bridges", "prompts", "head"))
             adapted = isinstance(data, dict) and data.get("adapter")
             return cls.from_dict(
                 data,
@@ -307,8 +317,8 @@ class Schedule:
             raise ScheduleError(f"{str(file)!r}: {error}") from None
 
 
-_OWN_KEYS = ("format", "layers", "skip_order", "skipped", "bridges", "bridged", "prompts", "adapter")
-PROMPTS = "prompts"  # the prompt bridge's name among the tensors
+_OWN_KEYS = ("format", "layers", "skip_order", "skipped", "bridges", "bridged", "prompts", "adapter", "head")
+PROMPTS, HEAD = "prompts", "head"  # the prompt bridge's and the head preview's names among the tensors
 
 
 def _parse(text: str) -> object:
@@ -364,6 +374,20 @@ def _prompt_bridge(data: object, tensors: Mapping[str, Mapping[str, Tensor]]) ->
     return bridge
 
 
+def _head_preview(data: object, tensors: Mapping[str, Mapping[str, Tensor]]) -> HeadPreview | None:
+    """As `_prompt_bridge`, for the head preview."""
+    if data is None:
+        return None
+    candidates = data.get("candidates") if isinstance(data, dict) else None
+    if not isinstance(data, dict) or type(candidates) is not int:
+        raise ScheduleError(f"head must say how many tokens get exact logits, as candidates, got {data!r}")
+    if HEAD not in tensors:
+        raise ScheduleError(f"there are no tensors for the head preview: {BRIDGES_FILE} belongs beside the schedule")
+    preview = HeadPreview(candidates, dict(tensors[HEAD]))
+    _check_digest("the head preview", data, preview)
+    return preview
+
+
 def _adapter(data: object, adapter: Adapter | None) -> Adapter | None:
     """The adapter that a schedule file names; raises ScheduleError if this one is not it."""
     if data is None:
@@ -375,7 +399,10 @@ def _adapter(data: object, adapter: Adapter | None) -> Adapter | None:
 
 
 def _check_digest(
-    what: str, described: Mapping[str, Any], part: Bridge | PromptBridge | Adapter, file: str = BRIDGES_FILE
+    what: str,
+    described: Mapping[str, Any],
+    part: Bridge | PromptBridge | Adapter | HeadPreview,
+    file: str = BRIDGES_FILE,
 ) -> None:
     if described.get("digest") != part.digest:
         raise ScheduleError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -55,7 +55,8 @@ def score(
         reference = torch.cat([logits.float().log_softmax(-1) for _, logits in forced[None].logits(x)])
         for row, schedule in zip(scores, schedules, strict=True):
             ours = forced[schedule.prompt_bridge]
-            compared = _compare(ours, reference, ours.hidden(schedule, compiled))
+            logits = ours.scheduled_logits(ours.hidden(schedule, compiled), schedule, compiled)
+            compared = _compare(packed, reference, logits)
             for index, answer_score in zip(pack, compared, strict=True):
                 row[index] = answer_score
     return scores
@@ -80,16 +81,18 @@ def similarity(forcing: Forcing, answers: Sequence[Answer], layers: int) -> dict
     return {unit: total / steps for unit, total in zip(units, sums, strict=True)}
 
 
-def _compare(forced: AnswerPass, reference: Tensor, x: Tensor) -> Iterator[AnswerScore]:
-    """Scores of a pass's answers, from full depth's log-probabilities [N, vocab] and hidden states [N, hidden]."""
+def _compare(
+    answers: Sequence[Answer], reference: Tensor, scheduled: Iterable[tuple[slice, Tensor]]
+) -> Iterator[AnswerScore]:
+    """Scores of answers, from full depth's log-probabilities [N, vocab] and a schedule's logits, slice by slice."""
     kl: list[float] = []
     agrees: list[bool] = []
-    for part, logits in forced.logits(x):
+    for part, logits in scheduled:
         full = reference[part]
         divergence = full.exp() * (full - logits.float().log_softmax(-1))
         kl += divergence.sum(-1).clamp_min(0).tolist()  # rounding can leave equal distributions just below 0
         agrees += (logits.argmax(-1) == full.argmax(-1)).tolist()
-    ends = list(accumulate(answer.passes for answer in forced.answers))
+    ends = list(accumulate(answer.passes for answer in answers))
     for start, end in zip([0, *ends], ends, strict=False):
         yield AnswerScore(tuple(kl[start:end]), tuple(agrees[start:end]))
 

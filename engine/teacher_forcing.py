@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.decoder import Decoder
+from engine.head_preview import Head
 from engine.kernels import Kernels
 from engine.packing import packs
 from engine.plan import ApplyBridge, Compiled, Observe, Operation, RunUnit, decode_plan
@@ -160,11 +161,18 @@ class AnswerPass:
             observe(2 * schedule.layers, x)
         return x
 
-    def logits(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Logits [n, vocab] of hidden states [N, hidden], a slice of the tokens at a time."""
+    def logits(self, x: Tensor, head: Head | None = None) -> Iterator[tuple[slice, Tensor]]:
+        """Logits [n, vocab] of hidden states [N, hidden], a slice of the tokens at a time, by default of all of them
+        exactly.
+        """
+        head = head or self._decoder.logits
         for first in range(0, len(x), LOGIT_TOKENS):
             part = slice(first, min(first + LOGIT_TOKENS, len(x)))
-            yield part, self._decoder.logits(x[part])
+            yield part, head(x[part])
+
+    def scheduled_logits(self, x: Tensor, schedule: Schedule, compiled: Compiled) -> Iterator[tuple[slice, Tensor]]:
+        """The same as decoding under a schedule computes them."""
+        return self.logits(x, compiled.head(schedule.head_preview, self._decoder))
 
     def _run(self, operation: Operation, x: Tensor, rows: Tensor, compiled: Compiled) -> Tensor:
         """Hidden states [N, hidden] after an operation on some rows."""

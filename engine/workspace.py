@@ -15,6 +15,7 @@ from torch.profiler import record_function
 from engine.cache import GROWTH, KVCache
 from engine.decoder import Decoder
 from engine.graphs import Graphs
+from engine.head_preview import Head
 from engine.kernels import Kernels
 from engine.plan import Compiled, Operation, run_plan
 from engine.sampling import Sampler, Sampling
@@ -88,10 +89,10 @@ class Workspace:
         self._sampler.load(sampler)
         self._take(logits)
 
-    def run_pass(self, plan: tuple[Operation, ...], compiled: Compiled, rows: int) -> None:
-        """Feed the newest tokens of the first rows through a plan and choose their next ones."""
+    def run_pass(self, plan: tuple[Operation, ...], head: Head, compiled: Compiled, rows: int) -> None:
+        """Feed the newest tokens of the first rows through a plan and a head, and choose their next ones."""
         # The parts are in the key: a graph reads their matrices where they were, and the key keeps them there.
-        self._graphs.run((plan, compiled.parts(plan), rows), lambda: self._pass(plan, compiled, rows))
+        self._graphs.run((plan, head, compiled.parts(plan), rows), lambda: self._pass(plan, head, compiled, rows))
 
     def move_rows(self, rows: Sequence[int], cache: KVCache) -> None:
         """Put these rows first, in this order. `cache`: the part of the cache that is still in use."""
@@ -101,7 +102,7 @@ class Workspace:
         for state in (self._lengths, self._limits, self._finished, self.tokens):
             state[: len(rows)] = state[index]
 
-    def _pass(self, plan: Sequence[Operation], compiled: Compiled, rows: int) -> None:
+    def _pass(self, plan: Sequence[Operation], head: Head, compiled: Compiled, rows: int) -> None:
         decoder, lengths = self._decoder, self._lengths[:rows]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -115,7 +116,7 @@ class Workspace:
         # A finished row stays where it is, lest it outgrow the cache or the context.
         lengths += ~self._finished[:rows]
         with record_function("head"):
-            logits = decoder.logits(x)
+            logits = head(x)
         self._take(logits)
 
     def _take(self, logits: Tensor) -> None:

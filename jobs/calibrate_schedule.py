@@ -38,6 +38,9 @@ class CalibrateSchedule(AnswersConfig):
         description="all tokens of a prompt but its last stop after so many layers, and a linear map gives the others "
         "their keys and values; default all layers",
     )
+    whole_head: bool = Field(
+        False, description="always compute exact logits of the whole vocabulary; default where a preview costs more"
+    )
 
 
 def main() -> int:
@@ -52,7 +55,7 @@ def calibrate(config: CalibrateSchedule) -> None:
     model = config.load_engine()
     drawn = answer_corpus(config, model, progress)
     targets = sorted(set(config.target_speedups))
-    calibration = Calibration(model, drawn.answers, targets, progress, config.prompt_layers)
+    calibration = Calibration(model, drawn.answers, targets, progress, config.prompt_layers, config.whole_head)
     table, maps = _table(), []
     for found in calibration.run():
         name = f"{found.target:g}x"

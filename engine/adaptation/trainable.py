@@ -56,6 +56,9 @@ class Trainable:
             adapter = silent_adapter({unit: decoder.projections(unit) for unit in above}, adapter_rank, seed)
         self.start = replace(schedule, bridges=bridges, adapter=adapter)
         self._decoder, self._device = decoder, device
+        preview = schedule.head_preview  # not trained: no gradient tells which tokens to look at
+        with torch.no_grad():
+            self._heads = {preview: preview.compiled(decoder, Kernels(), torch.float32, device)} if preview else {}
         named = {
             f"{BRIDGES}/{name}/{role}": tensor
             for name, bridge in bridges.items()
@@ -79,9 +82,10 @@ class Trainable:
             bridge: now.bridges[name].compiled(kernels, torch.float32, self._device)
             for name, bridge in self.start.bridges.items()
         }
-        if self.start.adapter is None or now.adapter is None:
-            return Compiled(bridges)
-        return Compiled(bridges, {self.start.adapter: self._decoder.adapted(now.adapter, merge=False)})
+        adapted = {}
+        if self.start.adapter is not None and now.adapter is not None:
+            adapted[self.start.adapter] = self._decoder.adapted(now.adapter, merge=False)
+        return Compiled(bridges, adapted, self._heads)
 
     def prompt_maps(self, kernels: Kernels) -> PromptMaps | None:
         """What the prompt bridge is to do now, if there is one; gradients flow to its parameters."""

@@ -14,6 +14,7 @@ from engine.bridge import Bridge
 from engine.calibration.growth import Growth, Lengths
 from engine.calibration.moments import Moments
 from engine.calibration.own_states import OwnStates
+from engine.head_preview import HeadPreview
 from engine.orders import lowest_first
 from engine.schedule import Plateau, Schedule
 from engine.shape import ModelShape
@@ -32,6 +33,7 @@ class Candidate:
     ridge: float
     gain: float
     apart: tuple[Block, ...] = ()  # above it, in running order, bridged one by one wherever the first block is
+    head: HeadPreview | None = None
 
     @classmethod
     def constant(cls, warmup: int, skipped: int, ridge: float, gain: float) -> Candidate:
@@ -58,7 +60,7 @@ class Candidate:
             for first, skipped in self.growth
         )
         bridges = {name: bridge(name, block) for blocks in named.values() for name, block in blocks.items()}
-        return Schedule(layers, tuple(order), plateaus, bridges=bridges)
+        return Schedule(layers, tuple(order), plateaus, bridges=bridges, head_preview=self.head)
 
     def counted(self, shape: ModelShape) -> Schedule:
         """Its schedule with bridges that are only good for counting FLOPs."""
@@ -99,7 +101,7 @@ class Bridges:
         self, layers: int, candidate: Candidate, end: int, count: int, below: Mapping[str, Bridge]
     ) -> Bridge:
         """The bridge of the block apart with this index, given those below it."""
-        constant = replace(candidate, growth=((0, end - candidate.warmup),))
+        constant = replace(candidate, growth=((0, end - candidate.warmup),), head=None)
         key = replace(constant, apart=candidate.apart[: count + 1])
         if key not in self._apart:
             assert self._own is not None

@@ -24,12 +24,14 @@ import torch
 from engine.calibration.bridged import Bridges, Candidate
 from engine.calibration.collect import Progress, collect_moments
 from engine.calibration.growth import Lengths
+from engine.calibration.head import HeadStates, counted_preview, ranks_for
 from engine.calibration.own_states import OwnStates
 from engine.calibration.prompts import check_prompt_layers, fit_prompt_bridge
 from engine.calibration.quality import Judge, Quality
 from engine.calibration.search import DEEPER, DEPTH_STEP, FIRST, MOST_APART, WARMUPS, Found, Search
 from engine.engine import Engine
 from engine.errors import ScheduleError
+from engine.head_preview import HeadPreview
 from engine.schedule import Schedule
 from engine.target import decode_flop_speedup, sample_flop_speedup
 from engine.teacher_forcing import Answer
@@ -64,6 +66,7 @@ class Calibration:
         targets: Sequence[float],
         progress: Progress,
         prompt_layers: int | None = None,
+        whole_head: bool = False,
     ) -> None:
         """Collects states.
 
@@ -73,6 +76,7 @@ class Calibration:
             targets: decode FLOP speed-ups.
             progress: told what is done of how much.
             prompt_layers: layers that all prompt tokens run; a prompt bridge takes the place of those above.
+            whole_head: try no head previews.
 
         Raises:
             ScheduleError: too few answers, a target that cannot be met, or no such number of layers.
@@ -88,7 +92,10 @@ class Calibration:
             check_prompt_layers(prompt_layers, shape)
         self._lengths: Lengths = [(len(answer.prompt), len(answer.tokens)) for answer in answers]
         self._targets = targets
-        least = [self._layers_for(target) for target in targets]
+        head = HeadStates(engine.decoder)
+        ranks = [] if whole_head else ranks_for(head.width)
+        counted = [None, *(counted_preview(rank, shape, head.width) for rank in ranks)]
+        least = [self._layers_for(target, preview) for target in targets for preview in counted]
         deepest = min(max(least) + DEEPER, shape.layers - min(WARMUPS) - 1)
         depths = {*range(DEPTH_STEP, deepest + 1, DEPTH_STEP)}
         depths |= {layers - fewer for layers in least for fewer in range(min(MOST_APART + 1, layers))}
@@ -100,7 +107,7 @@ class Calibration:
         alone = {layer: [layer + 1] for layer in range(max(WARMUPS) + 1, shape.layers - 1)}
         fit, choose, judge = _parts(answers)
         own = OwnStates(engine, [2 * warmup for warmup in ends])
-        fitted = collect_moments(engine, fit, ends | alone, progress, own)
+        fitted = collect_moments(engine, fit, ends | alone, progress, own, head)
         held_out = collect_moments(engine, choose, ends, progress)
         self._final_bridges = Bridges({warmup: fitted[warmup].merged(held_out[warmup]) for warmup in ends}, own)
         places = tuple(2 * warmup for warmup in ends)
@@ -115,7 +122,8 @@ class Calibration:
             with torch.inference_mode():
                 self._judged = engine.teacher_forced(judge, self._prompt_bridge)
         bridges = Bridges(fitted, own)
-        self._search = Search(engine, fitted, bridges, chooser, depths_by_warmup, self._lengths, progress)
+        previews = [head.fit(rank) for rank in ranks]
+        self._search = Search(engine, fitted, bridges, chooser, depths_by_warmup, self._lengths, previews, progress)
         self.fit_tokens = sum(answer.passes for answer in (*fit, *choose))
 
     def run(self) -> Iterator[Calibrated]:
@@ -132,11 +140,12 @@ class Calibration:
         figures = self._figures(target, found, schedule, quality)
         return Calibrated(target, replace(schedule, provenance={"name": f"bridged, {target:g}x", **figures}), quality)
 
-    def _layers_for(self, target: float) -> int:
+    def _layers_for(self, target: float, preview: HeadPreview | None = None) -> int:
         """The fewest layers to skip at every step, behind one bridge as low as possible. Raises ScheduleError."""
         speedup, warmup = 1.0, min(WARMUPS)
         for depth in range(1, self._shape.layers - warmup):
-            speedup = Candidate.constant(warmup, depth, *FIRST).speedup(self._shape, self._lengths)
+            candidate = replace(Candidate.constant(warmup, depth, *FIRST), head=preview)
+            speedup = candidate.speedup(self._shape, self._lengths)
             if speedup >= target:
                 return depth
         raise ScheduleError(
@@ -160,7 +169,13 @@ class Calibration:
                 "tokens": len(quality.kl),
                 **quality.figures(),
             },
-            "fit": {"tokens": self.fit_tokens, "warmup": best.warmup, "ridge": best.ridge, "gain": best.gain},
+            "fit": {
+                "tokens": self.fit_tokens,
+                "warmup": best.warmup,
+                "ridge": best.ridge,
+                "gain": best.gain,
+                "head_rank": best.head.rank if best.head else None,
+            },
             "chosen": chosen(best),
             "with_one_bridge": chosen(found.one),
             "with_constant_depth": chosen(found.constant),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from engine.calibration.head import HeadStates
 from engine.calibration.moments import Moments, relative
 from engine.calibration.own_states import OwnStates
 from engine.engine import Engine
@@ -37,6 +38,7 @@ def collect_moments(
     ends: Mapping[int, Sequence[int]],
     progress: Progress,
     own: OwnStates | None = None,
+    head: HeadStates | None = None,
 ) -> dict[int, Moments]:
     """Moments from each of the warm-up depths to all ends above it, over the answers' tokens.
 
@@ -48,6 +50,7 @@ def collect_moments(
         ends: layers below a block -> where it may end; it is [warm-up, end).
         progress: told of answers.
         own: is given the passes to keep, in this order, as long as it has room.
+        head: is given the states after the last layer.
     """
     shape = engine.shape
     device = engine.device
@@ -66,7 +69,9 @@ def collect_moments(
 
         with torch.inference_mode():
             forced = engine.teacher_forced(chunk)
-            forced.hidden(Schedule.full_depth(shape.layers), Compiled(), observe=keep)
+            final = forced.hidden(Schedule.full_depth(shape.layers), Compiled(), observe=keep)
+            if head is not None:
+                head.add(final)
             for each in moments.values():
                 each.add(states[each.start], states, relative(states[each.ends[-1]]))
         if own is not None:

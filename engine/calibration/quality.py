@@ -87,7 +87,7 @@ class Judge:
         start = (place, self._states[place]) if place else None
         x = passed.hidden(schedule, compiled, start)
         kl, agrees = [], []
-        for part, logits in passed.logits(x):
+        for part, logits in passed.scheduled_logits(x, schedule, compiled):
             full = self._full[part].float()
             ours = logits.float().log_softmax(-1)
             kl.append((full.exp() * (full - ours)).sum(-1))

@@ -15,6 +15,7 @@ from engine.calibration.moments import Moments
 from engine.calibration.quality import Judge, Quality
 from engine.engine import Engine
 from engine.flops import Ledger
+from engine.head_preview import HeadPreview
 from engine.schedule import Plateau, Schedule
 from engine.unit import Block, Unit
 
@@ -37,8 +38,8 @@ class Found:
     """What the search ended with, and simpler candidates that it came by."""
 
     best: Candidate
-    constant: Candidate  # the same bridges at one depth
-    one: Candidate  # one bridge at one depth
+    constant: Candidate  # the same bridges and head at one depth
+    one: Candidate  # one bridge at one depth, the whole head
 
 
 class Search:
@@ -52,6 +53,7 @@ class Search:
         chooser: Judge,
         depths: Mapping[int, Sequence[int]],
         lengths: Lengths,
+        previews: Sequence[HeadPreview],
         progress: Progress,
     ) -> None:
         """What to search among.
@@ -63,11 +65,12 @@ class Search:
             chooser: has the answers to choose by.
             depths: layers that a first block may have, by its warm-up.
             lengths: of the samples to expect.
+            previews: of the head, to try beside the whole of it.
             progress: told what is done of how much.
         """
         self._engine, self._moments, self._bridges, self._chooser = engine, moments, bridges, chooser
         self._depths, self._lengths, self._progress = depths, lengths, progress
-        self._shape = engine.shape
+        self._shape, self._previews = engine.shape, previews
         self._seen: dict[Candidate, Quality] = {}
         self._harms: dict[int, float] = {}
 
@@ -77,7 +80,7 @@ class Search:
         one = min((c for c in constants if skipped in self._depths[c.warmup]), key=self._choose_kl)
         one = min((replace(one, ridge=ridge) for ridge in RIDGES), key=self._choose_kl)
         one = min((replace(one, gain=gain) for gain in GAINS), key=self._choose_kl)
-        constant = self._with_more_bridges(one, target)
+        constant = self._with_more_bridges(self._with_preview(one, target), target)
         grown = [replace(constant, growth=growth) for growth in self._growths(constant, target)]
         return Found(min([constant, *grown], key=self._choose_kl), constant, one)
 
@@ -87,9 +90,10 @@ class Search:
             schedule = self._bridges.schedule(self._shape.layers, candidate)
             self._seen[candidate] = seen = self._on_choice(schedule)
             log.info(
-                "warm-up %d, skipped %s, more bridges: %s, ridge %g, gain %g: KL %.3f, agreement %.3f",
+                "warm-up %d, skipped %s, more bridges: %s, head %s, ridge %g, gain %g: KL %.3f, agreement %.3f",
                 candidate.warmup, dict(candidate.growth), ", ".join(map(str, candidate.apart)) or "none",
-                candidate.ridge, candidate.gain, seen.mean_kl, seen.agreement,
+                f"of rank {candidate.head.rank}" if candidate.head else "whole", candidate.ridge, candidate.gain,
+                seen.mean_kl, seen.agreement,
             )  # fmt: skip
         return self._seen[candidate]
 
@@ -99,6 +103,11 @@ class Search:
     def _on_choice(self, schedule: Schedule) -> Quality:
         with torch.inference_mode():
             return self._chooser.judge(schedule, self._engine.compiled(schedule))
+
+    def _with_preview(self, one: Candidate, target: float) -> Candidate:
+        """With the head preview, if any, behind which fewer skipped layers meet the target best."""
+        headed = (self._as_deep_as_need_be(replace(one, head=preview), target) for preview in self._previews)
+        return min((one, *filter(None, headed)), key=self._choose_kl)
 
     def _with_more_bridges(self, one: Candidate, target: float) -> Candidate:
         """A constant candidate that meets the target, with bridges above its block for as long as one more helps."""
@@ -115,8 +124,12 @@ class Search:
     def _with_bridge(self, candidate: Candidate, block: Block, target: float) -> Candidate | None:
         """With one more, and the first block only as deep as it then must be; None if no depth will do."""
         apart = tuple(sorted((*candidate.apart, block), key=lambda block: block.first.place))
-        for depth in self._room_below(candidate.warmup, apart):
-            constant = replace(candidate, growth=((0, depth),), apart=apart)
+        return self._as_deep_as_need_be(replace(candidate, apart=apart), target)
+
+    def _as_deep_as_need_be(self, candidate: Candidate, target: float) -> Candidate | None:
+        """With the first block only so deep that the target is met; None if no depth will do."""
+        for depth in self._room_below(candidate.warmup, candidate.apart):
+            constant = replace(candidate, growth=((0, depth),))
             if constant.speedup(self._shape, self._lengths) >= target:
                 return constant
         return None
@@ -154,12 +167,12 @@ class Search:
         for done, depth in enumerate(depths):
             qualities[depth] = self.chosen(replace(constant, growth=((0, depth),), apart=()))
             self._progress("judging depths", done + 1, len(depths))
-        nothing = next(iter(qualities.values()))
-        qualities[0] = replace(nothing, kl=torch.zeros_like(nothing.kl), agrees=torch.ones_like(nothing.agrees))
+        qualities[0] = self.chosen(replace(constant, growth=((0, 0),), apart=()))  # what the head preview does
         ledgers = {
-            depth: Ledger(self._shape, replace(constant, growth=((0, depth),)).counted(self._shape)) for depth in depths
+            depth: Ledger(self._shape, replace(constant, growth=((0, depth),)).counted(self._shape))
+            for depth in qualities
         }
-        full = ledgers[depths[0]].full_depth
+        full = ledgers[0].full_depth
         budget = sum(full.decode(prompt, generated) for prompt, generated in self._lengths) / target
         steps = self._chooser.answers.step.numpy()
-        return best_growths(qualities, steps, ledgers | {0: full}, self._lengths, int(budget), TRIED_GROWTHS)
+        return best_growths(qualities, steps, ledgers, self._lengths, int(budget), TRIED_GROWTHS)

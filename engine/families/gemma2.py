@@ -49,12 +49,11 @@ class Gemma2Decoder(LlamaDecoder):
         """x + normed MLP block of a layer, [N, hidden]."""
         return x + self._norm(self._mlp_block(layer, x), self._mlp_post_norm[layer])
 
-    def logits(self, x: Tensor) -> Tensor:
-        """[N, hidden] -> [N, vocab]."""
-        logits = super().logits(x)
+    def capped(self, products: Tensor) -> Tensor:
+        """Softly capped, where the model caps them."""
         if self._logit_softcap is None:
-            return logits
-        return (logits / self._logit_softcap).tanh_().mul_(self._logit_softcap)
+            return products
+        return (products / self._logit_softcap).tanh_().mul_(self._logit_softcap)
 
     def _norm_weight(self, name: str) -> Tensor:
         return super()._norm_weight(name) + 1  # a checkpoint holds how far each weight is from 1

@@ -74,8 +74,8 @@ class LlamaDecoder(Projected):
         self._mlp_norm = self._norms(self.mlp_norm_name)
         self._final_norm = self._norm_weight("model.norm")
         self._embedding = weights.take("model.embed_tokens.weight").to(device)
-        head = self._embedding if config.tie_word_embeddings else weights.take("lm_head.weight").to(device)
-        self._head = kernels.linear(head)
+        self._tied: bool = config.tie_word_embeddings
+        self._head = kernels.linear(self.head_weight())
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Hidden states [N, hidden] of tokens [N]."""
@@ -104,7 +104,19 @@ class LlamaDecoder(Projected):
 
     def logits(self, x: Tensor) -> Tensor:
         """[N, hidden] -> [N, vocab]."""
-        return self._head(self._norm(x, self._final_norm))
+        return self.capped(self._head(self.head_input(x)))
+
+    def head_input(self, x: Tensor) -> Tensor:
+        """Normed hidden states [N, hidden]."""
+        return self._norm(x, self._final_norm)
+
+    def head_weight(self) -> Tensor:
+        """[vocab, hidden]."""
+        return self._embedding if self._tied else self._weights.take("lm_head.weight").to(self._device)
+
+    def capped(self, products: Tensor) -> Tensor:
+        """They are the logits."""
+        return products
 
     def _attention_block(self, layer: int, x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
         heads = self.shape.heads

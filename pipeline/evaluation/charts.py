@@ -150,7 +150,9 @@ def schedule_maps(named: Sequence[tuple[str, Schedule]]) -> str:
         )  # fmt: skip
         for height, first, last in _corrections(schedule, grid.shape[1]):
             axes.hlines(height, first, last, colors=BRIDGE, linewidth=1.5)
-        axes.set_title(label, loc="left", fontsize=9, color=INK)
+        preview = schedule.head_preview
+        head = f", head of rank {preview.rank}" if preview else ""
+        axes.set_title(label + head, loc="left", fontsize=9, color=INK)
         axes.tick_params(labelsize=8)
     for axes in panels[::COLUMNS]:
         axes.set_ylabel("layer", fontsize=9)

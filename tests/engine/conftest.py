@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from engine import Block, Bridge, ModelShape, Plateau, PromptBridge, Schedule, Unit
+from engine import Block, Bridge, HeadPreview, ModelShape, Plateau, PromptBridge, Schedule, Unit
 from engine.adapter import Adapter
 from engine.decoder import Decoder
 from engine.unit import all_units
@@ -26,7 +26,8 @@ def schedules() -> Callable[..., st.SearchStrategy[Schedule]]:
     """Strategy for any valid schedule of a model of so many layers: any order of any units, any plateaus.
 
     Given a hidden width, some skipped blocks of some plateaus are bridged, and some units that run have corrections
-    before them; given a shape, some prompts are bridged too; given a decoder, some units are adapted.
+    before them; given a shape, some prompts are bridged too; given a decoder, some units are adapted, and with
+    `previews` some heads previewed.
     """
 
     @st.composite
@@ -36,6 +37,7 @@ def schedules() -> Callable[..., st.SearchStrategy[Schedule]]:
         hidden: int = 0,
         shape: ModelShape | None = None,
         adaptable: Decoder | None = None,
+        previews: bool = False,
     ) -> Schedule:
         first = draw(st.integers(1, layers)) if shape else layers
         prompts = random_prompt_bridge(shape, first) if shape and first < layers else None
@@ -53,7 +55,8 @@ def schedules() -> Callable[..., st.SearchStrategy[Schedule]]:
                 bridges[name] = random_bridge(block, hidden, rank=draw(st.integers(0, 3)), seed=len(bridges))
             plateaus[index] = plateau._replace(bridges=tuple(names))
         adapter = draw_adapter(draw, adaptable) if adaptable else None
-        return Schedule(layers, tuple(order), tuple(plateaus), {}, bridges, prompts, adapter)
+        preview = draw_head_preview(draw, adaptable) if adaptable and previews else None
+        return Schedule(layers, tuple(order), tuple(plateaus), {}, bridges, prompts, adapter, preview)
 
     return draw_schedule
 
@@ -62,6 +65,12 @@ def draw_adapter(draw: st.DrawFn, decoder: Decoder) -> Adapter | None:
     """Changes of any units, whether a schedule runs them or not, or none."""
     units = sorted(draw(st.sets(st.sampled_from(all_units(decoder.shape.layers)), max_size=4)))
     return random_adapter(decoder, units, rank=draw(st.integers(1, 3)), seed=draw(st.integers(0, 3))) if units else None
+
+
+def draw_head_preview(draw: st.DrawFn, decoder: Decoder) -> HeadPreview | None:
+    if draw(st.booleans()):
+        return None
+    return random_head_preview(decoder, rank=draw(st.integers(1, 8)), candidates=draw(st.integers(1, 40)))
 
 
 def draw_blocks(draw: st.DrawFn, skipped: set[Unit], layers: int) -> list[Block]:
@@ -97,3 +106,11 @@ def random_prompt_bridge(shape: ModelShape, first: int, seed: int = 0) -> Prompt
     width = (shape.layers - first) * 2 * shape.kv_heads * shape.head_dim
     weight = torch.randn(shape.hidden, width, generator=draw) * shape.hidden**-0.5
     return PromptBridge(first, {"weight": weight, "bias": torch.randn(width, generator=draw) * 0.1})
+
+
+def random_head_preview(decoder: Decoder, rank: int, candidates: int, seed: int = 0) -> HeadPreview:
+    """Rough logits of about the exact ones' size, which tell little of them."""
+    draw, (vocab, width) = torch.Generator().manual_seed(seed), decoder.head_weight().shape
+    down = torch.randn(width, rank, generator=draw) * width**-0.5
+    up, bias = torch.randn(rank, width, generator=draw), torch.randn(vocab, generator=draw)
+    return HeadPreview(candidates, {"down": down, "up": up, "bias": bias})

@@ -51,7 +51,10 @@ def test_one_prompt_pass_for_all_schedules_gives_what_a_call_for_each_gives(
     temperature: float,
     copies: int,
 ) -> None:
-    several = [None, *data.draw(st.lists(schedules(LAYERS, 32, adaptable=tiny.decoder), min_size=1, max_size=3))]
+    several = [
+        None,
+        *data.draw(st.lists(schedules(LAYERS, 32, adaptable=tiny.decoder, previews=True), min_size=1, max_size=3)),
+    ]
     sampling = Sampling(
         max_new_tokens=14, temperature=temperature, repetition_penalty=1.2, samples_per_prompt=copies, seed=5
     )
@@ -95,7 +98,7 @@ def logits_of(engine_: Engine, prompts: list[list[int]], sampling: Sampling, sch
 def test_a_score_compares_the_logits_of_cached_decoding(
     tiny: Engine, schedules: Schedules, data: st.DataObject, lengths: list[int], seed: int
 ) -> None:
-    schedule = data.draw(schedules(LAYERS, 32, adaptable=tiny.decoder))
+    schedule = data.draw(schedules(LAYERS, 32, adaptable=tiny.decoder, previews=True))
     prompts = random_prompts(lengths, seed)
     sampling = Sampling(max_new_tokens=14)
     answers = [list(g.tokens) for prompt in prompts for g in tiny.generate([prompt], sampling)]

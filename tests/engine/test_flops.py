@@ -105,7 +105,7 @@ def test_a_sample_is_charged_what_it_costs(
     seed: int,
 ) -> None:
     engine = load(model)
-    schedule = data.draw(schedules(engine.shape.layers, engine.shape.hidden, engine.shape, engine.decoder))
+    schedule = data.draw(schedules(engine.shape.layers, engine.shape.hidden, engine.shape, engine.decoder, True))
     sampling = Sampling(max_new_tokens=new_tokens, temperature=1.0)
     [sample], [stats], counted = generate_counted(engine, random_prompts([length], seed), sampling, schedule, 1)
     assert sample.flops_prompt + sample.flops_decode == counted
@@ -136,7 +136,7 @@ def test_what_a_ragged_batch_computes_for_nobody_is_reported_as_padding(
     batch_size: int,
 ) -> None:
     engine = load(model)
-    schedule = data.draw(schedules(engine.shape.layers, engine.shape.hidden, engine.shape, engine.decoder))
+    schedule = data.draw(schedules(engine.shape.layers, engine.shape.hidden, engine.shape, engine.decoder, True))
     sampling = Sampling(max_new_tokens=new_tokens, temperature=1.0, samples_per_prompt=samples)
     generations, stats, counted = generate_counted(engine, random_prompts(lengths), sampling, schedule, batch_size)
     charged = sum(generation.flops_prompt + generation.flops_decode for generation in generations)

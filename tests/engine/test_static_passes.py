@@ -112,7 +112,7 @@ def test_generations_and_their_costs_are_the_same(
     stop: list[str],
 ) -> None:
     """Tokens, text, finish reason, FLOPs and mean depth, for every kind of sampling, schedule, bridge and end."""
-    schedule = data.draw(schedules(LAYERS, hidden=tiny[0].shape.hidden, adaptable=tiny[0].decoder))
+    schedule = data.draw(schedules(LAYERS, tiny[0].shape.hidden, adaptable=tiny[0].decoder, previews=True))
     held_back = data.draw(st.integers(0, new_tokens))
     sampling = Sampling(new_tokens, held_back, stop=tuple(stop), **SAMPLINGS[name])
     prompts = random_prompts(lengths, seed)

@@ -11,7 +11,6 @@ import yaml
 
 from engine import Engine, Sampling, Schedule, describe, model_identity
 from engine.calibration.quality import Judge
-from engine.plan import Compiled
 from engine.teacher_forcing import Answer
 from jobs.calibrate_schedule import MAPS_FILE
 from pipeline.config import GenerationConfig
@@ -52,7 +51,7 @@ def test_with_half_of_the_layers_replaced_most_tokens_stay_and_without_the_bridg
         judge = Judge(packaged.teacher_forced(answers), packaged.shape.layers)
         bridged = judge.judge(schedule, packaged.compiled(schedule))
         assert bridged.agreement > 0.6
-        assert judge.judge(bare, Compiled()).agreement < 0.3
+        assert judge.judge(bare, packaged.compiled(bare)).agreement < 0.3
 
 
 def test_the_figure_in_the_readme_shows_them() -> None:
