@@ -61,7 +61,7 @@ benchmark-gpu:  ## engine on this machine's GPU with PYTHON's own torch and tran
 
 adapt-demo: install  ## minutes: half of the layers calibrated away on 60 of the demo's texts, then trained to be missed less
 	$(BIN)/python jobs/calibrate_schedule.py --config infra/demo/adapt.yaml --prompts 60 --target-speedups 1.65 \
-		--output out/adapt-demo/calibrated
+		--whole-head --output out/adapt-demo/calibrated
 	$(BIN)/python jobs/adapt_model.py --config infra/demo/adapt.yaml --prompts 95 --held-out 0.16 --answers-per-prompt 4 \
 		--steps 60 --schedule out/adapt-demo/calibrated/1.65x --output out/adapt-demo/adapted
 

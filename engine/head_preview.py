@@ -79,7 +79,7 @@ class HeadPreview:
         matrix = shape.head_parameters == shape.vocab * self.width + narrowing
         if not matrix or vocab != shape.vocab or self.candidates > vocab:
             raise ScheduleError(
-                f"the head preview picks {self.candidates} of {vocab} tokens from states of width {self.width}, but this "
+                f"the head preview picks {self.candidates} of {vocab} tokens by states of width {self.width}, but this "
                 f"{shape.family} model has {shape.vocab} tokens and width {shape.hidden}: calibrate a schedule for it"
             )
 

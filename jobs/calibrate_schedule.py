@@ -39,7 +39,9 @@ class CalibrateSchedule(AnswersConfig):
         "their keys and values; default all layers",
     )
     whole_head: bool = Field(
-        False, description="always compute exact logits of the whole vocabulary; default where a preview costs more"
+        False,
+        description="compute all of the vocabulary's logits exactly; by default the likeliest only, where that is better "
+        "than to skip more layers",
     )
 
 
@@ -70,7 +72,7 @@ def calibrate(config: CalibrateSchedule) -> None:
 
 def _table() -> Table:
     table = Table(title="on held-out answers, teacher-forced", title_justify="left")
-    for name in ("target", "decode FLOPs", "whole sample", "skipped from step", "KL", "agreement", "directory"):
+    for name in ("target", "decode FLOPs", "whole sample", "skipped from step", "head", "KL", "agreement", "directory"):
         table.add_column(name)
     return table
 
@@ -88,6 +90,7 @@ def _row(found: Calibrated) -> list[str]:
         f"{figures['decode_flop_speedup']:.3f}x",
         f"{figures['sample_flop_speedup']:.3f}x",
         ", ".join(f"{plateau.skipped // 2} from {plateau.first_step}" for plateau in found.schedule.plateaus),
+        f"rank {preview.rank}" if (preview := found.schedule.head_preview) else "whole",
         shown("kl"),
         shown("agreement"),
     ]

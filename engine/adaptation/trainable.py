@@ -56,7 +56,7 @@ class Trainable:
             adapter = silent_adapter({unit: decoder.projections(unit) for unit in above}, adapter_rank, seed)
         self.start = replace(schedule, bridges=bridges, adapter=adapter)
         self._decoder, self._device = decoder, device
-        preview = schedule.head_preview  # not trained: no gradient tells which tokens to look at
+        preview = schedule.head_preview  # to judge by; it is not trained
         with torch.no_grad():
             self._heads = {preview: preview.compiled(decoder, Kernels(), torch.float32, device)} if preview else {}
         named = {

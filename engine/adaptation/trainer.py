@@ -188,6 +188,7 @@ class Trainer:
         if maps is not None:  # then the first tokens, which prompts give, are changed too
             x, full = torch.cat([x, answers.first_hidden]), torch.cat([full, lesson.first])
             tokens = torch.cat([tokens, torch.tensor([answer.tokens[0] for answer in answers.answers])])
+        # Both with the whole head: a preview has no gradient for the tokens that it does not look at.
         # In two stages: a slice's logits, a vocabulary per token, are gone before the next slice's are made.
         leaf, total = x.detach().requires_grad_(), 0.0
         for (part, ours), (_, theirs) in zip(answers.logits(leaf), answers.logits(full), strict=True):

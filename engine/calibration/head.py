@@ -1,4 +1,11 @@
-"""Fit head previews: the decomposition of the head's matrix that matters for the states it sees."""
+"""Fit head previews: the decomposition of the head's matrix that matters for the states it sees.
+
+Measured on SmolLM2-135M-Instruct (width 576, 49,152 tokens), package descriptions, fitted on 8,307 answer tokens and
+judged on 1,200 others at full depth, 256 candidates: rank 72, 96, 144, 192 agree with the whole head on 0.987, 0.995,
+0.999 and 1.000 of the likeliest tokens, at a KL divergence of 0.158, 0.077, 0.024 and 0.013; without the bias it is
+0.216, 0.101, 0.032 and 0.016. With 512 candidates it is 0.085, 0.049, 0.012 and 0.007, but on a CPU picking and
+multiplying them takes more time than that saves.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +17,7 @@ from engine.decoder import Decoder
 from engine.head_preview import ROLES, HeadPreview
 from engine.shape import ModelShape
 
-CANDIDATES = 256  # of a vocabulary of 49,152 behind a rank of 144 they miss the likeliest token once in 500
+CANDIDATES = 256  # at most; no more than an eighth of the vocabulary
 RANKS = (1 / 8, 1 / 6, 1 / 4, 1 / 3)  # shares of the head's width that are tried
 FLOOR = 1e-6  # added to the second moments, relative to their mean: some directions are hardly ever seen
 
@@ -56,7 +63,7 @@ class HeadStates:
         bias = (weight @ left_out.float() * weight).sum(-1) / 2
         tensors = (down, up, bias)
         return HeadPreview(
-            min(CANDIDATES, len(self._weight)),
+            _candidates(len(self._weight)),
             {role: rounded(tensor).cpu() for role, tensor in zip(ROLES, tensors, strict=True)},
         )
 
@@ -69,4 +76,8 @@ def ranks_for(width: int) -> list[int]:
 def counted_preview(rank: int, shape: ModelShape, width: int) -> HeadPreview:
     """A preview that is only good for counting FLOPs."""
     zeros = torch.zeros(width, rank), torch.zeros(rank, width), torch.zeros(shape.vocab)
-    return HeadPreview(min(CANDIDATES, shape.vocab), dict(zip(ROLES, zeros, strict=True)))
+    return HeadPreview(_candidates(shape.vocab), dict(zip(ROLES, zeros, strict=True)))
+
+
+def _candidates(vocab: int) -> int:
+    return max(1, min(CANDIDATES, vocab // 8))

@@ -222,8 +222,20 @@ def test_calibrated_schedules_meet_their_targets_and_beat_bare_skipping(tiny: En
         )
         with torch.inference_mode():
             judge = Judge(tiny.teacher_forced(answers[-18:]), LAYERS)
-            assert judge.judge(bare, Compiled()).mean_kl > found.quality.mean_kl
+            assert judge.judge(bare, tiny.compiled(bare)).mean_kl > found.quality.mean_kl
     assert losses == sorted(losses)
+
+
+def test_a_head_preview_is_tried_and_kept_where_it_comes_closer(tiny: Engine, answers: list[Answer]) -> None:
+    [whole] = Calibration(tiny, answers, [1.3], quiet, whole_head=True).run()
+    [found] = Calibration(tiny, answers, [1.3], quiet).run()
+    assert whole.schedule.head_preview is None
+    assert whole.schedule.provenance["fit"]["head_rank"] is None
+    assert found.schedule.head_preview is not None
+    assert found.schedule.provenance["fit"]["head_rank"] == found.schedule.head_preview.rank
+    lengths = [(len(answer.prompt), len(answer.tokens)) for answer in answers]
+    assert decode_flop_speedup(tiny.shape, found.schedule, lengths) >= 1.3
+    assert found.quality.mean_kl < whole.quality.mean_kl
 
 
 def test_too_few_answers_or_too_high_a_target_are_said(tiny: Engine, answers: list[Answer]) -> None:
