@@ -40,8 +40,8 @@ class CalibrateSchedule(AnswersConfig):
     )
     whole_head: bool = Field(
         False,
-        description="compute all of the vocabulary's logits exactly; by default the likeliest only, where that is better "
-        "than to skip more layers",
+        description="compute all of the vocabulary's logits exactly; by default only the likeliest, where that costs "
+        "less quality than skipping more layers",
     )
 
 
