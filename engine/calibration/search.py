@@ -77,9 +77,7 @@ class Search:
     def best(self, target: float, skipped: int) -> Found:
         """The best candidate for a decode FLOP speed-up, starting from `skipped` layers behind one bridge."""
         constants = [Candidate.constant(warmup, skipped, *FIRST) for warmup in self._depths]
-        one = min((c for c in constants if skipped in self._depths[c.warmup]), key=self._choose_kl)
-        one = min((replace(one, ridge=ridge) for ridge in RIDGES), key=self._choose_kl)
-        one = min((replace(one, gain=gain) for gain in GAINS), key=self._choose_kl)
+        one = self._tuned([c for c in constants if skipped in self._depths[c.warmup]])
         constant = self._with_more_bridges(self._with_preview(one, target), target)
         grown = [replace(constant, growth=growth) for growth in self._growths(constant, target)]
         return Found(min([constant, *grown], key=self._choose_kl), constant, one)
@@ -105,9 +103,19 @@ class Search:
             return self._chooser.judge(schedule, self._engine.compiled(schedule))
 
     def _with_preview(self, one: Candidate, target: float) -> Candidate:
-        """With the head preview, if any, behind which fewer skipped layers meet the target best."""
+        """With the head preview, if any, behind which fewer skipped layers meet the target best, tuned again."""
         headed = (self._as_deep_as_need_be(replace(one, head=preview), target) for preview in self._previews)
-        return min((one, *filter(None, headed)), key=self._choose_kl)
+        best = min((one, *filter(None, headed)), key=self._choose_kl)
+        if best.head is None:
+            return one
+        moved = (self._as_deep_as_need_be(replace(best, warmup=warmup), target) for warmup in self._depths)
+        return self._tuned([best, *filter(None, moved)])
+
+    def _tuned(self, candidates: Sequence[Candidate]) -> Candidate:
+        """The best of them, then its best ridge, then its best gain."""
+        best = min(candidates, key=self._choose_kl)
+        best = min((replace(best, ridge=ridge) for ridge in RIDGES), key=self._choose_kl)
+        return min((replace(best, gain=gain) for gain in GAINS), key=self._choose_kl)
 
     def _with_more_bridges(self, one: Candidate, target: float) -> Candidate:
         """A constant candidate that meets the target, with bridges above its block for as long as one more helps."""
