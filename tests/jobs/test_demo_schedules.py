@@ -19,7 +19,7 @@ from pipeline.fit import choose_schedule
 
 DEMO = Path(__file__).parent.parent.parent / "infra" / "demo"
 MODEL = "smollm2-135m-instruct"
-TARGETS = [1.25, 1.45, 1.65]
+TARGETS = [1.25, 1.45, 1.65, 2]
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -38,10 +38,10 @@ def test_the_demo_names_them() -> None:
     assert (DEMO / "calibrated" / f"{config['target_speedup']}x" / "bridges.safetensors").is_file()
 
 
-def test_with_half_of_the_layers_replaced_most_tokens_stay_and_without_the_bridge_none_do(
+def test_at_half_of_the_compute_most_tokens_stay_and_without_the_bridges_few_do(
     packaged: Engine, texts: list[str]
 ) -> None:
-    schedule = Schedule.read(DEMO / "calibrated" / "1.65x")
+    schedule = Schedule.read(DEMO / "calibrated" / "2x")
     task = "Summarize this software package in one short sentence.\n\n{}"
     prompts = [packaged.tokenizer.encode_chat(task.format(text)) for text in sorted(texts, key=len)[:8]]
     sampling = Sampling(max_new_tokens=24)
