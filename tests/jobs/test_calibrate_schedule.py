@@ -64,7 +64,7 @@ def test_each_target_gets_a_schedule_that_the_engine_runs(model: Path, calibrate
         schedule = Schedule.read(output / f"{target}x")
         assert schedule.provenance["decode_flop_speedup"] >= target
         [generation] = engine.generate([[5, 6, 7]], Sampling(max_new_tokens=8, min_new_tokens=8), schedule)
-        assert generation.mean_active_layers < 12
+        assert generation.flops_decode < generation.flops_decode_full_depth
         assert f"{schedule.provenance['decode_flop_speedup']:.3f}x" in said
 
 
