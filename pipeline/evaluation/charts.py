@@ -156,7 +156,7 @@ def schedule_maps(named: Sequence[tuple[str, Schedule]]) -> str:
         axes.tick_params(labelsize=8)
     for axes in panels[::COLUMNS]:
         axes.set_ylabel("layer", fontsize=9)
-    for axes in panels[-COLUMNS:]:
+    for axes in panels[: len(named)][-COLUMNS:]:
         axes.set_xlabel("decode step", fontsize=9)
     legend = [Patch(facecolor=ACCENT, label="runs"), Patch(facecolor=BRIDGE, label="bridge"),
               Patch(facecolor="#ffffff", edgecolor=PALE, label="skipped")]  # fmt: skip
