@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine import Engine, HeadPreview, Ledger, Sampling, Schedule, ScheduleError, recipes
 from engine.calibration.head import HeadStates
+from engine.head_preview import _largest
 from engine.kernels import Kernels
 from engine.memory import batch_bytes
 from engine.plan import Compiled
@@ -90,6 +91,13 @@ def test_with_all_directions_or_all_candidates_it_is_the_whole_head(tiny: Engine
     x = states(tiny, 40)
     head = preview.compiled(tiny.decoder, Kernels(), torch.float32, CPU)
     torch.testing.assert_close(head(x), tiny.decoder.logits(x))
+
+
+@pytest.mark.parametrize(("vocab", "count"), [(96, 9), (96, 12), (96, 13), (97, 9), (49152, 256)])
+def test_the_candidates_are_those_with_the_largest_rough_logits(vocab: int, count: int) -> None:
+    logits = torch.randn(5, vocab, generator=torch.Generator().manual_seed(0))
+    expected = logits.topk(count).indices.sort().values
+    assert torch.equal(_largest(logits, count).sort().values, expected)
 
 
 def test_the_fit_has_the_least_error_of_all_logits(tiny: Engine) -> None:
