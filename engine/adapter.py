@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.bridge import check_numbers, digest_of
 from engine.errors import ScheduleError
+from engine.schedule_part import SchedulePart, check_numbers, digest_of
 from engine.shape import ModelShape
 from engine.tensor_file import read_tensor_file, write_tensor_file
 from engine.unit import Unit
@@ -33,7 +33,7 @@ class LowRank(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Adapter:
+class Adapter(SchedulePart):
     """Changes by unit and projection.
 
     Tensors by `<unit>.<projection>.<role>`, such as "a16.q.down": down [in, r] and up [r, out], of any rank each. The
@@ -95,12 +95,6 @@ class Adapter:
     def read(cls, path: Path) -> Adapter:
         """Raises ScheduleError naming a file that is missing, damaged or no adapter."""
         return cls(read_tensor_file(path, "adapter", "it belongs"))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Adapter) and self.digest == other.digest
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
 
 
 def silent_adapter(projections: Mapping[Unit, Mapping[str, tuple[int, int]]], rank: int, seed: int) -> Adapter:

@@ -243,7 +243,7 @@ class Batch:
         for group in groups:
             self._executed += (group.rows.stop - group.rows.start) * cost.tokens(group.longest, group.longest)
         with record_function("head"):
-            return self._compiled.head(self._ledger.schedule.head_preview, self._decoder)(x)
+            return self._compiled.head(self._ledger.schedule, self._decoder)(x)
 
     def _row_group(self, rows: range, windows: Collection[int | None]) -> RowGroup:
         longest = max(len(self._rows[row].prompt) + len(self._rows[row].tokens) for row in rows)

@@ -5,8 +5,7 @@ Linear replacements of blocks: ReplaceMe (arXiv 2505.02819), Din et al. (arXiv 2
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from engine.errors import ScheduleError
 from engine.kernels import Kernels
+from engine.schedule_part import SchedulePart, check_numbers, digest_of
 from engine.unit import Block
 
 BridgeMap = Callable[[Tensor], Tensor]  # hidden states [N, d] before the block -> hidden states [N, d] after it
@@ -27,7 +27,7 @@ EPS = 1e-6  # of the gated part's RMS norm
 
 
 @dataclass(frozen=True, eq=False)
-class Bridge:
+class Bridge(SchedulePart):
     """x <- x + L(x) + b + G(x) in place of a block, for hidden states of width d.
 
     Tensors by role:
@@ -123,25 +123,3 @@ class Bridge:
     @property
     def _linear(self) -> list[Tensor]:
         return [self.tensors[role] for form in LINEAR_FORMS for role in form if role in self.tensors]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Bridge) and self.digest == other.digest
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
-
-
-def check_numbers(what: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raises ScheduleError, naming the role, where a tensor holds anything but finite floating-point numbers."""
-    for role, tensor in tensors.items():
-        if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
-            raise ScheduleError(f"{role} of {what} holds something that is no finite number")
-
-
-def digest_of(what: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 of a text and of tensors with their roles, in this order, bit for bit."""
-    digest = hashlib.sha256(what.encode())
-    for role, tensor in tensors:
-        digest.update(f"{role} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from engine.bridge import check_numbers, digest_of
 from engine.decoder import Decoder
 from engine.errors import ScheduleError
 from engine.kernels import Kernels
+from engine.schedule_part import SchedulePart, check_numbers, check_roles, digest_of
 from engine.shape import ModelShape
 
 Head = Callable[[Tensor], Tensor]  # hidden states [N, d] after the last layer -> logits [N, vocab]
@@ -26,7 +27,7 @@ GROUP = 8  # tokens whose largest logit is looked at first
 
 
 @dataclass(frozen=True, eq=False)
-class HeadPreview:
+class HeadPreview(SchedulePart):
     """Logits of decode tokens: h down up W' + bias, for the `candidates` largest of them h W' instead.
 
     h is what the head's matrix W [vocab, w] multiplies, the normed state of width w.
@@ -45,9 +46,7 @@ class HeadPreview:
     def __post_init__(self) -> None:
         if self.candidates < 1:
             raise ScheduleError(f"a head preview needs a candidate at the least, got {self.candidates}")
-        if set(self.tensors) != set(ROLES):
-            raise ScheduleError(f"the head preview holds {', '.join(sorted(self.tensors)) or 'nothing'}: "
-                                "it needs down, up and bias")  # fmt: skip
+        check_roles("the head preview", self.tensors, ROLES)
         check_numbers("the head preview", self.tensors)
         down, up, bias = (list(self.tensors[role].shape) for role in ROLES)
         if len(down) != 2 or down != up[::-1] or len(bias) != 1:
@@ -95,16 +94,10 @@ class HeadPreview:
             h = decoder.head_input(x)
             logits = rough(down(h))
             chosen = _largest(logits, self.candidates)
-            exact = torch.bmm(torch.nn.functional.embedding(chosen, weight), h.unsqueeze(-1)).squeeze(-1)
+            exact = torch.bmm(F.embedding(chosen, weight), h.unsqueeze(-1)).squeeze(-1)
             return decoder.capped(logits.scatter_(1, chosen, exact))
 
         return head
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, HeadPreview) and self.digest == other.digest
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
 
 
 def _largest(logits: Tensor, count: int) -> Tensor:

@@ -47,9 +47,9 @@ class Compiled:
         """The one to run a unit of."""
         return base if operation.adapter is None else self.adapted[operation.adapter]
 
-    def head(self, preview: HeadPreview | None, base: Decoder) -> Head:
+    def head(self, schedule: Schedule, base: Decoder) -> Head:
         """What gives decode tokens their logits."""
-        return base.logits if preview is None else self.heads[preview]
+        return base.logits if schedule.head_preview is None else self.heads[schedule.head_preview]
 
     def parts(self, plan: Iterable[Operation]) -> tuple[BridgeMap | Decoder, ...]:
         """Those that a plan uses."""

@@ -12,16 +12,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from engine.bridge import check_numbers, digest_of
 from engine.errors import ScheduleError
 from engine.kernels import Kernels, Linear
+from engine.schedule_part import SchedulePart, check_numbers, check_roles, digest_of
 from engine.shape import ModelShape
 
 ROLES = ("weight", "bias")
 
 
 @dataclass(frozen=True, eq=False)
-class PromptBridge:
+class PromptBridge(SchedulePart):
     """All tokens of a prompt but its last stop before layer `first`; the last one runs every layer.
 
     For each layer from there on, keys before their positions are put in, and values, are x weight + bias of the state x
@@ -40,10 +40,7 @@ class PromptBridge:
     def __post_init__(self) -> None:
         if self.first < 1:
             raise ScheduleError(f"prompts run layer 0 at the least, so the prompt bridge starts at 1, not {self.first}")
-        if set(self.tensors) != set(ROLES):
-            raise ScheduleError(
-                f"the prompt bridge holds {', '.join(sorted(self.tensors)) or 'nothing'}: it needs weight and bias"
-            )
+        check_roles("the prompt bridge", self.tensors, ROLES)
         check_numbers("the prompt bridge", self.tensors)
         weight, bias = self.tensors["weight"], self.tensors["bias"]
         if weight.dim() != 2 or bias.shape != weight.shape[1:]:
@@ -77,12 +74,6 @@ class PromptBridge:
         layers = shape.layers - self.first
         pairs = zip(weight.chunk(layers, 1), bias.chunk(layers), strict=True)
         return PromptMaps(shape, self.first, [kernels.linear(w.T.contiguous(), b.contiguous()) for w, b in pairs])
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PromptBridge) and self.digest == other.digest
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from engine.bridge_file import BRIDGES_FILE, read_tensors, write_tensors
 from engine.errors import ScheduleError
 from engine.head_preview import HeadPreview
 from engine.prompt_bridge import PromptBridge
+from engine.schedule_part import SchedulePart
 from engine.shape import ModelShape
 from engine.unit import Block, Unit, all_units
 
@@ -266,9 +267,9 @@ class Schedule:
             tuple(Plateau(first, count, tuple(names)) for (first, count), names in zip(skipped, bridged, strict=True)),
             {key: value for key, value in data.items() if key not in _OWN_KEYS},
             _bridges(data.get("bridges", {}), tensors or {}),
-            _prompt_bridge(data.get("prompts"), tensors or {}),
+            _part(PromptBridge, "the prompt bridge", PROMPTS, FROM_LAYER, data, tensors or {}),
             _adapter(data.get("adapter"), adapter),
-            _head_preview(data.get("head"), tensors or {}),
+            _part(HeadPreview, "the head preview", HEAD, CANDIDATES, data, tensors or {}),
         )
 
     def to_json(self) -> str:
@@ -318,7 +319,10 @@ class Schedule:
 
 
 _OWN_KEYS = ("format", "layers", "skip_order", "skipped", "bridges", "bridged", "prompts", "adapter", "head")
-PROMPTS, HEAD = "prompts", "head"  # the prompt bridge's and the head preview's names among the tensors
+PROMPTS, HEAD = "prompts", "head"  # the prompt bridge's and the head preview's names in the file and among the tensors
+FROM_LAYER = ("bridged_from", "from which layer on they are bridged")
+CANDIDATES = ("candidates", "how many tokens get exact logits")
+Part = TypeVar("Part", bound=SchedulePart)
 
 
 def _parse(text: str) -> object:
@@ -360,32 +364,35 @@ def _block_of(name: str, described: object) -> Block:
     )
 
 
-def _prompt_bridge(data: object, tensors: Mapping[str, Mapping[str, Tensor]]) -> PromptBridge | None:
-    """As `_bridges`, for the prompt bridge; None where the file has none."""
-    if data is None:
-        return None
-    first = data.get("bridged_from") if isinstance(data, dict) else None
-    if not isinstance(data, dict) or type(first) is not int:
-        raise ScheduleError(f"prompts must say from which layer on they are bridged, as bridged_from, got {data!r}")
-    if PROMPTS not in tensors:
-        raise ScheduleError(f"there are no tensors for the prompt bridge: {BRIDGES_FILE} belongs beside the schedule")
-    bridge = PromptBridge(first, dict(tensors[PROMPTS]))
-    _check_digest("the prompt bridge", data, bridge)
-    return bridge
+def _part(
+    make: Callable[[int, Mapping[str, Tensor]], Part],
+    what: str,
+    name: str,
+    number: tuple[str, str],
+    data: Mapping[str, Any],
+    tensors: Mapping[str, Mapping[str, Tensor]],
+) -> Part | None:
+    """As `_bridges`, for a part that a whole number and tensors make; None where the file has none.
 
-
-def _head_preview(data: object, tensors: Mapping[str, Mapping[str, Tensor]]) -> HeadPreview | None:
-    """As `_prompt_bridge`, for the head preview."""
-    if data is None:
+    Args:
+        make: it.
+        what: it is.
+        name: in the file and among the tensors.
+        number: its key, and what it says.
+        data: the schedule file's object.
+        tensors: of all parts.
+    """
+    described, (key, meaning) = data.get(name), number
+    if described is None:
         return None
-    candidates = data.get("candidates") if isinstance(data, dict) else None
-    if not isinstance(data, dict) or type(candidates) is not int:
-        raise ScheduleError(f"head must say how many tokens get exact logits, as candidates, got {data!r}")
-    if HEAD not in tensors:
-        raise ScheduleError(f"there are no tensors for the head preview: {BRIDGES_FILE} belongs beside the schedule")
-    preview = HeadPreview(candidates, dict(tensors[HEAD]))
-    _check_digest("the head preview", data, preview)
-    return preview
+    value = described.get(key) if isinstance(described, dict) else None
+    if not isinstance(described, dict) or type(value) is not int:
+        raise ScheduleError(f"{name} must say {meaning}, as {key}, got {described!r}")
+    if name not in tensors:
+        raise ScheduleError(f"there are no tensors for {what}: {BRIDGES_FILE} belongs beside the schedule")
+    part = make(value, dict(tensors[name]))
+    _check_digest(what, described, part)
+    return part
 
 
 def _adapter(data: object, adapter: Adapter | None) -> Adapter | None:
@@ -398,12 +405,7 @@ def _adapter(data: object, adapter: Adapter | None) -> Adapter | None:
     return adapter
 
 
-def _check_digest(
-    what: str,
-    described: Mapping[str, Any],
-    part: Bridge | PromptBridge | Adapter | HeadPreview,
-    file: str = BRIDGES_FILE,
-) -> None:
+def _check_digest(what: str, described: Mapping[str, Any], part: SchedulePart, file: str = BRIDGES_FILE) -> None:
     if described.get("digest") != part.digest:
         raise ScheduleError(
             f"the tensors of {what} are not those the schedule was made with: "

@@ -75,7 +75,7 @@ class StaticBatch(Batch):
         plan = self._ledger.plans[self._ledger.schedule.plateau_at(step)]
         self._cache.keep_layers(attention_layers(plan))
         self._cache_course.append(self._cache.bytes)
-        head = self._compiled.head(self._ledger.schedule.head_preview, self._decoder)
+        head = self._compiled.head(self._ledger.schedule, self._decoder)
         self._workspace.run_pass(plan, head, self._compiled, rows)
 
     def _extend_late(self, rows: list[Sample | None], tokens: list[int]) -> None:

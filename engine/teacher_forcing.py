@@ -172,7 +172,7 @@ class AnswerPass:
 
     def scheduled_logits(self, x: Tensor, schedule: Schedule, compiled: Compiled) -> Iterator[tuple[slice, Tensor]]:
         """The same as decoding under a schedule computes them."""
-        return self.logits(x, compiled.head(schedule.head_preview, self._decoder))
+        return self.logits(x, compiled.head(schedule, self._decoder))
 
     def _run(self, operation: Operation, x: Tensor, rows: Tensor, compiled: Compiled) -> Tensor:
         """Hidden states [N, hidden] after an operation on some rows."""

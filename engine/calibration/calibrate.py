@@ -24,7 +24,7 @@ import torch
 from engine.calibration.bridged import Bridges, Candidate
 from engine.calibration.collect import Progress, collect_moments
 from engine.calibration.growth import Lengths
-from engine.calibration.head import HeadStates, counted_preview, ranks_for
+from engine.calibration.head import HeadStates, counted_preview
 from engine.calibration.own_states import OwnStates
 from engine.calibration.prompts import check_prompt_layers, fit_prompt_bridge
 from engine.calibration.quality import Judge, Quality
@@ -92,9 +92,8 @@ class Calibration:
             check_prompt_layers(prompt_layers, shape)
         self._lengths: Lengths = [(len(answer.prompt), len(answer.tokens)) for answer in answers]
         self._targets = targets
-        head = HeadStates(engine.decoder)
-        ranks = [] if whole_head else ranks_for(head.width)
-        counted = [None, *(counted_preview(rank, shape, head.width) for rank in ranks)]
+        head = None if whole_head else HeadStates(engine.decoder)
+        counted = [None, *(counted_preview(rank, shape, head.width) for rank in head.ranks)] if head else [None]
         least = [self._layers_for(target, preview) for target in targets for preview in counted]
         deepest = min(max(least) + DEEPER, shape.layers - min(WARMUPS) - 1)
         depths = {*range(DEPTH_STEP, deepest + 1, DEPTH_STEP)}
@@ -122,7 +121,7 @@ class Calibration:
             with torch.inference_mode():
                 self._judged = engine.teacher_forced(judge, self._prompt_bridge)
         bridges = Bridges(fitted, own)
-        previews = [head.fit(rank) for rank in ranks]
+        previews = head.fit(head.ranks) if head else []
         self._search = Search(engine, fitted, bridges, chooser, depths_by_warmup, self._lengths, previews, progress)
         self.fit_tokens = sum(answer.passes for answer in (*fit, *choose))
 

@@ -9,6 +9,8 @@ multiplying them takes more time than that saves.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -36,16 +38,21 @@ class HeadStates:
         """w of `HeadPreview`."""
         return len(self._hh)
 
+    @property
+    def ranks(self) -> list[int]:
+        """Those worth trying."""
+        return sorted({max(1, round(share * self.width)) for share in RANKS})
+
     def add(self, x: Tensor) -> None:
         """Count in hidden states [N, hidden] after the last layer."""
         h = self._decoder.head_input(x).double()
         self._count += len(h)
         self._hh += h.T @ h
 
-    def fit(self, rank: int) -> HeadPreview:
-        """The preview with the least mean square error of all logits over the tokens.
+    def fit(self, ranks: Sequence[int]) -> list[HeadPreview]:
+        """For each rank the preview with the least mean square error of all logits over the tokens.
 
-        With C = mean(h'h) = L L', of all matrices A of that rank A = down up minimises |(h - h A) W'|^2 for V the
+        With C = mean(h'h) = L L', of all matrices A of a rank A = down up minimises |(h - h A) W'|^2 for V the
         leading eigenvectors of L' W'W L, as the truncated singular value decomposition of W L: A = L'^-1 V V' L'.
 
         What rough logits leave out is about normal, with a variance s^2 by token: the mean of exp(logit) is that of the
@@ -55,22 +62,20 @@ class HeadStates:
         moments = self._hh / self._count
         moments += FLOOR * moments.trace() / self.width * eye
         lower, weight = torch.linalg.cholesky(moments), self._weight.float()
-        leading = torch.linalg.eigh(lower.T @ (weight.T @ weight).double() @ lower).eigenvectors[:, -rank:]
-        down = torch.linalg.solve_triangular(lower.T, leading, upper=True)
-        scale = down.square().sum(0).sqrt()  # of each direction: both matrices then have entries of one order
-        down, up = down / scale, scale[:, None] * leading.T @ lower.T
-        left_out = (eye - down @ up).T @ moments @ (eye - down @ up)
-        bias = (weight @ left_out.float() * weight).sum(-1) / 2
-        tensors = (down, up, bias)
-        return HeadPreview(
-            _candidates(len(self._weight)),
-            {role: rounded(tensor).cpu() for role, tensor in zip(ROLES, tensors, strict=True)},
-        )
-
-
-def ranks_for(width: int) -> list[int]:
-    """Ranks worth trying for a head of this width."""
-    return sorted({max(1, round(share * width)) for share in RANKS})
+        leading = torch.linalg.eigh(lower.T @ (weight.T @ weight).double() @ lower).eigenvectors  # least first
+        all_down, all_up = torch.linalg.solve_triangular(lower.T, leading, upper=True), leading.T @ lower.T
+        scale = all_down.square().sum(0).sqrt()  # of each direction: both matrices then have entries of one order
+        all_down, all_up = all_down / scale, scale[:, None] * all_up
+        previews = []
+        for rank in ranks:
+            down, up = all_down[:, -rank:], all_up[-rank:]
+            left_out = (eye - down @ up).T @ moments @ (eye - down @ up)
+            bias = (weight @ left_out.float() * weight).sum(-1) / 2
+            tensors = zip(ROLES, (down, up, bias), strict=True)
+            previews.append(
+                HeadPreview(_candidates(len(weight)), {role: rounded(tensor).cpu() for role, tensor in tensors})
+            )
+        return previews
 
 
 def counted_preview(rank: int, shape: ModelShape, width: int) -> HeadPreview:

@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.activations import activation
 from engine.checkpoint import Weights
 from engine.decoder import Attend, Rotations
+from engine.families.head import Headed
 from engine.families.projections import Layout, Projected, Projections
 from engine.kernels import Kernels
 from engine.rotary import Rotary, interleave
@@ -54,7 +55,7 @@ def attention_kinds(config: Any, scale: float, softcap: float | None = None) -> 
     )
 
 
-class LlamaDecoder(Projected):
+class LlamaDecoder(Projected, Headed):
     """Weights of a Llama on one device: fused queries/keys/values and gate/up projections."""
 
     mlp_norm_name = "post_attention_layernorm"
@@ -74,7 +75,7 @@ class LlamaDecoder(Projected):
         self._mlp_norm = self._norms(self.mlp_norm_name)
         self._final_norm = self._norm_weight("model.norm")
         self._embedding = weights.take("model.embed_tokens.weight").to(device)
-        self._tied: bool = config.tie_word_embeddings
+        self._tied = config.tie_word_embeddings
         self._head = kernels.linear(self.head_weight())
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -102,21 +103,9 @@ class LlamaDecoder(Projected):
         """Such keys with their positions."""
         return self._place(layer, k, rotations)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """[N, hidden] -> [N, vocab]."""
-        return self.capped(self._head(self.head_input(x)))
-
     def head_input(self, x: Tensor) -> Tensor:
         """Normed hidden states [N, hidden]."""
         return self._norm(x, self._final_norm)
-
-    def head_weight(self) -> Tensor:
-        """[vocab, hidden]."""
-        return self._embedding if self._tied else self._weights.take("lm_head.weight").to(self._device)
-
-    def capped(self, products: Tensor) -> Tensor:
-        """They are the logits."""
-        return products
 
     def _attention_block(self, layer: int, x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
         heads = self.shape.heads

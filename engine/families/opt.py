@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.activations import activation
 from engine.checkpoint import Weights
 from engine.decoder import Attend, Rotations
+from engine.families.head import Headed
 from engine.families.projections import Layout, Projected, Projections
 from engine.kernels import Kernels, Linear
 from engine.shape import ModelShape
@@ -43,7 +44,7 @@ def shape(config: Any) -> ModelShape:
     )
 
 
-class OPTDecoder(Projected):
+class OPTDecoder(Projected, Headed):
     """Weights of an OPT on one device."""
 
     def __init__(
@@ -59,7 +60,7 @@ class OPTDecoder(Projected):
         self._mlp_norm = [self._norm(f"{layer}.final_layer_norm") for layer in layers]
         self._embedding = weights.take("model.decoder.embed_tokens.weight").to(device)
         self._positions = weights.take("model.decoder.embed_positions.weight").to(device)
-        self._tied: bool = config.tie_word_embeddings
+        self._tied = config.tie_word_embeddings
         self._head = kernels.linear(self.head_weight())
         last_norm = self._norm_first and not config._remove_final_layer_norm
         self._final_norm = self._norm("model.decoder.final_layer_norm") if last_norm else None
@@ -98,23 +99,11 @@ class OPTDecoder(Projected):
         """The keys themselves: positions are in the hidden states."""
         return k
 
-    def logits(self, x: Tensor) -> Tensor:
-        """[N, hidden] -> [N, vocab]."""
-        return self._head(self.head_input(x))
-
     def head_input(self, x: Tensor) -> Tensor:
         """Hidden states, normed and projected where the model does, [N, word_embed_proj_dim]."""
         for last in (self._final_norm, self._project_out):
             x = x if last is None else last(x)
         return x
-
-    def head_weight(self) -> Tensor:
-        """[vocab, word_embed_proj_dim]."""
-        return self._embedding if self._tied else self._weights.take("lm_head.weight").to(self._device)
-
-    def capped(self, products: Tensor) -> Tensor:
-        """They are the logits."""
-        return products
 
     def _project(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each [N, heads, head_dim]."""
