@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.decoder import Decoder
@@ -94,8 +93,7 @@ class HeadPreview(SchedulePart):
             h = decoder.head_input(x)
             logits = rough(down(h))
             chosen = _largest(logits, self.candidates)
-            exact = torch.bmm(F.embedding(chosen, weight), h.unsqueeze(-1)).squeeze(-1)
-            return decoder.capped(logits.scatter_(1, chosen, exact))
+            return decoder.capped(logits.scatter_(1, chosen, kernels.chosen_products(h, weight, chosen)))
 
         return head
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,6 +23,10 @@ class Kernels:
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """x -> x W' + b for a weight of [out, in]."""
         return lambda x: F.linear(x, weight, bias)
+
+    def chosen_products(self, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+        """x [N, in] times the rows of a weight [out, in] that are chosen for each of them, [N, count]: [N, count]."""
+        return torch.bmm(F.embedding(chosen, weight), x.unsqueeze(-1)).squeeze(-1)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
@@ -143,6 +148,11 @@ class OneDnnKernels(Kernels):
     of the packaged model run 1.3 to 2.5 times as fast with 8 or 32 rows on two AVX2 cores.
     """
 
+    def __init__(self) -> None:
+        with warnings.catch_warnings():  # torch says once that sparse tensors are in beta
+            warnings.simplefilter("ignore")
+            _sparse(torch.zeros(1, dtype=torch.long), torch.zeros(0, dtype=torch.long), torch.zeros(0), (0, 0))
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """As above; torch's own is eight small operations on a CPU, this is half of them."""
         norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -158,6 +168,19 @@ class OneDnnKernels(Kernels):
             return out
 
         return product
+
+    def chosen_products(self, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+        """As above, without a copy of the chosen rows: for 256 of 576 numbers in each of 32 rows 0.8 ms, not 2.9 ms."""
+        rows, count = chosen.shape
+        ends = torch.arange(0, rows * count + 1, count)
+        places = _sparse(ends, chosen.flatten(), x.new_zeros(rows * count), (rows, len(weight)))
+        products: Tensor = torch.sparse.sampled_addmm(places, x, weight.T, beta=0.0).values()
+        return products.view(rows, count)
+
+
+def _sparse(ends: Tensor, columns: Tensor, values: Tensor, size: tuple[int, int]) -> Tensor:
+    """A matrix that has these values in these columns, those of a row up to its end."""
+    return torch.sparse_csr_tensor(ends, columns, values, size, check_invariants=False)
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:

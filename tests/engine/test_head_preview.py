@@ -14,7 +14,7 @@ from torch import Tensor
 from engine import Engine, HeadPreview, Ledger, Sampling, Schedule, ScheduleError, recipes
 from engine.calibration.head import HeadStates
 from engine.head_preview import _largest
-from engine.kernels import Kernels
+from engine.kernels import Kernels, OneDnnKernels
 from engine.memory import batch_bytes
 from engine.plan import Compiled
 from engine.teacher_forcing import Answer
@@ -53,6 +53,18 @@ def test_every_familys_logits_are_its_heads_matrix_times_what_it_says(
     torch.testing.assert_close(decoder.capped(products.clone()), decoder.logits(x))
     if VARIANTS[variant].get("final_logit_softcapping"):
         assert not torch.allclose(products, decoder.logits(x))
+
+
+@pytest.mark.parametrize("kernels", [Kernels(), OneDnnKernels()], ids=["plain", "oneDNN"])
+def test_products_with_chosen_rows_are_those_of_the_whole_matrix(kernels: Kernels) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(5, WIDTH, generator=draw), torch.randn(VOCAB, WIDTH, generator=draw)
+    chosen = torch.stack([torch.randperm(VOCAB, generator=draw)[:7] for _ in x])
+    products = kernels.chosen_products(x, weight, chosen)
+    torch.testing.assert_close(products, (x @ weight.T).gather(1, chosen))
+    for row in range(len(x)):
+        alone = kernels.chosen_products(x[row : row + 1], weight, chosen[row : row + 1])
+        assert torch.equal(products[row : row + 1], alone)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
