@@ -1,7 +1,7 @@
 """Rivals that are given bridges: published orders and decays, with an affine map in place of every skipped block.
 
-Bridges are what this project adds, so these are no published methods. They show how much of the quality comes from the
-bridges and how much from the choice of layers.
+And a head preview. Both are what this project adds, so these are no published methods: they show how much of the
+quality comes from that and how much from the choice of layers.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import torch
 
-from engine import Block, Bridge, ModelShape, Schedule, ScheduleError, decays, decode_flop_speedup, orders
+from engine import Block, Bridge, HeadPreview, ModelShape, Schedule, ScheduleError, decays, decode_flop_speedup, orders
 from engine.calibration.collect import collect_moments
+from engine.calibration.head import HeadStates, counted_preview
 from engine.teacher_forcing import Answer
 from pipeline.evaluation.contender import Contender
 from pipeline.evaluation.rivals import Calibration
@@ -24,9 +25,10 @@ Layers = tuple[int, int]  # [first, end)
 
 
 def bridged_rivals(targets: Sequence[float], calibration: Calibration) -> Iterator[Contender]:
-    """Early termination, Unified Layer Skipping and SkipDecode at each target, their blocks bridged.
+    """Early termination, Unified Layer Skipping and SkipDecode at each target, bridged and with a head preview.
 
-    All calibration answers are used to fit. Raises ScheduleError for a target out of reach.
+    The preview's rank is the largest that calibrating tries, and mostly ends with. All calibration answers are used to
+    fit. Raises ScheduleError for a target out of reach.
     """
     layers, horizon = calibration.shape.layers, calibration.horizon
     kinds: dict[str, tuple[orders.Order, Callable[[int], decays.Decay], int]] = {
@@ -38,15 +40,21 @@ def bridged_rivals(targets: Sequence[float], calibration: Calibration) -> Iterat
             horizon,
         ),
     }
+    head = HeadStates(calibration.engine.decoder)
+    rank = max(head.ranks)
+    counted = counted_preview(rank, calibration.shape, head.width)
     solved = [
-        (name, target, _solve(target, calibration, order, decay, last))
+        (name, target, _solve(target, calibration, order, decay, last, counted))
         for target in targets
         for name, (order, decay, last) in kinds.items()
     ]
-    bridges = _fit({block for _, _, schedule in solved for block in _blocks(schedule)}, calibration)
+    bridges = _fit({block for _, _, schedule in solved for block in _blocks(schedule)}, calibration, head)
+    (preview,) = head.fit([rank])
+    tokens = sum(len(answer) - 1 for answer in calibration.answers)
+    note = f"bridges and a head preview of rank {rank} fitted on {tokens} tokens"
     for name, target, schedule in solved:
-        note = f"bridges fitted on {sum(len(answer) - 1 for answer in calibration.answers)} tokens"
-        yield Contender(f"{name}, bridged", target, attach(schedule, bridges.__getitem__), is_rival=True, note=note)
+        bridged = attach(replace(schedule, head_preview=preview), bridges.__getitem__)
+        yield Contender(f"{name}, bridged", target, bridged, is_rival=True, note=note)
 
 
 def attach(schedule: Schedule, bridge: Callable[[Layers], Bridge]) -> Schedule:
@@ -64,27 +72,32 @@ def attach(schedule: Schedule, bridge: Callable[[Layers], Bridge]) -> Schedule:
 
 
 def _solve(
-    target: float, calibration: Calibration, order: orders.Order, decay: Callable[[int], decays.Decay], horizon: int
+    target: float,
+    calibration: Calibration,
+    order: orders.Order,
+    decay: Callable[[int], decays.Decay],
+    horizon: int,
+    preview: HeadPreview,
 ) -> Schedule:
-    """The schedule with the lowest floor that meets the target when its bridges are counted; without bridges."""
+    """The schedule with the lowest floor that meets the target, bridges and preview counted; without bridges."""
     shape: ModelShape = calibration.shape
     zeros = torch.zeros(shape.hidden, shape.hidden), torch.zeros(shape.hidden)
     for floor in range(1, len(order) + 1):
-        schedule = Schedule.build(shape.layers, order, decay(floor), horizon)
+        schedule = replace(Schedule.build(shape.layers, order, decay(floor), horizon), head_preview=preview)
         counted = attach(schedule, lambda block: Bridge.affine(Block.of_layers(*block), *zeros))
         if decode_flop_speedup(shape, counted, calibration.lengths) >= target:
             return schedule
     raise ScheduleError(f"a decode FLOP speed-up of {target:g}x cannot be met with bridges: ask for less")
 
 
-def _fit(blocks: set[Layers], calibration: Calibration) -> Mapping[Layers, Bridge]:
-    """Affine bridges by ridge regression on full-depth states."""
+def _fit(blocks: set[Layers], calibration: Calibration, head: HeadStates) -> Mapping[Layers, Bridge]:
+    """Affine bridges by ridge regression on full-depth states; the head is given what it sees."""
     ends: dict[int, list[int]] = {}
     for first, end in sorted(blocks):
         ends.setdefault(first, []).append(end)
     pairs = zip(calibration.prompts, calibration.answers, strict=True)
     answers = [Answer(prompt, tokens) for prompt, tokens in pairs if len(tokens) > 1]
-    moments = collect_moments(calibration.engine, answers, ends, lambda *_: None)
+    moments = collect_moments(calibration.engine, answers, ends, lambda *_: None, head=head)
     return {(first, end): moments[first].fit(2 * end, RIDGE) for first, end in blocks}
 
 

@@ -30,6 +30,7 @@ def test_they_meet_their_target_with_their_bridges_counted(packaged: Engine, tex
     schedules = []
     for rival in found:
         assert isinstance(rival.method, Schedule)
+        assert rival.method.head_preview
         assert decode_flop_speedup(packaged.shape, rival.method, calibration.lengths) >= 1.3
         bare = Schedule(30, rival.method.skip_order, tuple(p._replace(bridges=()) for p in rival.method.plateaus))
         schedules += [rival.method, bare]
