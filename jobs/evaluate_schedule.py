@@ -39,7 +39,7 @@ from pipeline.evaluation.study import Prompt, Study
 from pipeline.fit import longest_prompt
 from pipeline.template import RowError
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("jobs.evaluate_schedule")
 
 PROGRAM = "evaluate_schedule.py"
 FIGURES_FILE, OUTPUTS_FILE, WORK_FOLDER = "figures.json", "outputs.parquet", "work"

@@ -49,12 +49,47 @@ def read_schedule(path: str, target: float | None, storage: OpenStorage = Storag
         ScheduleError: there is none that can be read, none that fast, or no telling which.
         JobError: the storage of a URL cannot be read.
     """
+    schedules = read_schedules(path, storage)
+    if "" in schedules:
+        if target is not None:
+            raise ScheduleError(
+                f"{path!r} is one schedule, so target_speedup has nothing to choose from: leave it out, or name a "
+                "directory of calibrated schedules"
+            )
+        return schedules[""]
+    speedups = {
+        name: float(schedule.provenance["decode_flop_speedup"])
+        for name, schedule in schedules.items()
+        if "decode_flop_speedup" in schedule.provenance
+    }
+    offered = ", ".join(f"{speedup:.2f}x" for speedup in sorted(speedups.values()))
+    if target is None:
+        raise ScheduleError(f"{path!r} holds several schedules: choose one with target_speedup, among {offered}")
+    enough = [name for name, speedup in speedups.items() if speedup >= target]
+    if not enough:
+        raise ScheduleError(
+            f"{path!r} holds no schedule of {target:g}x, only {offered}: calibrate one, or ask for less"
+        )
+    return schedules[min(enough, key=lambda name: speedups[name])]
+
+
+def read_schedules(path: str, storage: OpenStorage = Storage) -> dict[str, Schedule]:
+    """The calibrated schedules in directories below one, by their names; or, under "", the schedule it is itself.
+
+    Args:
+        path: local, or a URL.
+        storage: opens a URL.
+
+    Raises:
+        ScheduleError: there is none, or one cannot be read.
+        JobError: the storage of a URL cannot be read.
+    """
     if "://" not in path:
-        return _read_local(path, target)
+        return _read_local(path)
     with TemporaryDirectory() as copy:
         _fetch(storage(path.removesuffix(f"/{SCHEDULE_FILE}")).at_first(), Path(copy))
         try:
-            return _read_local(copy, target)
+            return _read_local(copy)
         except ScheduleError as error:
             raise ScheduleError(str(error).replace(copy, path)) from None
 
@@ -76,33 +111,11 @@ def _fetch(storage: Storage, directory: Path) -> None:
                 (directory / folder / name).write_bytes(content)
 
 
-def _read_local(path: str, target: float | None) -> Schedule:
-    """`read_schedule` of a local path."""
-    directory = Path(path)
-    if (directory / SCHEDULE_FILE).is_file() or not directory.is_dir():
-        if target is not None:
-            raise ScheduleError(
-                f"{path!r} is one schedule, so target_speedup has nothing to choose from: leave it out, or name a "
-                "directory of calibrated schedules"
-            )
-        return Schedule.read(path)
-    schedules = {folder.parent: Schedule.read(folder) for folder in sorted(directory.glob(f"*/{SCHEDULE_FILE}"))}
-    speedups = {
-        folder: float(schedule.provenance["decode_flop_speedup"])
-        for folder, schedule in schedules.items()
-        if "decode_flop_speedup" in schedule.provenance
-    }
-    if not speedups:
-        return Schedule.read(path)  # which says what is missing
-    offered = ", ".join(f"{speedup:.2f}x" for speedup in sorted(speedups.values()))
-    if target is None:
-        raise ScheduleError(f"{path!r} holds several schedules: choose one with target_speedup, among {offered}")
-    enough = [folder for folder, speedup in speedups.items() if speedup >= target]
-    if not enough:
-        raise ScheduleError(
-            f"{path!r} holds no schedule of {target:g}x, only {offered}: calibrate one, or ask for less"
-        )
-    return schedules[min(enough, key=lambda folder: speedups[folder])]
+def _read_local(path: str) -> dict[str, Schedule]:
+    """`read_schedules` of a local path."""
+    folders = [] if (Path(path) / SCHEDULE_FILE).is_file() else sorted(Path(path).glob(f"*/{SCHEDULE_FILE}"))
+    # Where there are none, reading says what is missing.
+    return {file.parent.name: Schedule.read(file.parent) for file in folders} or {"": Schedule.read(path)}
 
 
 def longest_prompt(config: AnswerConfig, shape: ModelShape) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from math import inf
 from pathlib import Path
@@ -38,7 +38,7 @@ def write_state(
     path: Path,
     state: TrainingState,
     recipe: Recipe,
-    schedule: Schedule,
+    schedules: Sequence[Schedule],
     trainable: Trainable,
     optimizer: torch.optim.Optimizer,
 ) -> None:
@@ -48,7 +48,7 @@ def write_state(
     for name, moments in _moments(trainable, optimizer):
         tensors |= {f"{moment}.{name}": moments[moment] for moment in MOMENTS}
     facts = {
-        "of": _identity(recipe, schedule),
+        "of": _identity(recipe, schedules),
         **{name: getattr(state, name) for name in ("best_kl", "step", "waiting", "seconds", "curve")},
     }
     unfinished = path.with_name(f".{path.name}.part")
@@ -61,7 +61,7 @@ def write_state(
 def read_state(
     path: Path,
     recipe: Recipe,
-    schedule: Schedule,
+    schedules: Sequence[Schedule],
     trainable: Trainable,
     optimizer: torch.optim.Optimizer,
 ) -> TrainingState:
@@ -75,7 +75,7 @@ def read_state(
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise ScheduleError(f"the checkpoint {str(path)!r} cannot be read ({error}): delete it to start anew") from None
-    if facts.pop("of") != _identity(recipe, schedule):
+    if facts.pop("of") != _identity(recipe, schedules):
         raise ScheduleError(
             f"the checkpoint {str(path)!r} is of another training (other schedule, bridges or recipe): "
             "delete it to start anew, or write elsewhere"
@@ -88,11 +88,13 @@ def read_state(
     return TrainingState(_named(tensors, "best"), **facts)
 
 
-def _identity(recipe: Recipe, schedule: Schedule) -> dict[str, object]:
-    digests = {name: bridge.digest for name, bridge in schedule.bridges.items()}
+def _identity(recipe: Recipe, schedules: Sequence[Schedule]) -> dict[str, object]:
+    return {"recipe": asdict(recipe), "schedules": [_described(schedule) for schedule in schedules]}
+
+
+def _described(schedule: Schedule) -> dict[str, object]:
     return {
-        "recipe": asdict(recipe),
-        "bridges": digests,
+        "bridges": {name: bridge.digest for name, bridge in schedule.bridges.items()},
         "prompts": schedule.prompt_bridge.digest if schedule.prompt_bridge else None,
         "adapter": schedule.adapter.digest if schedule.adapter else None,
         "plateaus": [list(map(str, p)) for p in schedule.plateaus],

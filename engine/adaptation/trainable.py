@@ -1,100 +1,120 @@
-"""What a schedule brings along, as parameters."""
+"""What schedules bring along, as parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from engine.adapter import Adapter, silent_adapter
-from engine.bridge import GATED
+from engine.bridge import GATED, Bridge
 from engine.decoder import Decoder
 from engine.kernels import Kernels
 from engine.plan import Compiled
 from engine.prompt_bridge import PromptBridge, PromptMaps
 from engine.schedule import Schedule
+from engine.unit import Unit, all_units
 
-BRIDGES, PROMPTS, ADAPTER = "bridges", "prompts", "adapter"
+Part = TypeVar("Part", Bridge, PromptBridge, Adapter)
 
 
 class Trainable:
-    """What a schedule brings as float32 parameters: `bridges/<bridge>/<role>`, `prompts/<role>`, `adapter/<tensor>`.
+    """What schedules bring as float32 parameters, `<part>/<role>`; a part that several of them bring is one.
 
-    What the schedule lacks of the parts asked for is added so that it changes nothing yet.
+    What they lack of the parts asked for is added so that it changes nothing yet.
     """
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedules: Sequence[Schedule],
         decoder: Decoder,
         device: torch.device,
         gate_width: int = 0,
         adapter_rank: int = 0,
         seed: int = 0,
     ) -> None:
-        """Starts where the schedule is.
+        """Starts where the schedules are.
 
         Args:
-            schedule: with bridges of any kind.
+            schedules: with bridges of any kind.
             decoder: the model, with plain kernels.
             device: that it is on.
             gate_width: of a gated part for every bridge without one; 0 for none.
-            adapter_rank: of an adapter of all units that decode tokens run from the first bridge on; 0 for none.
+            adapter_rank: of an adapter for all schedules without one, of the units that decode tokens of some of them
+                run where the first bridge of each has been passed; 0 for none.
             seed: of what is added.
         """
         draw = torch.Generator().manual_seed(seed)
-        bridges = {}
-        for name, bridge in schedule.bridges.items():
-            gated = not gate_width or GATED[0] in bridge.tensors
-            gate = {} if gated else _silent_gate(bridge.hidden, gate_width, draw)
-            bridges[name] = replace(bridge, tensors={**bridge.tensors, **gate})
-        adapter = schedule.adapter
-        if adapter is None and adapter_rank:
-            above = [unit for unit in schedule.active_units(0) if unit.place >= schedule.changed_from]
-            adapter = silent_adapter({unit: decoder.projections(unit) for unit in above}, adapter_rank, seed)
-        self.start = replace(schedule, bridges=bridges, adapter=adapter)
+        gated: dict[Bridge, Bridge] = {}
+        for bridge in (bridge for schedule in schedules for bridge in schedule.bridges.values()):
+            if bridge not in gated:
+                gate = _silent_gate(bridge.hidden, gate_width, draw) if gate_width else {}
+                gated[bridge] = replace(bridge, tensors={**gate, **bridge.tensors})
+        adapter = None
+        if adapter_rank:
+            adapter = silent_adapter(
+                {unit: decoder.projections(unit) for unit in _above(schedules)}, adapter_rank, seed
+            )
+        self.starts = [
+            replace(
+                schedule,
+                bridges={name: gated[bridge] for name, bridge in schedule.bridges.items()},
+                adapter=schedule.adapter or adapter,
+            )
+            for schedule in schedules
+        ]
         self._decoder, self._device = decoder, device
-        preview = schedule.head_preview  # to judge by; it is not trained
+        previews = {schedule.head_preview for schedule in schedules} - {None}  # to judge by; they are not trained
         with torch.no_grad():
-            self._heads = {preview: preview.compiled(decoder, Kernels(), torch.float32, device)} if preview else {}
-        named = {
-            f"{BRIDGES}/{name}/{role}": tensor
-            for name, bridge in bridges.items()
-            for role, tensor in bridge.tensors.items()
-        }
-        prompts = schedule.prompt_bridge.tensors if schedule.prompt_bridge else {}
-        named |= {f"{PROMPTS}/{role}": tensor for role, tensor in prompts.items()}
-        named |= {f"{ADAPTER}/{name}": tensor for name, tensor in (adapter.tensors if adapter else {}).items()}
+            self._heads = {each: each.compiled(decoder, Kernels(), torch.float32, device) for each in previews if each}
+        self._parts = {part: str(number) for number, part in enumerate(dict.fromkeys(self._all_parts()))}
         self.parameters = {
-            name: nn.Parameter(tensor.detach().to(device, torch.float32).clone()) for name, tensor in named.items()
+            f"{name}/{role}": nn.Parameter(tensor.detach().to(device, torch.float32).clone())
+            for part, name in self._parts.items()
+            for role, tensor in part.tensors.items()
         }
 
     def some(self, prompts: bool) -> list[nn.Parameter]:
-        """Those of the prompt bridge, or all others."""
-        return [value for name, value in self.parameters.items() if name.startswith(f"{PROMPTS}/") == prompts]
+        """Those of prompt bridges, or all others."""
+        return [
+            self.parameters[f"{name}/{role}"]
+            for part, name in self._parts.items()
+            for role in part.tensors
+            if isinstance(part, PromptBridge) == prompts
+        ]
 
     def compiled(self, kernels: Kernels) -> Compiled:
-        """What the parts of `start` are to do now; gradients flow to the parameters."""
-        now = self._with(self.parameters)
-        bridges = {
-            bridge: now.bridges[name].compiled(kernels, torch.float32, self._device)
-            for name, bridge in self.start.bridges.items()
-        }
-        adapted = {}
-        if self.start.adapter is not None and now.adapter is not None:
-            adapted[self.start.adapter] = self._decoder.adapted(now.adapter, merge=False)
+        """What the parts of `starts` are to do now; gradients flow to the parameters."""
+        bridges, adapted = {}, {}
+        for part in self._parts:
+            if isinstance(part, Bridge):
+                bridges[part] = self._now(part, self.parameters).compiled(kernels, torch.float32, self._device)
+            elif isinstance(part, Adapter):
+                adapted[part] = self._decoder.adapted(self._now(part, self.parameters), merge=False)
         return Compiled(bridges, adapted, self._heads)
 
-    def prompt_maps(self, kernels: Kernels) -> PromptMaps | None:
-        """What the prompt bridge is to do now, if there is one; gradients flow to its parameters."""
-        bridge = self._prompt_bridge(self.parameters)
-        return None if bridge is None else bridge.compiled(self._decoder.shape, kernels, torch.float32, self._device)
+    def prompt_maps(self, schedule: Schedule, kernels: Kernels) -> PromptMaps | None:
+        """What the prompt bridge of one of `starts` is to do now, if it has one; gradients flow to its parameters."""
+        if schedule.prompt_bridge is None:
+            return None
+        now = self._now(schedule.prompt_bridge, self.parameters)
+        return now.compiled(self._decoder.shape, kernels, torch.float32, self._device)
 
-    def schedule(self) -> Schedule:
-        """The schedule with its parts as they are now."""
-        return self._with({name: parameter.detach().cpu() for name, parameter in self.parameters.items()})
+    def schedules(self) -> list[Schedule]:
+        """`starts` with their parts as they are now."""
+        values = {name: parameter.detach().cpu() for name, parameter in self.parameters.items()}
+        return [
+            replace(
+                start,
+                bridges={name: self._now(bridge, values) for name, bridge in start.bridges.items()},
+                prompt_bridge=start.prompt_bridge and self._now(start.prompt_bridge, values),
+                adapter=start.adapter and self._now(start.adapter, values),
+            )
+            for start in self.starts
+        ]
 
     def snapshot(self) -> dict[str, Tensor]:
         """A copy of the parameters."""
@@ -106,23 +126,21 @@ class Trainable:
             for name, parameter in self.parameters.items():
                 parameter.copy_(tensors[name])
 
-    def _with(self, tensors: Mapping[str, Tensor]) -> Schedule:
-        """`start` with these tensors, named like the parameters."""
-        bridges = {
-            name: replace(bridge, tensors=_below(tensors, f"{BRIDGES}/{name}/"))
-            for name, bridge in self.start.bridges.items()
-        }
-        changes = _below(tensors, f"{ADAPTER}/")
-        adapter = Adapter(changes) if changes else None
-        return replace(self.start, bridges=bridges, prompt_bridge=self._prompt_bridge(tensors), adapter=adapter)
+    def _now(self, part: Part, values: Mapping[str, Tensor]) -> Part:
+        """A part of `starts` with these values, named like the parameters."""
+        return replace(part, tensors={role: values[f"{self._parts[part]}/{role}"] for role in part.tensors})
 
-    def _prompt_bridge(self, tensors: Mapping[str, Tensor]) -> PromptBridge | None:
-        bridge = self.start.prompt_bridge
-        return None if bridge is None else replace(bridge, tensors=_below(tensors, f"{PROMPTS}/"))
+    def _all_parts(self) -> Iterator[Bridge | PromptBridge | Adapter]:
+        for start in self.starts:
+            yield from start.bridges.values()
+            yield from (part for part in (start.prompt_bridge, start.adapter) if part is not None)
 
 
-def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+def _above(schedules: Sequence[Schedule]) -> list[Unit]:
+    """Units that some of them run, in running order, from where all of them have changed something."""
+    place = max(schedule.changed_from for schedule in schedules)
+    run = {unit for schedule in schedules for unit in schedule.active_units(0)}
+    return [unit for unit in all_units(schedules[0].layers)[place:] if unit in run]
 
 
 def _silent_gate(hidden: int, width: int, draw: torch.Generator) -> dict[str, Tensor]:

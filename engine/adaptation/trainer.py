@@ -1,4 +1,4 @@
-"""Train what a schedule brings along: KL divergence to full depth, through the frozen weights of the model."""
+"""Train what schedules bring along: KL divergence to full depth, through the frozen weights of the model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,7 @@ PROMPT_RATE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A point of the learning curve."""
+    """A point of the learning curve, means over the schedules."""
 
     step: int  # steps taken
     loss: float  # mean of the steps since the last point, in nats per token; the held-out KL at step 0
@@ -42,12 +43,11 @@ class Point:
     seconds: float  # of training, over all sessions
 
 
-def _at_full_depth(engine: Engine, answers: Sequence[Answer], schedule: Schedule) -> AnswerPass:
-    """Answers after their prompts, which a prompt bridge may take on anew from where it starts."""
-    bridge = schedule.prompt_bridge
-    if bridge is None:
+def _at_full_depth(engine: Engine, answers: Sequence[Answer], stop: int | None) -> AnswerPass:
+    """Answers after their prompts, which a prompt bridge may take on anew from the layer where it starts."""
+    if stop is None:
         return engine.teacher_forced(answers)
-    passed = engine.teacher_forced(answers, stop=bridge.first)
+    passed = engine.teacher_forced(answers, stop=stop)
     passed.finish_prompts(None)
     return passed
 
@@ -55,8 +55,11 @@ def _at_full_depth(engine: Engine, answers: Sequence[Answer], schedule: Schedule
 class _Lesson:
     """Some answers, with what training needs of full depth kept: prompts' keys and values, and two states per token."""
 
-    def __init__(self, engine: Engine, answers: Sequence[Answer], schedule: Schedule, place: int) -> None:
-        self.answers = _at_full_depth(engine, answers, schedule)
+    def __init__(
+        self, engine: Engine, answers: Sequence[Answer], schedules: Sequence[Schedule], stop: int | None
+    ) -> None:
+        self.answers = _at_full_depth(engine, answers, stop)
+        place, layers = _first_change(schedules), schedules[0].layers
         self.first = self.answers.first_hidden  # [A, hidden] after all layers
         self._start: list[Tensor] = []
 
@@ -64,24 +67,28 @@ class _Lesson:
             if at == place:
                 self._start.append(x.clone())
 
-        self.final = self.answers.hidden(Schedule.full_depth(schedule.layers), Compiled(), observe=keep)
+        self.final = self.answers.hidden(Schedule.full_depth(layers), Compiled(), observe=keep)
         self.answers.forget_ends()
-        above = (unit for unit in schedule.active_units(0) if unit.place >= place)  # later plateaus run no others
-        self.answers.keep_prompts({unit.layer for unit in above if unit.kind == "a"})
+        run = {unit for schedule in schedules for unit in schedule.active_units(0)}  # later plateaus run no others
+        self.answers.keep_prompts({unit.layer for unit in run if unit.kind == "a" and unit.place >= place})
 
     @property
     def start(self) -> Tensor:
-        """[N, hidden]: the state below everything that the schedule changes."""
+        """[N, hidden]: the state below everything that the schedules change."""
         return self._start[0]
 
 
 class Trainer:
-    """One schedule, taught by the same model at full depth: its bridges, and an adapter if the recipe has one."""
+    """Schedules taught by the same model at full depth: their bridges, and one adapter for all if the recipe has one.
+
+    A step is an update by the mean loss over the schedules; what several of them bring, such as the adapter, learns to
+    serve all of these, so that a job may choose among them when it runs.
+    """
 
     def __init__(
         self,
         engine: Engine,
-        schedule: Schedule,
+        schedules: Sequence[Schedule],
         train: Sequence[Answer],
         held_out: Sequence[Answer],
         recipe: Recipe,
@@ -91,33 +98,35 @@ class Trainer:
 
         Args:
             engine: with plain kernels (`Engine.load(..., kernels=Kernels())`), for gradients to pass them.
-            schedule: with bridges, as calibration makes it.
+            schedules: with bridges, as calibration makes them.
             train: full-depth answers to learn from.
             held_out: others, to judge by.
             recipe: how.
             progress: told what is done of how much.
 
         Raises:
-            ScheduleError: the schedule has no bridge to train, or does not fit the model.
+            ScheduleError: a schedule has no bridge to train or does not fit the model, or they differ in where prompts
+                stop.
         """
-        schedule.check_fits(engine.shape)
-        if not schedule.bridges and schedule.prompt_bridge is None:
-            raise ScheduleError("the schedule has no bridges to train: calibrate one first")
+        for schedule in schedules:
+            schedule.check_fits(engine.shape)
+            if not is_trainable(schedule):
+                raise ScheduleError("the schedule has no bridges to train: make one with calibrate_schedule.py")
         self._engine, self._recipe, self._progress = engine, recipe, progress
         self._kernels = Kernels()
         added = (recipe.gate_width, recipe.adapter_rank, recipe.seed)
-        self._trainable = Trainable(schedule, engine.decoder, engine.device, *added)
-        self._schedule = schedule = self._trainable.start
+        self._trainable = Trainable(schedules, engine.decoder, engine.device, *added)
+        self._schedules = self._trainable.starts
         groups = [
             {"params": parameters, "share": PROMPT_RATE if prompts else 1.0}
             for prompts in (False, True)
             if (parameters := self._trainable.some(prompts))
         ]
         self._optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=BETAS, eps=EPS, weight_decay=0.0)
-        self._place = schedule.changed_from
+        self._place, self._stop = _first_change(self._schedules), prompts_stop(schedules)
         with torch.no_grad():
             self._lessons = self._prepare(train)
-            self._judge = Judge(_at_full_depth(engine, held_out, schedule), schedule.layers, (self._place,))
+            self._judge = Judge(_at_full_depth(engine, held_out, self._stop), engine.shape.layers, (self._place,))
         self._state = TrainingState(self._trainable.snapshot())
         self.tokens = sum(answer.passes for answer in train)
         self.lengths = [(len(answer.prompt), len(answer.tokens)) for answer in (*train, *held_out)]
@@ -132,7 +141,7 @@ class Trainer:
             ScheduleError: the checkpoint is damaged, or of another training.
         """
         if checkpoint is not None and checkpoint.exists():
-            self._state = read_state(checkpoint, self._recipe, self._schedule, self._trainable, self._optimizer)
+            self._state = read_state(checkpoint, self._recipe, self._schedules, self._trainable, self._optimizer)
             yield from (Point(*point) for point in self._state.curve)
         else:
             yield self._look(loss=None)
@@ -147,43 +156,59 @@ class Trainer:
                 yield self._look(sum(losses) / len(losses))
                 losses = []
                 if checkpoint is not None:
-                    write_state(checkpoint, self._state, self._recipe, self._schedule, self._trainable, self._optimizer)
+                    write_state(
+                        checkpoint, self._state, self._recipe, self._schedules, self._trainable, self._optimizer
+                    )
 
-    def best(self) -> tuple[Schedule, Quality]:
-        """The schedule as it did best on the held-out answers, and how it did."""
+    def best(self) -> list[tuple[Schedule, Quality]]:
+        """The schedules, as they did best on the held-out answers together, and how each of them did."""
         self._trainable.restore(self._state.best)
-        return self._trainable.schedule(), self._quality()
+        return list(zip(self._trainable.schedules(), self.qualities(), strict=True))
 
     def _look(self, loss: float | None) -> Point:
-        quality, state = self._quality(), self._state
-        if quality.mean_kl < state.best_kl:
-            state.best, state.best_kl, state.waiting = self._trainable.snapshot(), quality.mean_kl, 0
+        qualities, state = self.qualities(), self._state
+        kl, agreement = mean(each.mean_kl for each in qualities), mean(each.agreement for each in qualities)
+        if kl < state.best_kl:
+            state.best, state.best_kl, state.waiting = self._trainable.snapshot(), kl, 0
         else:
             state.waiting += 1
-        loss = quality.mean_kl if loss is None else loss
-        point = Point(state.step, loss, quality.mean_kl, quality.agreement, round(state.seconds, 3))
+        point = Point(state.step, kl if loss is None else loss, kl, agreement, round(state.seconds, 3))
         state.curve.append((point.step, point.loss, point.kl, point.agreement, point.seconds))
         return point
 
-    def _quality(self) -> Quality:
+    def qualities(self) -> list[Quality]:
+        """Of each schedule on the held-out answers, as it is now."""
+        found = []
         with torch.no_grad():
-            maps = self._trainable.prompt_maps(self._kernels)
-            if maps is not None:
-                self._judge.answers.finish_prompts(maps)
-            return self._judge.judge(self._schedule, self._trainable.compiled(self._kernels))
+            compiled = self._trainable.compiled(self._kernels)
+            for schedule in self._schedules:
+                maps = self._trainable.prompt_maps(schedule, self._kernels)
+                if maps is not None:
+                    self._judge.answers.finish_prompts(maps)
+                found.append(self._judge.judge(schedule, compiled))
+        return found
 
     def _step(self, step: int) -> float:
-        """One update; the lesson's mean loss in nats per token."""
+        """One update; the lesson's mean loss in nats per token, over the schedules too."""
         epoch, index = divmod(step, len(self._lessons))
         order = torch.randperm(len(self._lessons), generator=torch.Generator().manual_seed(self._recipe.seed + epoch))
         lesson = self._lessons[int(order[index])]
         for group in self._optimizer.param_groups:
             group["lr"] = group["share"] * self._recipe.rate(step)
         self._optimizer.zero_grad()
-        answers, maps = lesson.answers, self._trainable.prompt_maps(self._kernels)
+        loss = mean([self._learn(lesson, schedule) for schedule in self._schedules])
+        for parameter in self._trainable.parameters.values():
+            if parameter.grad is None:  # no answer of this lesson reaches its plateau
+                parameter.grad = torch.zeros_like(parameter)
+        self._optimizer.step()
+        return loss
+
+    def _learn(self, lesson: _Lesson, schedule: Schedule) -> float:
+        """Add up the gradients of a lesson under one of the schedules; its mean loss in nats per token."""
+        answers, maps = lesson.answers, self._trainable.prompt_maps(schedule, self._kernels)
         if maps is not None:
             answers.finish_prompts(maps)
-        x = answers.hidden(self._schedule, self._trainable.compiled(self._kernels), (self._place, lesson.start))
+        x = answers.hidden(schedule, self._trainable.compiled(self._kernels), (self._place, lesson.start))
         full, tokens = lesson.final, answers.next_token
         if maps is not None:  # then the first tokens, which prompts give, are changed too
             x, full = torch.cat([x, answers.first_hidden]), torch.cat([full, lesson.first])
@@ -193,14 +218,10 @@ class Trainer:
         leaf, total = x.detach().requires_grad_(), 0.0
         for (part, ours), (_, theirs) in zip(answers.logits(leaf), answers.logits(full), strict=True):
             loss = self._loss(theirs, ours, tokens[part]) / len(x)
-            loss.backward()
+            (loss / len(self._schedules)).backward()
             total += float(loss.detach())
         x.backward(leaf.grad)
         answers.forget_ends()
-        for parameter in self._trainable.parameters.values():
-            if parameter.grad is None:  # no answer of this lesson reaches its plateau
-                parameter.grad = torch.zeros_like(parameter)
-        self._optimizer.step()
         return total
 
     def _loss(self, full: Tensor, ours: Tensor, tokens: Tensor) -> Tensor:
@@ -220,7 +241,26 @@ class Trainer:
         lessons: list[_Lesson] = []
         done = 0
         for pack in packs(answers, lambda answer: answer.passes, self._recipe.tokens_per_step):
-            lessons.append(_Lesson(self._engine, pack, self._schedule, self._place))
+            lessons.append(_Lesson(self._engine, pack, self._schedules, self._stop))
             done += len(pack)
             self._progress("full depth on the answers", done, len(answers))
         return lessons
+
+
+def is_trainable(schedule: Schedule) -> bool:
+    """Whether it has bridges, of answers or of prompts."""
+    return bool(schedule.bridges) or schedule.prompt_bridge is not None
+
+
+def prompts_stop(schedules: Sequence[Schedule]) -> int | None:
+    """The layer before which prompts stop, under all of the schedules; None at full depth. Raises ScheduleError."""
+    stops = {None if schedule.prompt_bridge is None else schedule.prompt_bridge.first for schedule in schedules}
+    if len(stops) > 1:
+        described = ", ".join(sorted("nowhere" if stop is None else f"before layer {stop}" for stop in stops))
+        raise ScheduleError(f"schedules that are trained together stop prompts at one layer, these: {described}")
+    return stops.pop()
+
+
+def _first_change(schedules: Sequence[Schedule]) -> int:
+    """Place below which prompts and decode tokens are as at full depth under all of them."""
+    return min(schedule.changed_from for schedule in schedules)

@@ -54,11 +54,33 @@ def schedule(engine: Engine) -> Schedule:
     return Schedule(layers, order, (Plateau(0, 2, ("1-2",)), Plateau(4, 4, ("1-3",))), bridges=bridges)
 
 
+@pytest.fixture
+def deeper(engine: Engine) -> Schedule:
+    """Layers 2 and 3 give way to a bridge that does nothing yet."""
+    width, layers = engine.shape.hidden, engine.shape.layers
+    bridges = {"2-4": Bridge.affine(Block.of_layers(2, 4), torch.zeros(width, width), torch.zeros(width))}
+    order = tuple(unit for group in lowest_first(layers, 2)[:2] for unit in group)
+    return Schedule(layers, order, (Plateau(0, 4, ("2-4",)),), bridges=bridges)
+
+
 def train(
     engine: Engine, schedule: Schedule, answers: list[Answer], recipe: Recipe = RECIPE, checkpoint: Path | None = None
 ) -> tuple[Trainer, list[Point]]:
-    trainer = Trainer(engine, schedule, answers[6:24], answers[:6], recipe, quiet)
+    trainer = Trainer(engine, [schedule], answers[6:24], answers[:6], recipe, quiet)
     return trainer, list(trainer.run(checkpoint))
+
+
+def assert_decoding_runs(best: Schedule, engine: Engine, answers: list[Answer], directory: Path) -> None:
+    """Greedy answers under the trained schedule are, token by token, what its teacher-forced pass finds likeliest."""
+    best.write(directory)
+    read = Schedule.read(directory)
+    prompts = [list(answer.prompt) for answer in answers[:6]]
+    generated = sorted(engine.generate(prompts, Sampling(max_new_tokens=12), read), key=lambda g: g.index)
+    with torch.no_grad():
+        forced = engine.teacher_forced([Answer(prompts[g.index], g.tokens) for g in generated if len(g.tokens) > 1])
+        x = forced.hidden(read, engine.compiled(read))
+        likeliest = torch.cat([logits.argmax(-1) for _, logits in forced.logits(x)])
+    assert likeliest.tolist() == forced.next_token.tolist()
 
 
 def test_training_brings_held_out_answers_closer_and_leaves_the_model_alone(
@@ -67,9 +89,9 @@ def test_training_brings_held_out_answers_closer_and_leaves_the_model_alone(
     prompts = [list(answer.prompt) for answer in answers[:6]]
     before = [g.tokens for g in engine.generate(prompts, Sampling(max_new_tokens=10))]
     recipe = replace(RECIPE, tokens_per_step=500)
-    trainer = Trainer(engine, schedule, answers[6:], answers[:6], recipe, quiet)
+    trainer = Trainer(engine, [schedule], answers[6:], answers[:6], recipe, quiet)
     points = list(trainer.run())
-    best, quality = trainer.best()
+    ((best, quality),) = trainer.best()
     assert points[0].step == 0
     assert points[-1].loss < 0.9 * points[0].loss
     assert quality.mean_kl == pytest.approx(min(point.kl for point in points))
@@ -90,7 +112,7 @@ def test_an_adapter_learns_what_bridges_alone_cannot(engine: Engine, schedule: S
 def test_the_adapter_covers_what_runs_above_the_first_bridge(
     engine: Engine, schedule: Schedule, answers: list[Answer]
 ) -> None:
-    best, _ = train(engine, schedule, answers, replace(RECIPE, steps=1, adapter_rank=2))[0].best()
+    best, _ = train(engine, schedule, answers, replace(RECIPE, steps=1, adapter_rank=2))[0].best()[0]
     assert best.adapter is not None
     above = {unit for unit in schedule.active_units(0) if unit.place >= schedule.first_place}
     assert best.adapter.units == above
@@ -106,17 +128,42 @@ def test_the_gated_part_starts_at_nothing(engine: Engine, schedule: Schedule, an
 def test_what_is_trained_is_what_decoding_runs(
     engine: Engine, schedule: Schedule, answers: list[Answer], tmp_path: Path, adapter_rank: int
 ) -> None:
-    """Greedy answers under the trained schedule are, token by token, what its teacher-forced pass finds likeliest."""
-    best, _ = train(engine, schedule, answers, replace(RECIPE, adapter_rank=adapter_rank))[0].best()
-    best.write(tmp_path)
-    read = Schedule.read(tmp_path)
-    prompts = [list(answer.prompt) for answer in answers[:6]]
-    generated = sorted(engine.generate(prompts, Sampling(max_new_tokens=12), read), key=lambda g: g.index)
-    with torch.no_grad():
-        forced = engine.teacher_forced([Answer(prompts[g.index], g.tokens) for g in generated if len(g.tokens) > 1])
-        x = forced.hidden(read, engine.compiled(read))
-        likeliest = torch.cat([logits.argmax(-1) for _, logits in forced.logits(x)])
-    assert likeliest.tolist() == forced.next_token.tolist()
+    best, _ = train(engine, schedule, answers, replace(RECIPE, adapter_rank=adapter_rank))[0].best()[0]
+    assert_decoding_runs(best, engine, answers, tmp_path)
+
+
+def test_schedules_trained_together_share_an_adapter_and_each_is_what_decoding_runs(
+    engine: Engine, schedule: Schedule, deeper: Schedule, answers: list[Answer], tmp_path: Path
+) -> None:
+    recipe = replace(RECIPE, adapter_rank=3, tokens_per_step=500)
+    trainer = Trainer(engine, [schedule, deeper], answers[6:], answers[:6], recipe, quiet)
+    points = list(trainer.run())
+    found = trainer.best()
+    assert points[-1].loss < 0.9 * points[0].loss
+    assert sum(quality.mean_kl for _, quality in found) / 2 == pytest.approx(min(point.kl for point in points))
+    first, second = (best for best, _ in found)
+    assert first.adapter == second.adapter
+    assert first.adapter is not None
+    assert {unit.place for unit in first.adapter.units} == set(range(4, 2 * engine.shape.layers))
+    for best, before in ((first, schedule), (second, deeper)):
+        assert best.plateaus == before.plateaus
+        assert all(best.bridges[name] != bridge for name, bridge in before.bridges.items())
+        assert_decoding_runs(best, engine, answers, tmp_path)
+
+
+def test_a_step_takes_the_mean_of_the_schedules_gradients(
+    engine: Engine, schedule: Schedule, deeper: Schedule, answers: list[Answer]
+) -> None:
+    """A schedule beside itself learns what it learns alone."""
+    recipe = replace(RECIPE, adapter_rank=3, steps=10)
+    alone, twice = (
+        Trainer(engine, schedules, answers[6:24], answers[:6], recipe, quiet)
+        for schedules in ([schedule], [schedule, schedule])
+    )
+    curves = [[value for p in trainer.run() for value in (p.loss, p.kl)] for trainer in (alone, twice)]
+    assert curves[0] == pytest.approx(curves[1])
+    other = list(Trainer(engine, [schedule, deeper], answers[6:24], answers[:6], recipe, quiet).run())
+    assert other[-1].kl != pytest.approx(curves[0][-1])
 
 
 @pytest.mark.parametrize("bridged", [False, True])
@@ -128,7 +175,7 @@ def test_a_prompt_bridge_learns_through_the_answers(
     prompts = random_prompt_bridge(engine.shape, 3)
     schedule = replace(schedule if bridged else Schedule.full_depth(engine.shape.layers), prompt_bridge=prompts)
     trained, points = train(engine, schedule, answers)
-    best, quality = trained.best()
+    ((best, quality),) = trained.best()
     assert points[-1].loss < 0.9 * points[0].loss
     assert best.prompt_bridge is not None
     assert best.prompt_bridge.first == 3
@@ -140,25 +187,31 @@ def test_a_prompt_bridge_learns_through_the_answers(
     assert again.mean_kl == pytest.approx(quality.mean_kl, rel=1e-3)
 
 
-@pytest.mark.parametrize("adapter_rank", [0, 3])
+@pytest.mark.parametrize(("adapter_rank", "together"), [(0, False), (3, False), (3, True)])
 def test_a_killed_training_goes_on_to_the_same_curve(
-    engine: Engine, schedule: Schedule, answers: list[Answer], tmp_path: Path, adapter_rank: int
+    engine: Engine,
+    schedule: Schedule,
+    deeper: Schedule,
+    answers: list[Answer],
+    tmp_path: Path,
+    adapter_rank: int,
+    together: bool,
 ) -> None:
     recipe = replace(RECIPE, adapter_rank=adapter_rank)
-    whole, points = train(engine, schedule, answers, recipe)
+    schedules = [schedule, deeper] if together else [schedule]
+    whole, killed, resumed = (Trainer(engine, schedules, answers[6:24], answers[:6], recipe, quiet) for _ in range(3))
+    points = list(whole.run())
     checkpoint = tmp_path / "training.safetensors"
-    for point in Trainer(engine, schedule, answers[6:24], answers[:6], recipe, quiet).run(checkpoint):
-        if point.step == 20:
-            continue
+    for point in killed.run(checkpoint):
         if point.step > 20:
             break  # after this step's judgement, before its checkpoint
-    resumed, again = train(engine, schedule, answers, recipe, checkpoint)
+    again = list(resumed.run(checkpoint))
 
     def curve(points: list[Point]) -> list[tuple[int, float, float, float]]:
         return [(p.step, p.loss, p.kl, p.agreement) for p in points]
 
     assert curve(again) == curve(points)
-    assert resumed.best()[0] == whole.best()[0]
+    assert [best for best, _ in resumed.best()] == [best for best, _ in whole.best()]
 
 
 def test_a_checkpoint_of_another_training_is_refused(
@@ -177,7 +230,15 @@ def test_a_checkpoint_of_another_training_is_refused(
 def test_a_schedule_without_bridges_has_nothing_to_train(engine: Engine, answers: list[Answer]) -> None:
     bare = Schedule.full_depth(engine.shape.layers)
     with pytest.raises(ScheduleError, match="no bridges to train"):
-        Trainer(engine, bare, answers[6:24], answers[:6], RECIPE, quiet)
+        Trainer(engine, [bare], answers[6:24], answers[:6], RECIPE, quiet)
+
+
+def test_schedules_that_stop_prompts_elsewhere_are_not_trained_together(
+    engine: Engine, schedule: Schedule, answers: list[Answer]
+) -> None:
+    shorter = replace(schedule, prompt_bridge=random_prompt_bridge(engine.shape, 3))
+    with pytest.raises(ScheduleError, match="at one layer, these: before layer 3, nowhere"):
+        Trainer(engine, [schedule, shorter], answers[6:24], answers[:6], RECIPE, quiet)
 
 
 def test_the_early_estimate_goes_on_along_a_power_law() -> None:

@@ -15,6 +15,7 @@ from engine.calibration.quality import Judge
 from jobs import adapt_model, calibrate_schedule, command_line
 from jobs.answers import answer_corpus, with_more_answers
 from pipeline.evaluation.charts import learning_curve
+from pipeline.fit import read_schedule
 
 ROOT = Path(__file__).parents[2]
 CORPUS = str(ROOT / "infra" / "demo" / "package_descriptions.parquet")
@@ -72,6 +73,28 @@ def test_a_calibrated_schedule_is_adapted_and_a_rerun_goes_on(
     assert above.adapter is not None
     assert above.provenance["decode_flop_speedup"] == pytest.approx(before.provenance["decode_flop_speedup"], rel=0.01)
     assert "an adapter of rank 2" in (tmp_path / "above" / adapt_model.CARD_FILE).read_text()
+
+
+def test_several_schedules_are_trained_together_and_a_job_chooses_among_them(
+    common: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    calibrated, adapted = tmp_path / "calibrated", tmp_path / "adapted"
+    arguments = [*common, "--output", str(calibrated), "--prompts", "40", "--target-speedups", "1.1", "1.3"]
+    calibrate_schedule.calibrate(
+        command_line.parse(calibrate_schedule.CalibrateSchedule, calibrate_schedule.PROGRAM, arguments)
+    )
+    Schedule.full_depth(5).write(calibrated / "1x")
+    arguments = [*common, "--schedule", str(calibrated), "--output", str(adapted), "--prompts", "60"]
+    assert adapt([*arguments, "--steps", "5", "--adapter-rank", "2"]) == 0
+    assert "1x has no bridges to train and is left out" in caplog.text
+    slower, faster = (read_schedule(str(adapted), target) for target in (1.1, 1.3))
+    assert sorted(path.name for path in adapted.iterdir() if path.is_dir()) == ["1.1x", "1.3x"]
+    assert slower.adapter == faster.adapter
+    assert slower.adapter is not None
+    for name, schedule in (("1.1x", slower), ("1.3x", faster)):
+        assert schedule.bridges.keys() == Schedule.read(calibrated / name).bridges.keys()
+        assert schedule.bridges != Schedule.read(calibrated / name).bridges
+        assert f"| {name}, after | {schedule.provenance['held_out']['kl']:.3f} |" in (adapted / "README.md").read_text()
 
 
 def test_prompts_are_cut_short_in_training_as_in_a_job(common: list[str], tmp_path: Path) -> None:
