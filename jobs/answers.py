@@ -12,6 +12,7 @@ from pydantic import Field
 
 import engine
 from engine import Engine, Sampling
+from engine.adaptation.peers import Peers
 from engine.calibration.collect import Progress, answer_prompts
 from engine.teacher_forcing import Answer
 from jobs.corpus_split import Part, part_of
@@ -63,8 +64,7 @@ def answer_corpus(config: AnswersConfig, model: Engine, progress: Progress) -> A
         "sampling": sampling.to_dict(),
         "version": engine.__version__,
     }
-    answers = answer_prompts(model, prompts, sampling, _batch_size(config, model, prompts, sampling), progress)
-    return Answers(answers, provenance)
+    return Answers(_answered(config, model, prompts, sampling, progress), provenance)
 
 
 def with_more_answers(
@@ -76,13 +76,17 @@ def with_more_answers(
     grouped = {tuple(answer.prompt): [answer] for answer in answers}
     prompts = [list(prompt) for prompt in grouped]
     sampling = replace(config.sampling(), temperature=1.0, samples_per_prompt=per_prompt - 1)
-    batch_size = _batch_size(config, model, prompts, sampling)
-    for answer in answer_prompts(model, prompts, sampling, batch_size, progress):
+    for answer in _answered(config, model, prompts, sampling, progress):
         grouped[tuple(answer.prompt)].append(answer)
     return [answer for group in grouped.values() for answer in group]
 
 
-def _batch_size(config: AnswersConfig, model: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling) -> int:
-    if config.batch_size == "auto":
-        return model.fitting_batch_size(max(map(len, prompts)), sampling)
-    return config.batch_size
+def _answered(
+    config: AnswersConfig, model: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, progress: Progress
+) -> list[Answer]:
+    """Answers to all prompts, in their order, by this process and its peers."""
+    peers, batch_size = Peers(), config.batch_size
+    if batch_size == "auto":
+        batch_size = model.fitting_batch_size(max(map(len, prompts)), sampling)
+    ours = answer_prompts(model, peers.share(prompts), sampling, batch_size, progress)
+    return [answer for share in peers.everyones(ours) for answer in share]

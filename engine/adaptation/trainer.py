@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.adaptation.checkpoint import TrainingState, read_state, write_state
+from engine.adaptation.peers import Peers
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainable import Trainable
 from engine.calibration.quality import Judge, Quality
@@ -83,6 +84,9 @@ class Trainer:
 
     A step is an update by the mean loss over the schedules; what several of them bring, such as the adapter, learns to
     serve all of these, so that a job may choose among them when it runs.
+
+    Where torch's process group is set up, its processes train together: each takes its steps on a share of the answers,
+    gradients are averaged, and all of them have the same parameters and judgements at any time.
     """
 
     def __init__(
@@ -99,14 +103,14 @@ class Trainer:
         Args:
             engine: with plain kernels (`Engine.load(..., kernels=Kernels())`), for gradients to pass them.
             schedules: with bridges, as calibration makes them.
-            train: full-depth answers to learn from.
-            held_out: others, to judge by.
+            train: full-depth answers to learn from; the same in all processes.
+            held_out: others, to judge by; the same in all processes.
             recipe: how.
             progress: told what is done of how much.
 
         Raises:
-            ScheduleError: a schedule has no bridge to train or does not fit the model, or they differ in where prompts
-                stop.
+            ScheduleError: a schedule has no bridge to train or does not fit the model, they differ in where prompts
+                stop, or there are fewer answers than processes.
         """
         for schedule in schedules:
             schedule.check_fits(engine.shape)
@@ -124,8 +128,11 @@ class Trainer:
         ]
         self._optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=BETAS, eps=EPS, weight_decay=0.0)
         self._place, self._stop = _first_change(self._schedules), prompts_stop(schedules)
+        self._peers = Peers()
+        if len(train) < self._peers.count:
+            raise ScheduleError(f"{len(train)} answers to learn from are too few for {self._peers.count} processes")
         with torch.no_grad():
-            self._lessons = self._prepare(train)
+            self._lessons = self._prepare(self._peers.share(train))
             self._judge = Judge(_at_full_depth(engine, held_out, self._stop), engine.shape.layers, (self._place,))
         self._state = TrainingState(self._trainable.snapshot())
         self.tokens = sum(answer.passes for answer in train)
@@ -135,12 +142,16 @@ class Trainer:
         """Train, and yield a point of the curve at each judgement, the first before any step.
 
         Args:
-            checkpoint: file to keep the state in; training goes on from it where it exists, to the same end.
+            checkpoint: file to keep the state in; training goes on from it where it exists, to the same end. The first
+                process writes it, all of them read it.
 
         Raises:
-            ScheduleError: the checkpoint is damaged, or of another training.
+            ScheduleError: the checkpoint is damaged, of another training, or not there for all of the processes.
         """
-        if checkpoint is not None and checkpoint.exists():
+        found = self._peers.everyones(checkpoint is not None and checkpoint.exists())
+        if any(found) and not all(found):
+            raise ScheduleError(f"not all processes find the checkpoint {str(checkpoint)!r}: keep it where all see it")
+        if checkpoint is not None and all(found):
             self._state = read_state(checkpoint, self._recipe, self._schedules, self._trainable, self._optimizer)
             yield from (Point(*point) for point in self._state.curve)
         else:
@@ -155,7 +166,7 @@ class Trainer:
             if self._state.step % self._recipe.judge_every == 0 or self._state.step == self._recipe.steps:
                 yield self._look(sum(losses) / len(losses))
                 losses = []
-                if checkpoint is not None:
+                if checkpoint is not None and self._peers.is_first:
                     write_state(
                         checkpoint, self._state, self._recipe, self._schedules, self._trainable, self._optimizer
                     )
@@ -167,7 +178,10 @@ class Trainer:
 
     def _look(self, loss: float | None) -> Point:
         qualities, state = self.qualities(), self._state
-        kl, agreement = mean(each.mean_kl for each in qualities), mean(each.agreement for each in qualities)
+        ours = mean(each.mean_kl for each in qualities), mean(each.agreement for each in qualities)
+        kl, agreement = self._peers.everyones(ours)[
+            0
+        ]  # lest processes that differ in a last bit end at different steps
         if kl < state.best_kl:
             state.best, state.best_kl, state.waiting = self._trainable.snapshot(), kl, 0
         else:
@@ -200,8 +214,9 @@ class Trainer:
         for parameter in self._trainable.parameters.values():
             if parameter.grad is None:  # no answer of this lesson reaches its plateau
                 parameter.grad = torch.zeros_like(parameter)
+        self._peers.mean_gradients(self._trainable.parameters.values())
         self._optimizer.step()
-        return loss
+        return mean(self._peers.everyones(loss))
 
     def _learn(self, lesson: _Lesson, schedule: Schedule) -> float:
         """Add up the gradients of a lesson under one of the schedules; its mean loss in nats per token."""

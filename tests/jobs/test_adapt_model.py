@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from ray.train import WorkerGroupError
 
-from engine import Schedule
+from engine import Block, Bridge, Engine, Plateau, Schedule, ScheduleError
 from engine.adaptation.trainer import Point
 from engine.calibration.quality import Judge
 from jobs import adapt_model, calibrate_schedule, command_line
+from jobs.adaptation import reason_of
 from jobs.answers import answer_corpus, with_more_answers
+from pipeline.errors import JobStopped
 from pipeline.evaluation.charts import learning_curve
 from pipeline.fit import read_schedule
 
@@ -95,6 +100,35 @@ def test_several_schedules_are_trained_together_and_a_job_chooses_among_them(
         assert schedule.bridges.keys() == Schedule.read(calibrated / name).bridges.keys()
         assert schedule.bridges != Schedule.read(calibrated / name).bridges
         assert f"| {name}, after | {schedule.provenance['held_out']['kl']:.3f} |" in (adapted / "README.md").read_text()
+
+
+def test_several_workers_train_on_a_ray_cluster(common: list[str], tmp_path: Path) -> None:
+    """As one process would on the mean of their gradients (tests/engine/test_peers.py)."""
+    model = Engine.load(common[1], device="cpu")
+    zeros = torch.zeros(model.shape.hidden, model.shape.hidden), torch.zeros(model.shape.hidden)
+    block = Block.of_layers(1, 2)
+    bridged = {"1-2": Bridge.affine(block, *zeros)}
+    Schedule(5, block.units, (Plateau(0, 2, ("1-2",)),), bridges=bridged).write(tmp_path / "calibrated")
+    adapted = tmp_path / "adapted"  # named relative to where the job is started
+    program = [sys.executable, str(ROOT / "jobs" / adapt_model.PROGRAM), "--workers", "2", "--ray-address", "local"]
+    arguments = [*common, "--schedule", str(tmp_path / "calibrated"), "--prompts", "60", "--output", adapted.name]
+    done = subprocess.run([*program, *arguments, "--steps", "20"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "training: 20 of 20" in done.stderr + done.stdout
+    schedule = Schedule.read(adapted)
+    assert schedule.adapter is not None
+    assert schedule.bridges["1-2"] != bridged["1-2"]
+    assert schedule.provenance["adapted_on"]["workers"] == 2
+    assert schedule.provenance["held_out"]["answers"] == 6
+    assert [point["step"] for point in json.loads((adapted / adapt_model.CURVE_FILE).read_text())] == [0, 20]
+
+
+def test_what_a_worker_could_not_do_is_what_the_user_is_told() -> None:
+    damaged = ScheduleError("the checkpoint is of another training")
+    assert reason_of(WorkerGroupError("...", {1: damaged})) is damaged
+    lost = reason_of(WorkerGroupError("rank 1:\nthe node is gone", {1: RuntimeError("gone")}))
+    assert isinstance(lost, JobStopped)
+    assert "(the node is gone): start it again" in str(lost)
 
 
 def test_prompts_are_cut_short_in_training_as_in_a_job(common: list[str], tmp_path: Path) -> None:

@@ -1,0 +1,173 @@
+"""Train schedules on the model's own answers: in this process, or in several at once on Ray."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from pydantic import Field
+
+from engine import Engine, ModelError, Schedule, ScheduleError
+from engine.adaptation.estimate import is_early_look, reachable_kl
+from engine.adaptation.peers import Peers
+from engine.adaptation.recipe import Recipe
+from engine.adaptation.trainer import Point, Trainer
+from engine.calibration.quality import Quality
+from engine.kernels import Kernels
+from jobs.answers import AnswersConfig, answer_corpus, with_more_answers
+from pipeline import logs
+from pipeline.cluster import connect
+from pipeline.errors import JobError, JobStopped
+from pipeline.stage_progress import StageProgress
+
+CHECKPOINT_FILE = "training.safetensors"
+DEFAULT = Recipe()
+
+log = logging.getLogger(__name__)
+
+
+class AdaptModel(AnswersConfig):
+    """Train calibrated schedules on the model's own answers to your prompts.
+
+    Their bridges, prompt bridges among them, and a low-rank adapter of the layers above for decode tokens.
+    """
+
+    schedule: str = Field(
+        description="directory or URL of a calibrated schedule, or of several: these are trained together, with one "
+        "adapter that serves all of them"
+    )
+    target_speedup: float | None = Field(
+        None, ge=1, description="train one of several schedules alone, the one that just reaches this"
+    )
+    output: str = Field(description="local directory for what is trained, like that of schedule; a rerun goes on there")
+    prompts: int = Field(1500, ge=20, description="prompts to draw, by the seed; the model answers each of them")
+    answers_per_prompt: int = Field(
+        1, ge=1, description="answers to learn from for each prompt; those beyond the first are drawn at temperature 1"
+    )
+    held_out: float = Field(0.1, gt=0, lt=0.5, description="share of them that is judged by, not trained on")
+    steps: int = Field(DEFAULT.steps, ge=1, description="updates at most; training ends when judgements stop improving")
+    learning_rate: float = Field(DEFAULT.learning_rate, gt=0, description="highest of the warm-up and cosine")
+    gate_width: int = Field(
+        DEFAULT.gate_width,
+        ge=0,
+        description="width of a gated part added to each bridge, which costs FLOPs; 0 for none",
+    )
+    adapter_rank: int = Field(
+        DEFAULT.adapter_rank,
+        ge=0,
+        description="rank of a low-rank adapter of every layer above the first bridge, for answers alone: it costs no "
+        "FLOPs, but the memory of these layers' weights again; 0 for none",
+    )
+
+    workers: int = Field(
+        1,
+        ge=1,
+        description="processes that train together on Ray, each on a device of its own and a share of the answers, an "
+        "update being of all their tokens; on several machines these must see the same output directory",
+    )
+    ray_address: str | None = Field(
+        None,
+        description="of several workers; 'local' starts an embedded cluster; default Ray's own choice (RAY_ADDRESS)",
+    )
+
+    def recipe(self) -> Recipe:
+        """How to train."""
+        chosen = ("steps", "learning_rate", "gate_width", "adapter_rank", "seed")
+        return Recipe(**{name: getattr(self, name) for name in chosen})
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a training came to."""
+
+    untrained: list[Quality]  # of each schedule on the held-out answers
+    trained: list[tuple[Schedule, Quality]]
+    points: list[Point]
+    held_out: int  # answers
+    lengths: list[tuple[int, int]]  # (prompt tokens, generated tokens) of every answer at temperature 0
+    learnt_from: dict[str, Any]
+
+
+def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
+    """In this process, together with its peers if it has any. Raises JobError, ModelError, ScheduleError."""
+    progress = StageProgress(log)
+    teacher = config.load_engine()
+    drawn = answer_corpus(config, teacher, progress)
+    kept = max(1, round(config.held_out * len(drawn.answers)))
+    # The last ones: of the same corpus and seed, calibration draws the first, and has fitted its bridges to them.
+    held_out = drawn.answers[-kept:]
+    answers = with_more_answers(config, teacher, drawn.answers[:-kept], config.answers_per_prompt, progress)
+    student = Engine.load(config.model, config.device, "float32", config.threads, Kernels())
+    student.share_prefix(config.template().shared_prefix(student.tokenizer))  # no prompt bridge stands in for it
+    trainer = Trainer(student, schedules, answers, held_out, config.recipe(), progress)
+    untrained, points = trainer.qualities(), []
+    for point in trainer.run(Path(config.output) / CHECKPOINT_FILE):
+        points.append(point)
+        log.info(
+            "step %d: loss %.3f, held-out KL %.3f, agreement %.3f, %.0f s",
+            point.step, point.loss, point.kl, point.agreement, point.seconds,
+        )  # fmt: skip
+        if is_early_look(points, config.steps):
+            log.info("at this pace held-out KL ends at about %.3f", reachable_kl(points, config.steps))
+    learnt_from = {
+        **drawn.provenance,
+        "answers_per_prompt": config.answers_per_prompt,
+        "answer_tokens": trainer.tokens,
+        "recipe": asdict(config.recipe()),
+        "workers": config.workers,
+    }
+    lengths = [(len(answer.prompt), len(answer.tokens)) for answer in drawn.answers]
+    return Training(untrained, trainer.best(), points, kept, lengths, learnt_from)
+
+
+def train_on_cluster(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
+    """`train` in `config.workers` processes of a Ray cluster. Raises what they raise."""
+    import ray
+    from ray.train import RunConfig, ScalingConfig, TrainingFailedError
+    from ray.train.torch import TorchTrainer
+
+    connect(config.ray_address)
+    cores, gpus = (ray.cluster_resources().get(kind, 0.0) for kind in ("CPU", "GPU"))
+    if 0 < gpus < config.workers or cores < config.workers:
+        raise JobError(f"{config.workers} workers are too many for {cores:g} cores and {gpus:g} GPUs: lower workers")
+    share = cores / config.workers
+    scaling = ScalingConfig(config.workers, use_gpu=gpus > 0, resources_per_worker={"CPU": share})
+    passed = {
+        "config": config.model_copy(update={"threads": config.threads or int(share)}),
+        "schedules": schedules,
+    }
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # so that relative paths are what they are here
+    # Ray's own records, which all machines must see too; nothing in them is needed afterwards.
+    with TemporaryDirectory(prefix=".ray-", dir=Path(config.output).resolve()) as scratch:
+        trainer = TorchTrainer(
+            _work, train_loop_config=passed, scaling_config=scaling, run_config=RunConfig(storage_path=scratch)
+        )
+        try:
+            trained = trainer.fit().return_value
+        except TrainingFailedError as error:
+            raise reason_of(error) from error
+    assert isinstance(trained, Training)
+    return trained
+
+
+def _work(passed: Mapping[str, Any]) -> Training | None:
+    """What each of the processes runs; the first one tells."""
+    first = Peers().is_first
+    if first:
+        logs.set_up("text")
+    trained = train(passed["config"], passed["schedules"])
+    return trained if first else None
+
+
+def reason_of(error: Exception) -> Exception:
+    """Why a worker failed, where that is something the user can change; else that a rerun goes on."""
+    for failure in getattr(error, "worker_failures", {}).values():
+        if isinstance(failure, JobError | ModelError | ScheduleError):
+            return failure
+    last = str(error).strip().splitlines()[-1]
+    return JobStopped(f"Ray ended the training ({last}): start it again to go on from its checkpoint")
