@@ -9,8 +9,9 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -46,10 +47,9 @@ def adapt(config: AdaptModel) -> None:
     output = command_line.make_directory(config.output)
     done = (train if config.workers == 1 else train_on_cluster)(config, list(schedules.values()))
     for (name, before), (after, quality) in zip(schedules.items(), done.trained, strict=True):
-        target = before.provenance.get("target_speedup")
         provenance = {
             **before.provenance,
-            "name": "adapted" if target is None else f"adapted, {target:g}x",
+            "name": _name(before.provenance),
             "decode_flop_speedup": round(decode_flop_speedup(shape, after, done.lengths), 4),
             "sample_flop_speedup": round(sample_flop_speedup(shape, after, done.lengths), 4),
             "held_out": {"answers": done.held_out, **quality.figures()},
@@ -73,10 +73,18 @@ def _read(config: AdaptModel, shape: ModelShape) -> dict[str, Schedule]:
         schedule.check_fits(shape)
     trained = {name: schedule for name, schedule in schedules.items() if is_trainable(schedule)}
     if not trained:
-        raise ScheduleError(f"{config.schedule!r} has no bridges to train: make one with calibrate_schedule.py")
+        raise ScheduleError(f"{config.schedule!r} skips nothing: there is nothing to learn")
     for name in schedules.keys() - trained.keys():
-        log.warning("%s has no bridges to train and is left out", name)
+        log.warning("%s skips nothing: there is nothing to learn, and it is left out", name)
     return trained
+
+
+def _name(provenance: Mapping[str, Any]) -> str:
+    """Of an adapted schedule: as before, but that it is adapted."""
+    target = provenance.get("target_speedup")
+    ending = "" if target is None else f", {target:g}x"
+    before = str(provenance.get("name", "")).removesuffix(ending)
+    return f"{before}, adapted{ending}" if before else f"adapted{ending}"
 
 
 def _table(points: list[Point]) -> Table:

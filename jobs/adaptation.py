@@ -136,7 +136,7 @@ def train_on_cluster(config: AdaptModel, schedules: Sequence[Schedule]) -> Train
     if 0 < gpus < config.workers or cores < config.workers:
         raise JobError(f"{config.workers} workers are too many for {cores:g} cores and {gpus:g} GPUs: lower workers")
     share = cores / config.workers
-    scaling = ScalingConfig(config.workers, use_gpu=gpus > 0, resources_per_worker={"CPU": share})
+    scaling = ScalingConfig(num_workers=config.workers, use_gpu=gpus > 0, resources_per_worker={"CPU": share})
     passed = {
         "config": config.model_copy(update={"threads": config.threads or int(share)}),
         "schedules": schedules,

@@ -9,6 +9,7 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, Self
@@ -43,7 +44,7 @@ log = logging.getLogger("jobs.evaluate_schedule")
 
 PROGRAM = "evaluate_schedule.py"
 FIGURES_FILE, OUTPUTS_FILE, WORK_FOLDER = "figures.json", "outputs.parquet", "work"
-RIVALS_FOLDER = "rivals"  # in the work folder
+RIVALS_FOLDER = "rivals"  # in the work folder as they were solved, beside it as schedules
 
 
 class EvaluateSchedule(AnswerConfig):
@@ -130,9 +131,18 @@ def evaluate(config: EvaluateSchedule) -> None:
         for rival in solved.solve(wanted, config.target_speedups, measure):
             log.info("%s: %s", rival.label, rival.note or "solved")
             contenders.append(rival)
+    write_rivals(config.output / RIVALS_FOLDER, contenders)
     study = Study(config.output / WORK_FOLDER, identity, sampling, config.batch_size, prompts)
     study.run(engine, contenders)
     write_results(config, study, contenders)
+
+
+def write_rivals(folder: Path, contenders: Sequence[Contender]) -> None:
+    """A directory for each rival that is a schedule, for jobs to run, and to adapt with the same budget as others."""
+    for each in contenders:
+        if each.is_rival and isinstance(each.method, Schedule):
+            provenance = {"name": each.label, "target_speedup": each.target, "note": each.note}
+            replace(each.method, provenance=provenance).write(folder / each.file_name)
 
 
 def write_results(config: EvaluateSchedule, study: Study, contenders: Sequence[Contender]) -> None:

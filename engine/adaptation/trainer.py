@@ -102,24 +102,26 @@ class Trainer:
 
         Args:
             engine: with plain kernels (`Engine.load(..., kernels=Kernels())`), for gradients to pass them.
-            schedules: with bridges, as calibration makes them.
+            schedules: as calibration makes them, or any others that skip something.
             train: full-depth answers to learn from; the same in all processes.
             held_out: others, to judge by; the same in all processes.
             recipe: how.
             progress: told what is done of how much.
 
         Raises:
-            ScheduleError: a schedule has no bridge to train or does not fit the model, they differ in where prompts
-                stop, or there are fewer answers than processes.
+            ScheduleError: a schedule skips nothing or does not fit the model, they differ in where prompts stop, there
+                is nothing to train, or there are fewer answers than processes.
         """
         for schedule in schedules:
             schedule.check_fits(engine.shape)
             if not is_trainable(schedule):
-                raise ScheduleError("the schedule has no bridges to train: make one with calibrate_schedule.py")
+                raise ScheduleError("the schedule skips nothing, so there is nothing to learn")
         self._engine, self._recipe, self._progress = engine, recipe, progress
         self._kernels = Kernels()
         added = (recipe.gate_width, recipe.adapter_rank, recipe.seed)
         self._trainable = Trainable(schedules, engine.decoder, engine.device, *added)
+        if not self._trainable.parameters:
+            raise ScheduleError("there is nothing to train: the schedule has no bridges, and the recipe no adapter")
         self._schedules = self._trainable.starts
         groups = [
             {"params": parameters, "share": PROMPT_RATE if prompts else 1.0}
@@ -263,8 +265,8 @@ class Trainer:
 
 
 def is_trainable(schedule: Schedule) -> bool:
-    """Whether it has bridges, of answers or of prompts."""
-    return bool(schedule.bridges) or schedule.prompt_bridge is not None
+    """Whether it skips something, or has bridges."""
+    return schedule.plateaus[-1].skipped > 0 or bool(schedule.bridges) or schedule.prompt_bridge is not None
 
 
 def prompts_stop(schedules: Sequence[Schedule]) -> int | None:

@@ -52,6 +52,11 @@ class Contender:
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
+    def file_name(self) -> str:
+        """Its label as one."""
+        return re.sub(r"[^a-z0-9.]+", "-", self.label.lower()).strip("-")
+
+    @property
     def slug(self) -> str:
-        """Its label as a file name, made unique by its identity."""
-        return f"{re.sub(r'[^a-z0-9.]+', '-', self.label.lower()).strip('-')}-{self.identity[:8]}"
+        """Its file name, made unique by its identity."""
+        return f"{self.file_name}-{self.identity[:8]}"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import Block, Bridge, Engine, Plateau, Sampling, Schedule, ScheduleError
+from engine import Block, Bridge, Engine, Plateau, Sampling, Schedule, ScheduleError, recipes
 from engine.adaptation import trainer
 from engine.adaptation.estimate import is_early_look, reachable_kl
 from engine.adaptation.recipe import Recipe
@@ -227,10 +227,22 @@ def test_a_checkpoint_of_another_training_is_refused(
         train(engine, schedule, answers, recipe, checkpoint)
 
 
-def test_a_schedule_without_bridges_has_nothing_to_train(engine: Engine, answers: list[Answer]) -> None:
-    bare = Schedule.full_depth(engine.shape.layers)
-    with pytest.raises(ScheduleError, match="no bridges to train"):
+def test_what_has_nothing_to_learn_is_refused(engine: Engine, answers: list[Answer]) -> None:
+    with pytest.raises(ScheduleError, match="skips nothing"):
+        Trainer(engine, [Schedule.full_depth(engine.shape.layers)], answers[6:24], answers[:6], RECIPE, quiet)
+    bare = recipes.unified_layer_skipping(engine.shape.layers, active=4)
+    with pytest.raises(ScheduleError, match="no bridges, and the recipe no adapter"):
         Trainer(engine, [bare], answers[6:24], answers[:6], RECIPE, quiet)
+
+
+def test_a_schedule_without_bridges_learns_by_an_adapter_alone(engine: Engine, answers: list[Answer]) -> None:
+    """As rivals do, for a fair comparison."""
+    bare = recipes.unified_layer_skipping(engine.shape.layers, active=4)
+    trained, points = train(engine, bare, answers, replace(RECIPE, adapter_rank=4))
+    assert points[-1].loss < 0.95 * points[0].loss
+    ((best, _),) = trained.best()
+    assert best.adapter is not None
+    assert not best.bridges
 
 
 def test_schedules_that_stop_prompts_elsewhere_are_not_trained_together(

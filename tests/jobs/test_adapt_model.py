@@ -57,6 +57,7 @@ def test_a_calibrated_schedule_is_adapted_and_a_rerun_goes_on(
     assert adapt([*arguments, "--steps", "20", "--gate-width", "4", "--adapter-rank", "0"]) == 0
     after = Schedule.read(adapted)
     assert (after.skip_order, after.plateaus) == (before.skip_order, before.plateaus)
+    assert (before.provenance["name"], after.provenance["name"]) == ("bridged, 1.1x", "bridged, adapted, 1.1x")
     assert after.bridges.keys() == before.bridges.keys()
     assert after.bridges != before.bridges
     assert after.provenance["decode_flop_speedup"] < before.provenance["decode_flop_speedup"]  # the gate costs
@@ -91,7 +92,7 @@ def test_several_schedules_are_trained_together_and_a_job_chooses_among_them(
     Schedule.full_depth(5).write(calibrated / "1x")
     arguments = [*common, "--schedule", str(calibrated), "--output", str(adapted), "--prompts", "60"]
     assert adapt([*arguments, "--steps", "5", "--adapter-rank", "2"]) == 0
-    assert "1x has no bridges to train and is left out" in caplog.text
+    assert "1x skips nothing: there is nothing to learn, and it is left out" in caplog.text
     slower, faster = (read_schedule(str(adapted), target) for target in (1.1, 1.3))
     assert sorted(path.name for path in adapted.iterdir() if path.is_dir()) == ["1.1x", "1.3x"]
     assert slower.adapter == faster.adapter
@@ -166,10 +167,10 @@ def test_more_answers_to_a_prompt_are_more_to_learn_from(common: list[str]) -> N
     assert len({tuple(answer.tokens) for answer in more}) > 2 * len(answers)
 
 
-def test_a_plain_schedule_is_refused_before_the_model_is_loaded(
+def test_a_schedule_of_full_depth_is_refused_before_the_model_is_loaded(
     common: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Schedule.full_depth(5).write(tmp_path / "plain")
     arguments = [*common, "--schedule", str(tmp_path / "plain"), "--output", str(tmp_path / "out")]
     assert adapt(arguments) == 1
-    assert "no bridges to train" in capsys.readouterr().err
+    assert "skips nothing" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from engine import recipes
+from engine import Schedule, Unit, recipes
 from jobs import evaluate_schedule
 from jobs.evaluate_schedule import main
 
@@ -59,6 +59,9 @@ def test_a_rerun_extends_what_is_there_and_the_report_stands_alone(
     table = pq.read_table(out / "outputs.parquet")
     assert table.num_rows == 4 * 4
     assert set(table["contender"].to_pylist()) == set(labels)
+    rival = Schedule.read(out / "rivals" / "early-termination-1.6x")  # to run, or to adapt
+    assert rival.skipped_units(0) >= {Unit("a", 29), Unit("m", 29)}
+    assert rival.provenance["name"] == "early termination, 1.6x"
     html = (out / "report.html").read_text()
     assert html.count("<svg") == 4
     assert "plain, 1.6x" in html
