@@ -169,7 +169,8 @@ class Schedule:
     def first_place(self) -> int:
         """Place of the first unit that some decode token skips, has changed or has a bridge before; 2L if none is."""
         bridged = {bridge.block.first for bridge in self.bridges.values()}
-        changed = bridged.union(self.skip_order, self.adapter.units if self.adapter else ())
+        skipped = self.skip_order[: self.plateaus[-1].skipped]
+        changed = bridged.union(skipped, self.adapter.units if self.adapter else ())
         return min((unit.place for unit in changed), default=2 * self.layers)
 
     @property

@@ -53,11 +53,8 @@ class Trainable:
             if bridge not in gated:
                 gate = _silent_gate(bridge.hidden, gate_width, draw) if gate_width else {}
                 gated[bridge] = replace(bridge, tensors={**gate, **bridge.tensors})
-        adapter = None
-        if adapter_rank:
-            adapter = silent_adapter(
-                {unit: decoder.projections(unit) for unit in _above(schedules)}, adapter_rank, seed
-            )
+        projections = {unit: decoder.projections(unit) for unit in _above(schedules)}
+        adapter = silent_adapter(projections, adapter_rank, seed) if adapter_rank and projections else None
         self.starts = [
             replace(
                 schedule,

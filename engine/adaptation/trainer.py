@@ -121,7 +121,7 @@ class Trainer:
         added = (recipe.gate_width, recipe.adapter_rank, recipe.seed)
         self._trainable = Trainable(schedules, engine.decoder, engine.device, *added)
         if not self._trainable.parameters:
-            raise ScheduleError("there is nothing to train: the schedule has no bridges, and the recipe no adapter")
+            raise ScheduleError("the schedule has no bridges, and there is nothing to adapt, or adapter_rank is 0")
         self._schedules = self._trainable.starts
         groups = [
             {"params": parameters, "share": PROMPT_RATE if prompts else 1.0}

@@ -230,9 +230,11 @@ def test_a_checkpoint_of_another_training_is_refused(
 def test_what_has_nothing_to_learn_is_refused(engine: Engine, answers: list[Answer]) -> None:
     with pytest.raises(ScheduleError, match="skips nothing"):
         Trainer(engine, [Schedule.full_depth(engine.shape.layers)], answers[6:24], answers[:6], RECIPE, quiet)
-    bare = recipes.unified_layer_skipping(engine.shape.layers, active=4)
-    with pytest.raises(ScheduleError, match="no bridges, and the recipe no adapter"):
-        Trainer(engine, [bare], answers[6:24], answers[:6], RECIPE, quiet)
+    layers = engine.shape.layers
+    bare, top = recipes.unified_layer_skipping(layers, active=4), recipes.early_termination(layers, active=3)
+    for schedule, rank in ((bare, 0), (top, 4)):  # above an exit nothing runs that an adapter could change
+        with pytest.raises(ScheduleError, match="no bridges, and there is nothing to adapt"):
+            Trainer(engine, [schedule], answers[6:24], answers[:6], replace(RECIPE, adapter_rank=rank), quiet)
 
 
 def test_a_schedule_without_bridges_learns_by_an_adapter_alone(engine: Engine, answers: list[Answer]) -> None:

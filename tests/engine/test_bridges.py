@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine import Block, Bridge, ModelShape, Plateau, Schedule, ScheduleError, Unit, orders
+from engine import Block, Bridge, ModelShape, Plateau, Schedule, ScheduleError, Unit, orders, recipes
 from engine.kernels import Kernels, kernels_for
 from engine.plan import decode_plan
 
@@ -188,6 +188,7 @@ def test_a_correction_survives_its_file(tmp_path: Path) -> None:
     assert written["bridges"]["before a3"]["before"] == "a3"
     assert schedule.first_place == 2
     assert Schedule.full_depth(4).first_place == 8
+    assert recipes.early_termination(5, active=3).first_place == 6  # its order names layers that it never skips
 
 
 def test_a_block_is_one_unit_or_more() -> None:
