@@ -24,6 +24,7 @@ from jobs import command_line
 from jobs.adaptation import CHECKPOINT_FILE, AdaptModel, Training, train, train_on_cluster
 from pipeline import logs
 from pipeline.evaluation.charts import learning_curve
+from pipeline.evaluation.contender import ending
 from pipeline.fit import read_schedule, read_schedules
 
 PROGRAM = "adapt_model.py"
@@ -82,9 +83,8 @@ def _read(config: AdaptModel, shape: ModelShape) -> dict[str, Schedule]:
 def _name(provenance: Mapping[str, Any]) -> str:
     """Of an adapted schedule: as before, but that it is adapted."""
     target = provenance.get("target_speedup")
-    ending = "" if target is None else f", {target:g}x"
-    before = str(provenance.get("name", "")).removesuffix(ending)
-    return f"{before}, adapted{ending}" if before else f"adapted{ending}"
+    before = str(provenance.get("name", "")).removesuffix(ending(target))
+    return (f"{before}, adapted" if before else "adapted") + ending(target)
 
 
 def _table(points: list[Point]) -> Table:

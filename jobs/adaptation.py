@@ -21,7 +21,6 @@ from engine.calibration.quality import Quality
 from engine.kernels import Kernels
 from jobs.answers import AnswersConfig, answer_corpus, with_more_answers
 from pipeline import logs
-from pipeline.cluster import connect
 from pipeline.errors import JobError, JobStopped
 from pipeline.stage_progress import StageProgress
 
@@ -63,7 +62,6 @@ class AdaptModel(AnswersConfig):
         description="rank of a low-rank adapter of every layer above the first bridge, for answers alone: it costs no "
         "FLOPs, but the memory of these layers' weights again; 0 for none",
     )
-
     workers: int = Field(
         1,
         ge=1,
@@ -105,7 +103,7 @@ def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
     student = Engine.load(config.model, config.device, "float32", config.threads, Kernels())
     student.share_prefix(config.template().shared_prefix(student.tokenizer))  # no prompt bridge stands in for it
     trainer = Trainer(student, schedules, answers, held_out, config.recipe(), progress)
-    untrained, points = trainer.qualities(), []
+    points = []
     for point in trainer.run(Path(config.output) / CHECKPOINT_FILE):
         points.append(point)
         log.info(
@@ -122,14 +120,17 @@ def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
         "workers": config.workers,
     }
     lengths = [(len(answer.prompt), len(answer.tokens)) for answer in drawn.answers]
-    return Training(untrained, trainer.best(), points, kept, lengths, learnt_from)
+    return Training(trainer.untrained, trainer.best(), points, kept, lengths, learnt_from)
 
 
 def train_on_cluster(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
     """`train` in `config.workers` processes of a Ray cluster. Raises what they raise."""
+    # One process does without Ray, and without the seconds that it takes to import.
     import ray
     from ray.train import RunConfig, ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchTrainer
+
+    from pipeline.cluster import connect
 
     connect(config.ray_address)
     cores, gpus = (ray.cluster_resources().get(kind, 0.0) for kind in ("CPU", "GPU"))
@@ -137,10 +138,7 @@ def train_on_cluster(config: AdaptModel, schedules: Sequence[Schedule]) -> Train
         raise JobError(f"{config.workers} workers are too many for {cores:g} cores and {gpus:g} GPUs: lower workers")
     share = cores / config.workers
     scaling = ScalingConfig(num_workers=config.workers, use_gpu=gpus > 0, resources_per_worker={"CPU": share})
-    passed = {
-        "config": config.model_copy(update={"threads": config.threads or int(share)}),
-        "schedules": schedules,
-    }
+    passed = {"config": config.model_copy(update={"threads": config.threads or int(share)}), "schedules": schedules}
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # so that relative paths are what they are here
     # Ray's own records, which all machines must see too; nothing in them is needed afterwards.
     with TemporaryDirectory(prefix=".ray-", dir=Path(config.output).resolve()) as scratch:

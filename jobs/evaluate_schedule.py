@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 from rich.console import Console
 from rich.table import Table
 
-from engine import Engine, ModelShape, Schedule, ScheduleError, describe, model_identity
+from engine import Engine, ModelShape, Schedule, describe, model_identity
 from engine.calibration.prompts import check_prompt_layers
 from engine.tokenizer import Tokenizer
 from jobs import command_line
@@ -30,14 +30,14 @@ from pipeline.config import AnswerConfig
 from pipeline.errors import JobError, one_line
 from pipeline.evaluation.bootstrap import Bootstrap, Estimate
 from pipeline.evaluation.bridged_rivals import bridged_rivals
-from pipeline.evaluation.contender import Contender
+from pipeline.evaluation.contender import Contender, ending
 from pipeline.evaluation.figures import Figures, combined, figures, read_outputs, worst
 from pipeline.evaluation.report import REPORT_FILE, Section, render
 from pipeline.evaluation.rivals import RIVALS, Calibration
 from pipeline.evaluation.shorter_prompts import with_shorter_prompts
 from pipeline.evaluation.solved import SolvedRivals
 from pipeline.evaluation.study import Prompt, Study
-from pipeline.fit import longest_prompt
+from pipeline.fit import longest_prompt, read_schedules
 from pipeline.template import RowError
 
 log = logging.getLogger("jobs.evaluate_schedule")
@@ -104,7 +104,7 @@ def evaluate(config: EvaluateSchedule) -> None:
     shape = describe(config.model)
     for layers in config.prompt_layers:
         check_prompt_layers(layers, shape)
-    named = read_schedules(config.schedules, shape)
+    named = read_contenders(config.schedules, shape)
     tokenizer = Tokenizer.load(config.model)
     prompts = read_prompts(config, config.part, config.rows, tokenizer, shape)
     bridging = config.bridged_rivals or bool(config.prompt_layers)
@@ -162,21 +162,16 @@ def write_results(config: EvaluateSchedule, study: Study, contenders: Sequence[C
         console.print(f"{file.split('.')[0]}: {config.output / file}", soft_wrap=True)
 
 
-def read_schedules(paths: Sequence[Path], shape: ModelShape) -> list[Contender]:
+def read_contenders(paths: Sequence[Path], shape: ModelShape) -> list[Contender]:
     """Schedules of files and directories. Raises ScheduleError."""
     found = []
     for path in paths:
-        inner = sorted(path.glob("*/schedule.json")) if path.is_dir() else []
-        if path.is_dir() and not (path / "schedule.json").exists() and not inner:
-            raise ScheduleError(f"{str(path)!r} holds no schedule.json, nor does a directory in it")
-        for file in [path] if not inner or (path / "schedule.json").exists() else [each.parent for each in inner]:
-            schedule = Schedule.read(file)
+        for folder, schedule in read_schedules(str(path)).items():
             schedule.check_fits(shape)
             target = schedule.provenance.get("target_speedup")
-            name = str(schedule.provenance.get("name") or file.stem)
-            if target is not None:
-                name = name.removesuffix(f", {target:g}x")  # schedules of one kind share a line in the figures
-            found.append(Contender(name, None if target is None else float(target), schedule))
+            target = None if target is None else float(target)
+            name = str(schedule.provenance.get("name") or (path / folder).stem)
+            found.append(Contender(name.removesuffix(ending(target)), target, schedule))
     return found
 
 

@@ -62,6 +62,8 @@ def read_schedule(path: str, target: float | None, storage: OpenStorage = Storag
         for name, schedule in schedules.items()
         if "decode_flop_speedup" in schedule.provenance
     }
+    if not speedups:
+        raise ScheduleError(f"{path!r} holds several schedules that do not say how fast they are: name one of them")
     offered = ", ".join(f"{speedup:.2f}x" for speedup in sorted(speedups.values()))
     if target is None:
         raise ScheduleError(f"{path!r} holds several schedules: choose one with target_speedup, among {offered}")
@@ -113,9 +115,13 @@ def _fetch(storage: Storage, directory: Path) -> None:
 
 def _read_local(path: str) -> dict[str, Schedule]:
     """`read_schedules` of a local path."""
-    folders = [] if (Path(path) / SCHEDULE_FILE).is_file() else sorted(Path(path).glob(f"*/{SCHEDULE_FILE}"))
-    # Where there are none, reading says what is missing.
-    return {file.parent.name: Schedule.read(file.parent) for file in folders} or {"": Schedule.read(path)}
+    directory = Path(path)
+    if (directory / SCHEDULE_FILE).is_file() or not directory.is_dir():
+        return {"": Schedule.read(path)}
+    found = {file.parent.name: Schedule.read(file.parent) for file in sorted(directory.glob(f"*/{SCHEDULE_FILE}"))}
+    if not found:
+        raise ScheduleError(f"{path!r} holds no {SCHEDULE_FILE}, nor does a directory in it, so it cannot be read")
+    return found
 
 
 def longest_prompt(config: AnswerConfig, shape: ModelShape) -> int:

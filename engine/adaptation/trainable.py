@@ -39,7 +39,7 @@ class Trainable:
         """Starts where the schedules are.
 
         Args:
-            schedules: with bridges of any kind.
+            schedules: with bridges of any kind, or none.
             decoder: the model, with plain kernels.
             device: that it is on.
             gate_width: of a gated part for every bridge without one; 0 for none.
@@ -64,7 +64,7 @@ class Trainable:
             for schedule in schedules
         ]
         self._decoder, self._device = decoder, device
-        previews = {schedule.head_preview for schedule in schedules} - {None}  # to judge by; they are not trained
+        previews = {schedule.head_preview for schedule in schedules}  # to judge by; they are not trained
         with torch.no_grad():
             self._heads = {each: each.compiled(decoder, Kernels(), torch.float32, device) for each in previews if each}
         self._parts = {part: str(number) for number, part in enumerate(dict.fromkeys(self._all_parts()))}
@@ -83,14 +83,15 @@ class Trainable:
             if isinstance(part, PromptBridge) == prompts
         ]
 
-    def compiled(self, kernels: Kernels) -> Compiled:
-        """What the parts of `starts` are to do now; gradients flow to the parameters."""
-        bridges, adapted = {}, {}
-        for part in self._parts:
-            if isinstance(part, Bridge):
-                bridges[part] = self._now(part, self.parameters).compiled(kernels, torch.float32, self._device)
-            elif isinstance(part, Adapter):
-                adapted[part] = self._decoder.adapted(self._now(part, self.parameters), merge=False)
+    def compiled(self, schedule: Schedule, kernels: Kernels) -> Compiled:
+        """What the parts of one of `starts` are to do now; gradients flow to the parameters."""
+        bridges = {
+            bridge: self._now(bridge, self.parameters).compiled(kernels, torch.float32, self._device)
+            for bridge in schedule.bridges.values()
+        }
+        adapted = {}
+        if schedule.adapter is not None:
+            adapted[schedule.adapter] = self._decoder.adapted(self._now(schedule.adapter, self.parameters), merge=False)
         return Compiled(bridges, adapted, self._heads)
 
     def prompt_maps(self, schedule: Schedule, kernels: Kernels) -> PromptMaps | None:

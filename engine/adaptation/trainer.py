@@ -44,8 +44,9 @@ class Point:
     seconds: float  # of training, over all sessions
 
 
-def _at_full_depth(engine: Engine, answers: Sequence[Answer], stop: int | None) -> AnswerPass:
-    """Answers after their prompts, which a prompt bridge may take on anew from the layer where it starts."""
+def _at_full_depth(engine: Engine, answers: Sequence[Answer], schedules: Sequence[Schedule]) -> AnswerPass:
+    """Answers after their prompts, which prompt bridges may take on anew from the layer where they start."""
+    stop = prompts_stop(schedules)
     if stop is None:
         return engine.teacher_forced(answers)
     passed = engine.teacher_forced(answers, stop=stop)
@@ -56,11 +57,8 @@ def _at_full_depth(engine: Engine, answers: Sequence[Answer], stop: int | None) 
 class _Lesson:
     """Some answers, with what training needs of full depth kept: prompts' keys and values, and two states per token."""
 
-    def __init__(
-        self, engine: Engine, answers: Sequence[Answer], schedules: Sequence[Schedule], stop: int | None
-    ) -> None:
-        self.answers = _at_full_depth(engine, answers, stop)
-        place, layers = _first_change(schedules), schedules[0].layers
+    def __init__(self, engine: Engine, answers: Sequence[Answer], schedules: Sequence[Schedule], place: int) -> None:
+        self.answers = _at_full_depth(engine, answers, schedules)
         self.first = self.answers.first_hidden  # [A, hidden] after all layers
         self._start: list[Tensor] = []
 
@@ -68,7 +66,7 @@ class _Lesson:
             if at == place:
                 self._start.append(x.clone())
 
-        self.final = self.answers.hidden(Schedule.full_depth(layers), Compiled(), observe=keep)
+        self.final = self.answers.hidden(Schedule.full_depth(engine.shape.layers), Compiled(), observe=keep)
         self.answers.forget_ends()
         run = {unit for schedule in schedules for unit in schedule.active_units(0)}  # later plateaus run no others
         self.answers.keep_prompts({unit.layer for unit in run if unit.kind == "a" and unit.place >= place})
@@ -129,16 +127,17 @@ class Trainer:
             if (parameters := self._trainable.some(prompts))
         ]
         self._optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=BETAS, eps=EPS, weight_decay=0.0)
-        self._place, self._stop = _first_change(self._schedules), prompts_stop(schedules)
+        # Below it prompts and decode tokens are as at full depth under all of them.
+        self._place = min(schedule.changed_from for schedule in self._schedules)
         self._peers = Peers()
         if len(train) < self._peers.count:
             raise ScheduleError(f"{len(train)} answers to learn from are too few for {self._peers.count} processes")
         with torch.no_grad():
             self._lessons = self._prepare(self._peers.share(train))
-            self._judge = Judge(_at_full_depth(engine, held_out, self._stop), engine.shape.layers, (self._place,))
+            self._judge = Judge(_at_full_depth(engine, held_out, self._schedules), engine.shape.layers, (self._place,))
         self._state = TrainingState(self._trainable.snapshot())
+        self.untrained = self._qualities()  # of each schedule on the held-out answers
         self.tokens = sum(answer.passes for answer in train)
-        self.lengths = [(len(answer.prompt), len(answer.tokens)) for answer in (*train, *held_out)]
 
     def run(self, checkpoint: Path | None = None) -> Iterator[Point]:
         """Train, and yield a point of the curve at each judgement, the first before any step.
@@ -157,7 +156,7 @@ class Trainer:
             self._state = read_state(checkpoint, self._recipe, self._schedules, self._trainable, self._optimizer)
             yield from (Point(*point) for point in self._state.curve)
         else:
-            yield self._look(loss=None)
+            yield self._look(self.untrained, loss=None)
         losses: list[float] = []
         begun = time.monotonic() - self._state.seconds
         while self._state.step < self._recipe.steps and self._state.waiting < self._recipe.patience:
@@ -166,7 +165,7 @@ class Trainer:
             self._state.seconds = time.monotonic() - begun
             self._progress("training", self._state.step, self._recipe.steps)
             if self._state.step % self._recipe.judge_every == 0 or self._state.step == self._recipe.steps:
-                yield self._look(sum(losses) / len(losses))
+                yield self._look(self._qualities(), sum(losses) / len(losses))
                 losses = []
                 if checkpoint is not None and self._peers.is_first:
                     write_state(
@@ -176,14 +175,12 @@ class Trainer:
     def best(self) -> list[tuple[Schedule, Quality]]:
         """The schedules, as they did best on the held-out answers together, and how each of them did."""
         self._trainable.restore(self._state.best)
-        return list(zip(self._trainable.schedules(), self.qualities(), strict=True))
+        return list(zip(self._trainable.schedules(), self._qualities(), strict=True))
 
-    def _look(self, loss: float | None) -> Point:
-        qualities, state = self.qualities(), self._state
-        ours = mean(each.mean_kl for each in qualities), mean(each.agreement for each in qualities)
-        kl, agreement = self._peers.everyones(ours)[
-            0
-        ]  # lest processes that differ in a last bit end at different steps
+    def _look(self, qualities: Sequence[Quality], loss: float | None) -> Point:
+        state, ours = self._state, (mean(q.mean_kl for q in qualities), mean(q.agreement for q in qualities))
+        # The first process's, lest processes that differ in a last bit end at different steps.
+        kl, agreement = self._peers.everyones(ours)[0]
         if kl < state.best_kl:
             state.best, state.best_kl, state.waiting = self._trainable.snapshot(), kl, 0
         else:
@@ -192,16 +189,15 @@ class Trainer:
         state.curve.append((point.step, point.loss, point.kl, point.agreement, point.seconds))
         return point
 
-    def qualities(self) -> list[Quality]:
+    def _qualities(self) -> list[Quality]:
         """Of each schedule on the held-out answers, as it is now."""
         found = []
         with torch.no_grad():
-            compiled = self._trainable.compiled(self._kernels)
             for schedule in self._schedules:
                 maps = self._trainable.prompt_maps(schedule, self._kernels)
                 if maps is not None:
                     self._judge.answers.finish_prompts(maps)
-                found.append(self._judge.judge(schedule, compiled))
+                found.append(self._judge.judge(schedule, self._trainable.compiled(schedule, self._kernels)))
         return found
 
     def _step(self, step: int) -> float:
@@ -225,7 +221,8 @@ class Trainer:
         answers, maps = lesson.answers, self._trainable.prompt_maps(schedule, self._kernels)
         if maps is not None:
             answers.finish_prompts(maps)
-        x = answers.hidden(schedule, self._trainable.compiled(self._kernels), (self._place, lesson.start))
+        compiled = self._trainable.compiled(schedule, self._kernels)
+        x = answers.hidden(schedule, compiled, (self._place, lesson.start))
         full, tokens = lesson.final, answers.next_token
         if maps is not None:  # then the first tokens, which prompts give, are changed too
             x, full = torch.cat([x, answers.first_hidden]), torch.cat([full, lesson.first])
@@ -258,7 +255,7 @@ class Trainer:
         lessons: list[_Lesson] = []
         done = 0
         for pack in packs(answers, lambda answer: answer.passes, self._recipe.tokens_per_step):
-            lessons.append(_Lesson(self._engine, pack, self._schedules, self._stop))
+            lessons.append(_Lesson(self._engine, pack, self._schedules, self._place))
             done += len(pack)
             self._progress("full depth on the answers", done, len(answers))
         return lessons
@@ -276,8 +273,3 @@ def prompts_stop(schedules: Sequence[Schedule]) -> int | None:
         described = ", ".join(sorted("nowhere" if stop is None else f"before layer {stop}" for stop in stops))
         raise ScheduleError(f"schedules that are trained together stop prompts at one layer, these: {described}")
     return stops.pop()
-
-
-def _first_change(schedules: Sequence[Schedule]) -> int:
-    """Place below which prompts and decode tokens are as at full depth under all of them."""
-    return min(schedule.changed_from for schedule in schedules)

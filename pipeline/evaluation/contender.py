@@ -40,7 +40,7 @@ class Contender:
 
     @property
     def label(self) -> str:
-        return self.line if self.target is None else f"{self.line}, {self.target:g}x"
+        return self.line + ending(self.target)
 
     @property
     def identity(self) -> str:
@@ -60,3 +60,8 @@ class Contender:
     def slug(self) -> str:
         """Its file name, made unique by its identity."""
         return f"{self.file_name}-{self.identity[:8]}"
+
+
+def ending(target: float | None) -> str:
+    """Of the name of what was made for a target: without it, schedules of one kind share a line in the figures."""
+    return "" if target is None else f", {target:g}x"

@@ -47,6 +47,17 @@ def test_what_cannot_be_chosen_is_said_with_what_there_is(directory: str) -> Non
         choose_schedule(GenerationConfig(schedule=directory), SHAPE)
 
 
+def test_schedules_that_do_not_say_how_fast_they_are_are_named_one_by_one(tmp_path: Path) -> None:
+    for name in ("skipdecode", "unified"):
+        replace(calibrated(2, 1.27), provenance={}).write(tmp_path / name)
+    for target in (None, 1.5):
+        with pytest.raises(ScheduleError, match="do not say how fast they are: name one of them"):
+            choose_schedule(GenerationConfig(schedule=str(tmp_path), target_speedup=target), SHAPE)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ScheduleError, match=r"holds no schedule\.json, nor does a directory in it"):
+        choose_schedule(GenerationConfig(schedule=str(tmp_path / "empty")), SHAPE)
+
+
 def test_one_schedule_leaves_nothing_to_choose(directory: str) -> None:
     one = f"{directory}/1.65x"
     assert choose_schedule(GenerationConfig(schedule=one), SHAPE) == calibrated(4, 0)
