@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle, pairwise
 
@@ -38,6 +39,7 @@ RIVAL_COLORS = (
 OWN_COLORS = (ACCENT, "#66a61e", "#86c5a4", "#1b4d3e")
 MARKERS = "sD^vP*Xh<>pd"
 COLUMNS = 3  # small pictures side by side
+TITLE_CHARACTERS = 40  # that fit above one of them
 _HEAT = mpl.colors.LinearSegmentedColormap.from_list("quality", ["#f4d9c6", "#ffffff", "#8fc7a8"])
 MAPPED_STEPS = 48  # of a schedule's map at most
 
@@ -150,9 +152,10 @@ def schedule_maps(named: Sequence[tuple[str, Schedule]]) -> str:
         )  # fmt: skip
         for height, first, last in _corrections(schedule, grid.shape[1]):
             axes.hlines(height, first, last, colors=BRIDGE, linewidth=1.5)
-        preview = schedule.head_preview
-        head = f", head of rank {preview.rank}" if preview else ""
-        axes.set_title(label + head, loc="left", fontsize=9, color=INK)
+        lines = textwrap.wrap(label, TITLE_CHARACTERS)
+        if schedule.head_preview:
+            lines.append(f"head of rank {schedule.head_preview.rank}")
+        axes.set_title("\n".join(lines), loc="left", fontsize=9, color=INK)
         axes.tick_params(labelsize=8)
     for axes in panels[::COLUMNS]:
         axes.set_ylabel("layer", fontsize=9)

@@ -77,8 +77,8 @@ def _headline(found: Sequence[Figures]) -> str:
     for target in sorted({each.target for each in own}, key=lambda target: target or 0):
         best = max((each for each in own if each.target == target), key=_quality)
         lines.append(
-            f"{best.label}: FLOPs over full depth 1/{_bare(best.sample_flop_speedup)} with prompts, "
-            f"1/{_bare(best.decode_flop_speedup)} in decoding, at {_quality(best):.1%} of its ROUGE-L."
+            f"{best.label}: a FLOP speed-up of {_bare(best.sample_flop_speedup)}x with prompts, "
+            f"{_bare(best.decode_flop_speedup)}x in decoding, at {_quality(best):.1%} of full depth's ROUGE-L."
         )
     return "\n".join(lines)
 
