@@ -105,11 +105,12 @@ def test_with_all_directions_or_all_candidates_it_is_the_whole_head(tiny: Engine
     torch.testing.assert_close(head(x), tiny.decoder.logits(x))
 
 
-@pytest.mark.parametrize(("vocab", "count"), [(96, 9), (96, 12), (96, 13), (97, 9), (49152, 256)])
-def test_the_candidates_are_those_with_the_largest_rough_logits(vocab: int, count: int) -> None:
+@pytest.mark.parametrize("kernels", [Kernels(), OneDnnKernels()], ids=["plain", "oneDNN"])
+@pytest.mark.parametrize(("vocab", "count"), [(96, 9), (96, 12), (96, 13), (96, 96), (97, 9), (49152, 256)])
+def test_the_candidates_are_those_with_the_largest_rough_logits(vocab: int, count: int, kernels: Kernels) -> None:
     logits = torch.randn(5, vocab, generator=torch.Generator().manual_seed(0))
     expected = logits.topk(count).indices.sort().values
-    assert torch.equal(_largest(logits, count).sort().values, expected)
+    assert torch.equal(_largest(logits, count, kernels).sort().values, expected)
 
 
 def test_the_fit_has_the_least_error_of_all_logits(tiny: Engine) -> None:

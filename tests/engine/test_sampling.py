@@ -166,6 +166,17 @@ def test_greedy_takes_the_likeliest_token() -> None:
     assert sampler.choose(logits, 0).tolist() == [1, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("step", [0, torch.zeros(1, dtype=torch.long)], ids=["host", "device"])
+def test_greedy_takes_the_first_of_equally_likely_tokens(dtype: torch.dtype, step: int | Tensor) -> None:
+    logits = torch.randn(4, 1001, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[0, [7, 500, 1000]] = logits[1, [0, 999]] = 9.0
+    logits[3, :] = -torch.inf
+    expected = [7, 0, int(logits[2].float().sort(descending=True, stable=True).indices[0]), 0]
+    sampler = Sampler(Sampling(), [], 1001, [[0]] * 4, list("abcd"), CPU)
+    assert sampler.choose(logits, step).tolist() == expected
+
+
 @settings(max_examples=50)
 @given(
     seed=st.integers(0, 10_000),
