@@ -170,7 +170,7 @@ def read_contenders(paths: Sequence[Path], shape: ModelShape) -> list[Contender]
             schedule.check_fits(shape)
             target = schedule.provenance.get("target_speedup")
             target = None if target is None else float(target)
-            name = str(schedule.provenance.get("name") or (path / folder).stem)
+            name = str(schedule.provenance.get("name") or (path / folder).name.removesuffix(".json"))
             found.append(Contender(name.removesuffix(ending(target)), target, schedule))
     return found
 

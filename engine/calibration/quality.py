@@ -68,7 +68,9 @@ class Judge:
 
         x = answers.hidden(Schedule.full_depth(layers), Compiled(), observe=keep)
         # In half precision: a probability is then off by a thousandth of itself, the divergence by less than that.
-        self._full = torch.cat([logits.float().log_softmax(-1).half() for _, logits in answers.logits(x)])
+        full = [logits.float().log_softmax(-1).half() for _, logits in answers.logits(x)]
+        self._full = torch.cat(full)
+        self._likeliest = torch.cat([part.float().argmax(-1) for part in full])
 
     @property
     def answers(self) -> AnswerPass:
@@ -91,5 +93,5 @@ class Judge:
             full = self._full[part].float()
             ours = logits.float().log_softmax(-1)
             kl.append((full.exp() * (full - ours)).sum(-1))
-            agrees.append(full.argmax(-1) == ours.argmax(-1))
+            agrees.append(self._likeliest[part] == ours.argmax(-1))
         return Quality(torch.cat(kl).cpu(), torch.cat(agrees).cpu(), self._answers.sample)

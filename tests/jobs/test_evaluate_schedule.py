@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
-from engine import Schedule, Unit, recipes
+from engine import Schedule, Unit, describe, recipes
 from jobs import evaluate_schedule
-from jobs.evaluate_schedule import main
+from jobs.evaluate_schedule import main, read_contenders
 
 CORPUS = "infra/demo/package_descriptions.parquet"
 
@@ -67,6 +68,18 @@ def test_a_rerun_extends_what_is_there_and_the_report_stands_alone(
     assert "plain, 1.6x" in html
     for outside in ("<script", "<link", "src=", "url(http", "@import"):
         assert outside not in html
+
+
+def test_a_schedule_without_a_name_is_called_as_its_file_or_directory(tmp_path: Path) -> None:
+    shape = describe("smollm2-135m-instruct")
+    recipe = recipes.skipdecode(shape.layers, warmup=4, max_active=26, min_active=26, horizon=1)
+    schedule = replace(recipe, provenance={})
+    for folder in ("1.65x", "deeper"):
+        schedule.write(tmp_path / folder)
+    file = tmp_path / "by.hand.json"
+    file.write_text(schedule.to_json())
+    found = read_contenders([tmp_path / "1.65x", tmp_path / "deeper", file], shape)
+    assert [each.label for each in found] == ["1.65x", "deeper", "by.hand"]
 
 
 def test_schedules_are_judged_with_shorter_prompts_too(

@@ -1,0 +1,101 @@
+"""What a schedule file says of a schedule's parts, held against their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from engine.adapter import ADAPTER_FILE, Adapter
+from engine.bridge import Bridge
+from engine.bridge_file import BRIDGES_FILE
+from engine.errors import ScheduleError
+from engine.schedule_part import SchedulePart
+from engine.unit import Block, Unit
+
+PROMPTS, HEAD = "prompts", "head"  # the prompt bridge's and the head preview's names in the file and among the tensors
+FROM_LAYER = ("bridged_from", "from which layer on they are bridged")
+CANDIDATES = ("candidates", "how many tokens get exact logits")
+Part = TypeVar("Part", bound=SchedulePart)
+
+
+def read_bridges(data: object, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Bridge]:
+    """The bridges that a schedule file describes; raises ScheduleError if these tensors are not theirs."""
+    if not isinstance(data, dict):
+        raise ScheduleError(f"bridges must map names to what each replaces, got {data!r}")
+    bridges = {}
+    for name, described in data.items():
+        if name not in tensors:
+            raise ScheduleError(f"there are no tensors for bridge {name!r}: {BRIDGES_FILE} belongs beside the schedule")
+        bridges[name] = Bridge(_block_of(name, described), dict(tensors[name]))
+        _check_digest(f"bridge {name!r}", described, bridges[name])
+    return bridges
+
+
+def place_of(bridge: Bridge) -> dict[str, Any]:
+    """Where a bridge stands, as a schedule file says it."""
+    block = bridge.block
+    return {"before": str(block.first)} if bridge.corrects else {"replaces": [str(unit) for unit in block]}
+
+
+def _block_of(name: str, described: object) -> Block:
+    """Inverse of `place_of`."""
+    if isinstance(described, dict):
+        if "before" in described:
+            return Block.before(Unit.parse(described["before"]))
+        replaces = described.get("replaces")
+        if isinstance(replaces, list) and len(replaces) == 2:
+            return Block(*map(Unit.parse, replaces))
+    raise ScheduleError(
+        f"bridge {name!r} must say which units it replaces, [first, last], or before which it stands, got {described!r}"
+    )
+
+
+def read_part(
+    make: Callable[[int, Mapping[str, Tensor]], Part],
+    what: str,
+    name: str,
+    number: tuple[str, str],
+    data: Mapping[str, Any],
+    tensors: Mapping[str, Mapping[str, Tensor]],
+) -> Part | None:
+    """As `read_bridges`, for a part that a whole number and tensors make; None where the file has none.
+
+    Args:
+        make: it.
+        what: it is.
+        name: in the file and among the tensors.
+        number: its key, and what it says.
+        data: the schedule file's object.
+        tensors: of all parts.
+    """
+    described, (key, meaning) = data.get(name), number
+    if described is None:
+        return None
+    value = described.get(key) if isinstance(described, dict) else None
+    if not isinstance(described, dict) or type(value) is not int:
+        raise ScheduleError(f"{name} must say {meaning}, as {key}, got {described!r}")
+    if name not in tensors:
+        raise ScheduleError(f"there are no tensors for {what}: {BRIDGES_FILE} belongs beside the schedule")
+    part = make(value, dict(tensors[name]))
+    _check_digest(what, described, part)
+    return part
+
+
+def read_adapter(data: object, adapter: Adapter | None) -> Adapter | None:
+    """The adapter that a schedule file names; raises ScheduleError if this one is not it."""
+    if data is None:
+        return None
+    if not isinstance(data, dict) or adapter is None:
+        raise ScheduleError(f"there is no adapter, but the schedule has one: {ADAPTER_FILE} belongs beside it")
+    _check_digest("the adapter", data, adapter, ADAPTER_FILE)
+    return adapter
+
+
+def _check_digest(what: str, described: Mapping[str, Any], part: SchedulePart, file: str = BRIDGES_FILE) -> None:
+    if described.get("digest") != part.digest:
+        raise ScheduleError(
+            f"the tensors of {what} are not those the schedule was made with: "
+            f"take {file} from where this schedule comes from"
+        )
