@@ -48,3 +48,11 @@ def digest_of(what: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
         digest.update(f"{role} {tensor.dtype} {list(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def rounded(tensor: Tensor) -> Tensor:
+    """As tensors are stored: in half precision, whose rounding is far below the error of any fit or training; in single
+    precision if that overflows.
+    """
+    half = tensor.half()
+    return half if bool(half.isfinite().all()) else tensor.float()

@@ -16,6 +16,7 @@ from engine.kernels import Kernels
 from engine.plan import Compiled
 from engine.prompt_bridge import PromptBridge, PromptMaps
 from engine.schedule import Schedule
+from engine.schedule_part import rounded
 from engine.unit import Unit, all_units
 
 Part = TypeVar("Part", Bridge, PromptBridge, Adapter)
@@ -102,8 +103,8 @@ class Trainable:
         return now.compiled(self._decoder.shape, kernels, torch.float32, self._device)
 
     def schedules(self) -> list[Schedule]:
-        """`starts` with their parts as they are now."""
-        values = {name: parameter.detach().cpu() for name, parameter in self.parameters.items()}
+        """`starts` with their parts as they are now, rounded as they are stored."""
+        values = {name: rounded(parameter.detach()).cpu() for name, parameter in self.parameters.items()}
         return [
             replace(
                 start,
@@ -113,6 +114,10 @@ class Trainable:
             )
             for start in self.starts
         ]
+
+    def round(self) -> None:
+        """Make the parameters what `schedules` would store, so that those are what is judged."""
+        self.restore({name: rounded(parameter.detach()) for name, parameter in self.parameters.items()})
 
     def snapshot(self) -> dict[str, Tensor]:
         """A copy of the parameters."""

@@ -173,8 +173,9 @@ class Trainer:
                     )
 
     def best(self) -> list[tuple[Schedule, Quality]]:
-        """The schedules, as they did best on the held-out answers together, and how each of them did."""
+        """The schedules, as they did best on the held-out answers together, and how each of them does as stored."""
         self._trainable.restore(self._state.best)
+        self._trainable.round()
         return list(zip(self._trainable.schedules(), self._qualities(), strict=True))
 
     def _look(self, qualities: Sequence[Quality], loss: float | None) -> Point:

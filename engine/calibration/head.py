@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.calibration.moments import rounded
 from engine.decoder import Decoder
 from engine.head_preview import ROLES, HeadPreview
+from engine.schedule_part import rounded
 from engine.shape import ModelShape
 
 CANDIDATES = 256  # at most; no more than an eighth of the vocabulary

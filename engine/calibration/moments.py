@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.bridge import Bridge
+from engine.schedule_part import rounded
 from engine.unit import Block, Unit
 
 
@@ -97,9 +98,3 @@ def ridge_map(
     factor = torch.linalg.cholesky(covariance + penalty * torch.eye(len(mean_x), device=mean_x.device))
     weight = gain * torch.cholesky_solve(cross, factor)
     return weight, mean_y - mean_x @ weight
-
-
-def rounded(tensor: Tensor) -> Tensor:
-    """In half precision, whose rounding is far below the error of any fit; in single precision if that overflows."""
-    half = tensor.half()
-    return half if bool(half.isfinite().all()) else tensor.float()

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from engine.calibration.collect import Progress
-from engine.calibration.moments import ridge_map, rounded
+from engine.calibration.moments import ridge_map
 from engine.engine import Engine
 from engine.errors import ScheduleError
 from engine.packing import packs
 from engine.prompt_bridge import PromptBridge
 from engine.prompt_pass import PROMPT_TOKENS
+from engine.schedule_part import rounded
 from engine.shape import ModelShape
 
 RIDGE = 1e-3  # relative to the mean variance of an entry of the state

@@ -99,6 +99,10 @@ def test_training_brings_held_out_answers_closer_and_leaves_the_model_alone(
     assert [g.tokens for g in engine.generate(prompts, Sampling(max_new_tokens=10))] == before
     assert best.bridges.keys() == schedule.bridges.keys()
     assert all(bridge.form == "affine, gated" for bridge in best.bridges.values())
+    assert {tensor.dtype for bridge in best.bridges.values() for tensor in bridge.tensors.values()} == {torch.float16}
+    with torch.no_grad():
+        judge = Judge(engine.teacher_forced(answers[:6]), engine.shape.layers)
+        assert torch.allclose(judge.judge(best, engine.compiled(best)).kl, quality.kl, rtol=1e-6, atol=1e-6)
 
 
 def test_an_adapter_learns_what_bridges_alone_cannot(engine: Engine, schedule: Schedule, answers: list[Answer]) -> None:
