@@ -1,4 +1,4 @@
-"""The calibrated schedules that the demo runs: made for the packaged model, and worth their bridges."""
+"""The demo's schedules: made for the packaged model, and worth their bridges and their training."""
 
 from __future__ import annotations
 
@@ -52,6 +52,23 @@ def test_at_half_of_the_compute_most_tokens_stay_and_without_the_bridges_few_do(
         bridged = judge.judge(schedule, packaged.compiled(schedule))
         assert bridged.agreement > 0.6
         assert judge.judge(bare, packaged.compiled(bare)).agreement < 0.3
+
+
+def test_training_on_other_prompts_has_brought_the_demos_texts_closer_at_the_same_flops(
+    packaged: Engine, texts: list[str]
+) -> None:
+    calibrated, adapted = (Schedule.read(DEMO / where) for where in ("calibrated/1.65x", "adapted"))
+    assert adapted.provenance["adapted_on"]["part"] == "train"
+    assert adapted.provenance["adapted_on"]["model"][:2] == [MODEL, model_identity(MODEL)]
+    assert (adapted.plateaus, adapted.skip_order) == (calibrated.plateaus, calibrated.skip_order)
+    assert adapted.head_preview == calibrated.head_preview
+    task = "Summarize this software package in one short sentence.\n\n{}"
+    prompts = [packaged.tokenizer.encode_chat(task.format(text)) for text in sorted(texts, key=len)[:16]]
+    answers = [Answer(prompts[g.index], g.tokens) for g in packaged.generate(prompts, Sampling(max_new_tokens=24))]
+    with torch.inference_mode():
+        judge = Judge(packaged.teacher_forced(answers), packaged.shape.layers)
+        before, after = (judge.judge(each, packaged.compiled(each)).mean_kl for each in (calibrated, adapted))
+    assert after < 0.85 * before
 
 
 def test_the_figure_in_the_readme_shows_them() -> None:
