@@ -151,7 +151,7 @@ def test_schedules_trained_together_share_an_adapter_and_each_is_what_decoding_r
     assert {unit.place for unit in first.adapter.units} == set(range(4, 2 * engine.shape.layers))
     for best, before in ((first, schedule), (second, deeper)):
         assert best.plateaus == before.plateaus
-        assert all(best.bridges[name] != bridge for name, bridge in before.bridges.items())
+        assert all(bool(best.bridges[name].tensors["weight"].any()) for name in before.bridges)  # all zero before
         assert_decoding_runs(best, engine, answers, tmp_path)
 
 
@@ -183,7 +183,8 @@ def test_a_prompt_bridge_learns_through_the_answers(
     assert points[-1].loss < 0.9 * points[0].loss
     assert best.prompt_bridge is not None
     assert best.prompt_bridge.first == 3
-    assert best.prompt_bridge != prompts
+    changes = best.prompt_bridge.tensors["weight"] - prompts.tensors["weight"]
+    assert float(changes.abs().max()) > 1e-2
     with torch.no_grad():
         held_out = answers[:6]
         judge = Judge(engine.teacher_forced(held_out), engine.shape.layers)

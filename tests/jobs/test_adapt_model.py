@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from ray.train import WorkerGroupError
@@ -90,16 +92,21 @@ def test_several_schedules_are_trained_together_and_a_job_chooses_among_them(
         command_line.parse(calibrate_schedule.CalibrateSchedule, calibrate_schedule.PROGRAM, arguments)
     )
     Schedule.full_depth(5).write(calibrated / "1x")
+    # Held-out texts are among those learnt from: nothing else that a random model can be taught carries over.
+    texts = pq.read_table(CORPUS).slice(0, 15)["text"].to_pylist() * 4
+    pq.write_table(pa.table({"id": range(60), "text": texts}), tmp_path / "texts.parquet")
     arguments = [*common, "--schedule", str(calibrated), "--output", str(adapted), "--prompts", "60"]
-    assert adapt([*arguments, "--steps", "5", "--adapter-rank", "2"]) == 0
+    arguments += ["--input", str(tmp_path / "texts.parquet"), "--steps", "20", "--adapter-rank", "2"]
+    assert adapt(arguments) == 0
     assert "1x skips nothing: there is nothing to learn, and it is left out" in caplog.text
     slower, faster = (read_schedule(str(adapted), target) for target in (1.1, 1.3))
     assert sorted(path.name for path in adapted.iterdir() if path.is_dir()) == ["1.1x", "1.3x"]
     assert slower.adapter == faster.adapter
     assert slower.adapter is not None
     for name, schedule in (("1.1x", slower), ("1.3x", faster)):
-        assert schedule.bridges.keys() == Schedule.read(calibrated / name).bridges.keys()
-        assert schedule.bridges != Schedule.read(calibrated / name).bridges
+        before = Schedule.read(calibrated / name).bridges
+        assert schedule.bridges.keys() == before.keys()
+        assert all(schedule.bridges[each] != before[each] for each in before)
         assert f"| {name}, after | {schedule.provenance['held_out']['kl']:.3f} |" in (adapted / "README.md").read_text()
 
 
@@ -118,7 +125,7 @@ def test_several_workers_train_on_a_ray_cluster(common: list[str], tmp_path: Pat
     assert "training: 20 of 20" in done.stderr + done.stdout
     schedule = Schedule.read(adapted)
     assert schedule.adapter is not None
-    assert schedule.bridges["1-2"] != bridged["1-2"]
+    assert bool(schedule.bridges["1-2"].tensors["weight"].any())  # all zero before
     assert schedule.provenance["adapted_on"]["workers"] == 2
     assert schedule.provenance["held_out"]["answers"] == 6
     assert [point["step"] for point in json.loads((adapted / adapt_model.CURVE_FILE).read_text())] == [0, 20]
