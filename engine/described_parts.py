@@ -11,12 +11,12 @@ from engine.adapter import ADAPTER_FILE, Adapter
 from engine.bridge import Bridge
 from engine.bridge_file import BRIDGES_FILE
 from engine.errors import ScheduleError
+from engine.head_preview import HeadPreview
+from engine.prompt_bridge import PromptBridge
 from engine.schedule_part import SchedulePart
 from engine.unit import Block, Unit
 
 PROMPTS, HEAD = "prompts", "head"  # the prompt bridge's and the head preview's names in the file and among the tensors
-FROM_LAYER = ("bridged_from", "from which layer on they are bridged")
-CANDIDATES = ("candidates", "how many tokens get exact logits")
 Part = TypeVar("Part", bound=SchedulePart)
 
 
@@ -52,7 +52,19 @@ def _block_of(name: str, described: object) -> Block:
     )
 
 
-def read_part(
+def read_prompt_bridge(data: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]) -> PromptBridge | None:
+    """As `read_bridges`, for the prompt bridge of a schedule file's object; None where it has none."""
+    number = ("bridged_from", "from which layer on they are bridged")
+    return _read_part(PromptBridge, "the prompt bridge", PROMPTS, number, data, tensors)
+
+
+def read_head_preview(data: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]) -> HeadPreview | None:
+    """As `read_bridges`, for the head preview of a schedule file's object; None where it has none."""
+    number = ("candidates", "how many tokens get exact logits")
+    return _read_part(HeadPreview, "the head preview", HEAD, number, data, tensors)
+
+
+def _read_part(
     make: Callable[[int, Mapping[str, Tensor]], Part],
     what: str,
     name: str,

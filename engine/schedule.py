@@ -14,14 +14,13 @@ from engine.adapter import ADAPTER_FILE, Adapter
 from engine.bridge import Bridge
 from engine.bridge_file import BRIDGES_FILE, read_tensors, write_tensors
 from engine.described_parts import (
-    CANDIDATES,
-    FROM_LAYER,
     HEAD,
     PROMPTS,
     place_of,
     read_adapter,
     read_bridges,
-    read_part,
+    read_head_preview,
+    read_prompt_bridge,
 )
 from engine.errors import ScheduleError
 from engine.head_preview import HeadPreview
@@ -277,9 +276,9 @@ class Schedule:
             tuple(Plateau(first, count, tuple(names)) for (first, count), names in zip(skipped, bridged, strict=True)),
             {key: value for key, value in data.items() if key not in _OWN_KEYS},
             read_bridges(data.get("bridges", {}), tensors or {}),
-            read_part(PromptBridge, "the prompt bridge", PROMPTS, FROM_LAYER, data, tensors or {}),
+            read_prompt_bridge(data, tensors or {}),
             read_adapter(data.get("adapter"), adapter),
-            read_part(HeadPreview, "the head preview", HEAD, CANDIDATES, data, tensors or {}),
+            read_head_preview(data, tensors or {}),
         )
 
     def to_json(self) -> str:

@@ -115,10 +115,6 @@ class Trainable:
             for start in self.starts
         ]
 
-    def round(self) -> None:
-        """Make the parameters what `schedules` would store, so that those are what is judged."""
-        self.restore({name: rounded(parameter.detach()) for name, parameter in self.parameters.items()})
-
     def snapshot(self) -> dict[str, Tensor]:
         """A copy of the parameters."""
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}

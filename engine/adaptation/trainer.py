@@ -24,6 +24,7 @@ from engine.kernels import Kernels
 from engine.packing import packs
 from engine.plan import Compiled
 from engine.schedule import Schedule
+from engine.schedule_part import rounded
 from engine.teacher_forcing import Answer, AnswerPass
 
 log = logging.getLogger(__name__)
@@ -174,8 +175,7 @@ class Trainer:
 
     def best(self) -> list[tuple[Schedule, Quality]]:
         """The schedules, as they did best on the held-out answers together, and how each of them does as stored."""
-        self._trainable.restore(self._state.best)
-        self._trainable.round()
+        self._trainable.restore({name: rounded(tensor) for name, tensor in self._state.best.items()})
         return list(zip(self._trainable.schedules(), self._qualities(), strict=True))
 
     def _look(self, qualities: Sequence[Quality], loss: float | None) -> Point:

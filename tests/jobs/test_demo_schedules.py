@@ -22,6 +22,13 @@ MODEL = "smollm2-135m-instruct"
 TARGETS = [1.25, 1.45, 1.65, 2]
 
 
+def answered(model: Engine, texts: list[str]) -> list[Answer]:
+    """Full depth's answers to the demo's task on some texts."""
+    task = "Summarize this software package in one short sentence.\n\n{}"
+    prompts = [model.tokenizer.encode_chat(task.format(text)) for text in texts]
+    return [Answer(prompts[g.index], g.tokens) for g in model.generate(prompts, Sampling(max_new_tokens=24))]
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_each_was_made_for_the_packaged_model_and_reaches_its_target(target: float) -> None:
     config = GenerationConfig(schedule=str(DEMO / "calibrated"), target_speedup=target)
@@ -42,10 +49,7 @@ def test_at_half_of_the_compute_most_tokens_stay_and_without_the_bridges_few_do(
     packaged: Engine, texts: list[str]
 ) -> None:
     schedule = Schedule.read(DEMO / "calibrated" / "2x")
-    task = "Summarize this software package in one short sentence.\n\n{}"
-    prompts = [packaged.tokenizer.encode_chat(task.format(text)) for text in sorted(texts, key=len)[:8]]
-    sampling = Sampling(max_new_tokens=24)
-    answers = [Answer(prompts[g.index], g.tokens) for g in packaged.generate(prompts, sampling)]
+    answers = answered(packaged, sorted(texts, key=len)[:8])
     bare = replace(schedule, plateaus=tuple(p._replace(bridges=()) for p in schedule.plateaus), bridges={})
     with torch.inference_mode():
         judge = Judge(packaged.teacher_forced(answers), packaged.shape.layers)
@@ -62,9 +66,7 @@ def test_training_on_other_prompts_has_brought_the_demos_texts_closer_at_the_sam
     assert adapted.provenance["adapted_on"]["model"][:2] == [MODEL, model_identity(MODEL)]
     assert (adapted.plateaus, adapted.skip_order) == (calibrated.plateaus, calibrated.skip_order)
     assert adapted.head_preview == calibrated.head_preview
-    task = "Summarize this software package in one short sentence.\n\n{}"
-    prompts = [packaged.tokenizer.encode_chat(task.format(text)) for text in sorted(texts, key=len)[:16]]
-    answers = [Answer(prompts[g.index], g.tokens) for g in packaged.generate(prompts, Sampling(max_new_tokens=24))]
+    answers = answered(packaged, sorted(texts, key=len)[:16])
     with torch.inference_mode():
         judge = Judge(packaged.teacher_forced(answers), packaged.shape.layers)
         before, after = (judge.judge(each, packaged.compiled(each)).mean_kl for each in (calibrated, adapted))
