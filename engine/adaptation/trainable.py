@@ -21,6 +21,9 @@ from engine.unit import Unit, all_units
 
 Part = TypeVar("Part", Bridge, PromptBridge, Adapter)
 
+# Of the learning rate, for the prompt bridge: states are larger where it starts, so its matrix takes smaller steps.
+PROMPT_PACE = 0.1
+
 
 class Trainable:
     """What schedules bring as float32 parameters, `<part>/<role>`; a part that several of them bring is one.
@@ -75,14 +78,19 @@ class Trainable:
             for role, tensor in part.tensors.items()
         }
 
-    def some(self, prompts: bool) -> list[nn.Parameter]:
-        """Those of prompt bridges, or all others."""
-        return [
-            self.parameters[f"{name}/{role}"]
-            for part, name in self._parts.items()
-            for role in part.tensors
-            if isinstance(part, PromptBridge) == prompts
-        ]
+    def paced(self) -> dict[float, list[nn.Parameter]]:
+        """The parameters by the share of the learning rate that they take."""
+        paced: dict[float, list[nn.Parameter]] = {}
+        for part, name in self._parts.items():
+            paced.setdefault(self._pace(part), []).extend(self.parameters[f"{name}/{role}"] for role in part.tensors)
+        return paced
+
+    def _pace(self, part: Bridge | PromptBridge | Adapter) -> float:
+        if isinstance(part, PromptBridge):
+            return PROMPT_PACE
+        # What bridges change adds up: at a whole step each, four at once first undo what their closed form has fitted.
+        together = (start.bridges_on(i) for start in self.starts for i in range(len(start.plateaus)))
+        return 1 / max((len(bridges) for bridges in together if part in bridges), default=1)
 
     def compiled(self, schedule: Schedule, kernels: Kernels) -> Compiled:
         """What the parts of one of `starts` are to do now; gradients flow to the parameters."""

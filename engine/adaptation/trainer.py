@@ -30,8 +30,6 @@ from engine.teacher_forcing import Answer, AnswerPass
 log = logging.getLogger(__name__)
 
 BETAS, EPS = (0.9, 0.95), 1e-8
-# Of the learning rate, for the prompt bridge: states are larger where it starts, so its matrix takes smaller steps.
-PROMPT_RATE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +120,7 @@ class Trainer:
         if not self._trainable.parameters:
             raise ScheduleError("the schedule has no bridges, and there is nothing to adapt, or adapter_rank is 0")
         self._schedules = self._trainable.starts
-        groups = [
-            {"params": parameters, "share": PROMPT_RATE if prompts else 1.0}
-            for prompts in (False, True)
-            if (parameters := self._trainable.some(prompts))
-        ]
+        groups = [{"params": parameters, "share": share} for share, parameters in self._trainable.paced().items()]
         self._optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=BETAS, eps=EPS, weight_decay=0.0)
         # Below it prompts and decode tokens are as at full depth under all of them.
         self._place = min(schedule.changed_from for schedule in self._schedules)

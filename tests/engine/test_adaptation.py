@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine import Block, Bridge, Engine, Plateau, Sampling, Schedule, ScheduleError, recipes
-from engine.adaptation import trainer
+from engine.adaptation import trainable
 from engine.adaptation.estimate import is_early_look, reachable_kl
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import Point, Trainer
@@ -122,6 +122,30 @@ def test_the_adapter_covers_what_runs_above_the_first_bridge(
     assert best.adapter.units == above
 
 
+def test_bridges_that_act_at_once_share_the_step(engine: Engine, answers: list[Answer]) -> None:
+    """AdamW's first step is the learning rate for every number that has a gradient."""
+    width, layers = engine.shape.hidden, engine.shape.layers
+    bridges = {
+        f"{layer}": Bridge.affine(Block.of_layers(layer, layer + 1), torch.zeros(width, width), torch.zeros(width))
+        for layer in (2, 4)
+    }
+    order = tuple(unit for layer in (2, 4) for unit in Block.of_layers(layer, layer + 1).units)
+    plateaus = (Plateau(0, 2, ("2",)), Plateau(3, 4, ("2", "4")))
+    recipe = replace(RECIPE, steps=1, warmup_steps=1, gate_width=0, adapter_rank=2)
+    both, alone = (
+        train(engine, Schedule(layers, order, some, bridges=bridges), answers, recipe)[0].best()[0][0]
+        for some in (plateaus, plateaus[:1])
+    )
+    for schedule, share in ((both, 1 / 2), (alone, 1)):
+        assert schedule.adapter is not None
+        step = max(
+            float(tensor.abs().max()) for name, tensor in schedule.adapter.tensors.items() if name.endswith(".up")
+        )
+        weight = schedule.bridges["2"].tensors["weight"].float()  # it was zero
+        assert step == pytest.approx(recipe.learning_rate, rel=1e-2)
+        assert float(weight.abs().max()) == pytest.approx(share * recipe.learning_rate, rel=1e-2)
+
+
 def test_the_gated_part_starts_at_nothing(engine: Engine, schedule: Schedule, answers: list[Answer]) -> None:
     bare = train(engine, schedule, answers, replace(RECIPE, steps=1, gate_width=0))[1][0]
     gated = train(engine, schedule, answers, replace(RECIPE, steps=1))[1][0]
@@ -175,7 +199,7 @@ def test_a_prompt_bridge_learns_through_the_answers(
     engine: Engine, schedule: Schedule, answers: list[Answer], bridged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone or with the schedule's bridges; what it was judged as is what its prompts give when they run anew."""
-    monkeypatch.setattr(trainer, "PROMPT_RATE", 1.0)  # a random model's states are small all the way up
+    monkeypatch.setattr(trainable, "PROMPT_PACE", 1.0)  # a random model's states are small all the way up
     prompts = random_prompt_bridge(engine.shape, 3)
     schedule = replace(schedule if bridged else Schedule.full_depth(engine.shape.layers), prompt_bridge=prompts)
     trained, points = train(engine, schedule, answers)
