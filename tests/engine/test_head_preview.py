@@ -38,6 +38,9 @@ def tensors_of(down: Tensor, up: Tensor, bias: Tensor | None = None) -> dict[str
     return {"down": down, "up": up, "bias": torch.zeros(VOCAB) if bias is None else bias}
 
 
+with_both_kernels = pytest.mark.parametrize("kernels", [Kernels(), OneDnnKernels()], ids=["plain", "oneDNN"])
+
+
 @pytest.fixture(scope="module")
 def tiny(make_checkpoint: Callable[..., Path]) -> Engine:
     return Engine.load(str(make_checkpoint()), device="cpu", kernels=Kernels())
@@ -55,7 +58,7 @@ def test_every_familys_logits_are_its_heads_matrix_times_what_it_says(
         assert not torch.allclose(products, decoder.logits(x))
 
 
-@pytest.mark.parametrize("kernels", [Kernels(), OneDnnKernels()], ids=["plain", "oneDNN"])
+@with_both_kernels
 def test_products_with_chosen_rows_are_those_of_the_whole_matrix(kernels: Kernels) -> None:
     draw = torch.Generator().manual_seed(0)
     x, weight = torch.randn(5, WIDTH, generator=draw), torch.randn(VOCAB, WIDTH, generator=draw)
@@ -67,7 +70,7 @@ def test_products_with_chosen_rows_are_those_of_the_whole_matrix(kernels: Kernel
         assert torch.equal(products[row : row + 1], alone)
 
 
-@pytest.mark.parametrize("kernels", [Kernels(), OneDnnKernels()], ids=["plain", "oneDNN"])
+@with_both_kernels
 def test_rough_products_are_a_hundredth_off_and_each_row_stands_alone(kernels: Kernels) -> None:
     draw = torch.Generator().manual_seed(0)
     x, weight, bias = (torch.randn(*shape, generator=draw) for shape in [(6, 192), (VOCAB, 192), (VOCAB,)])
@@ -120,7 +123,7 @@ def test_with_all_directions_or_all_candidates_it_is_the_whole_head(tiny: Engine
     torch.testing.assert_close(head(x), tiny.decoder.logits(x))
 
 
-@pytest.mark.parametrize("kernels", [Kernels(), OneDnnKernels()], ids=["plain", "oneDNN"])
+@with_both_kernels
 @pytest.mark.parametrize(("vocab", "count"), [(96, 9), (96, 12), (96, 13), (96, 96), (97, 9), (49152, 256)])
 def test_the_candidates_are_those_with_the_largest_rough_logits(vocab: int, count: int, kernels: Kernels) -> None:
     logits = torch.randn(5, vocab, generator=torch.Generator().manual_seed(0))
