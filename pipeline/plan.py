@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from pipeline.config import JobConfig
 from pipeline.errors import JobError, one_line
+from pipeline.input_files import find_input_files
 from pipeline.known_files import KnownFile, file_version
 from pipeline.storage import Storage, stamp
 from pipeline.template import PromptTemplate
@@ -114,29 +115,9 @@ def make_plan(config: JobConfig, template: PromptTemplate, known: Mapping[str, K
 
 
 def _read_footers(storage: Storage, known: Mapping[str, KnownFile] | None) -> tuple[InputFile, ...]:
-    paths = _input_paths(storage)
+    paths = find_input_files(storage)
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
         return tuple(pool.map(lambda path: _read_footer(storage, path, known), paths))
-
-
-def _input_paths(storage: Storage) -> list[str]:
-    """Parquet files, sorted; those below a name that starts with "_" or "." belong to tools, not to the data."""
-    fs, root = storage.fs, storage.root
-    try:
-        if any(mark in root for mark in "*?["):
-            paths = storage.attempt("listing", lambda: fs.glob(root))
-        elif storage.attempt("listing", lambda: fs.isfile(root)):
-            return [root]
-        else:
-            found = storage.attempt("listing", lambda: fs.find(root))
-            paths = [path for path in found if path.endswith(".parquet")]
-    except (OSError, ValueError) as error:
-        raise JobError(f"input {storage.url!r} cannot be listed: {error}") from error
-    base = root.split("*")[0]
-    visible = [path for path in paths if not any(part[:1] in "_." for part in path[len(base) :].split("/") if part)]
-    if not visible:
-        raise JobError(f"input {storage.url!r} holds no Parquet files: name a .parquet file, its directory or a glob")
-    return sorted(visible)
 
 
 def _read_footer(storage: Storage, path: str, known: Mapping[str, KnownFile] | None) -> InputFile:

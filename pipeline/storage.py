@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +23,7 @@ from pipeline.transient import is_transient, patiently
 Result = TypeVar("Result")
 
 FIRST_PATIENCE_S = 30.0
+BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")  # of a glob
 
 
 class StorageRefused(JobError):
@@ -75,8 +77,10 @@ class Storage:
 
     def relative(self, path: str) -> str:
         """A path of this file system as seen from the root, which may be a file or a glob."""
-        below = path.removeprefix(self.root.split("*")[0]).lstrip("/")
-        return below or path.rsplit("/", 1)[-1]
+        if path == self.root:
+            return path.rsplit("/", 1)[-1]
+        base = self.root if path.startswith(f"{self.root}/") else fixed_part(self.root)
+        return path.removeprefix(base).lstrip("/")
 
     def attempt(self, what: str, operation: Callable[[], Result]) -> Result:
         """Result of an operation on `self.fs`, tried again while its errors may pass.
@@ -265,3 +269,9 @@ def stamp(info: dict[str, Any]) -> str:
 def _is_visible(name: str, suffix: str) -> bool:
     """Not a scratch file."""
     return bool(name) and not name.startswith(".") and name.endswith(suffix)
+
+
+def fixed_part(root: str) -> str:
+    """The directories of a glob before its first pattern; any other path itself."""
+    first = re.search(rf"[*?\[]|{BRACES.pattern}", root)
+    return root if first is None else root[: first.start()].rpartition("/")[0]
