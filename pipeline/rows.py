@@ -12,7 +12,9 @@ import pyarrow as pa
 from engine import BatchStats, Generation
 from pipeline.errors import JobError, one_line
 from pipeline.row_generator import RowGenerator
+from pipeline.show import is_text, texts
 from pipeline.template import PromptTemplate, PromptTokenizer, RowError
+from pipeline.utf8 import readable
 
 TOKENS, TRUNCATED, ERROR = "_prompt", "_truncated", "_error"  # columns of a prepared table, beside the kept ones
 
@@ -54,12 +56,9 @@ def prepare(
 
     A row that no prompt can be made of has null tokens and its error. Columns that this table lacks are null.
     """
-    columns = {
-        name: _python_values(table[text_column if name == "text" else name])
-        for name in template.fields
-        if name == "text" or name in table.column_names
-    }
-    doubtful = [name for name, values in columns.items() if any(isinstance(v, UnicodeDecodeError) for v in values)]
+    columns = {name: texts(table[name]) for name in template.fields - {"text"} if name in table.column_names}
+    columns["text"] = _text_column(table[text_column])
+    doubtful = [name for name, values in columns.items() if any(isinstance(value, Exception) for value in values)]
     tokens: list[list[int] | None] = [None] * table.num_rows
     truncated = [False] * table.num_rows
     errors: list[str | None] = [None] * table.num_rows
@@ -67,7 +66,7 @@ def prepare(
         row = {name: values[index] for name, values in columns.items()}
         try:
             for name in doubtful:
-                _check_decoded(name, row[name])
+                _check_rendered(name, row[name])
             tokens[index], truncated[index] = template.encode(row, tokenizer, longest)
         except Exception as error:  # whatever a tokenizer makes of odd text is that row's affair
             errors[index] = str(error) if isinstance(error, RowError) else f"{type(error).__name__}: {one_line(error)}"
@@ -129,52 +128,28 @@ _MEASURED = [name for name in GENERATED.names if name not in ("generation", "pro
 _NOTHING: Any = SimpleNamespace(**dict.fromkeys(_MEASURED, 0) | {"text": None, "finish_reason": "error"})
 
 
-def _check_decoded(name: str, value: object) -> None:
-    """Raises RowError for what `_python_values` makes of invalid UTF-8."""
+def _text_column(column: pa.ChunkedArray) -> list[str | Exception | None]:
+    """Texts to read, and none of what only looks like them."""
+    type_ = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    if is_text(type_) or pa.types.is_null(type_):
+        return texts(column)
+    return [RowError(f"text is {type_}, not a string") if value.is_valid else None for value in column]
+
+
+def _check_rendered(name: str, value: object) -> None:
+    """Raises RowError for what `texts` makes of a value that has no text."""
     if isinstance(value, UnicodeDecodeError):
         byte = value.object[value.start]
         raise RowError(f"{name} is not valid UTF-8 (byte 0x{byte:02x} at {value.start})")
-
-
-def _python_values(column: pa.ChunkedArray) -> list[Any]:
-    """Values of a column; a string that is not valid UTF-8 comes as its UnicodeDecodeError."""
-    column = column.cast(_value_type(column.type))
-    if not _is_string(column.type) or _is_valid(column):
-        return list(column.to_pylist())
-    return [_decoded(value) for value in column.cast(pa.large_binary()).to_pylist()]
-
-
-def _decoded(value: bytes | None) -> str | UnicodeDecodeError | None:
-    try:
-        return None if value is None else value.decode()
-    except UnicodeDecodeError as error:
-        return error
+    if isinstance(value, RowError):
+        raise value
+    if isinstance(value, Exception):
+        raise RowError(f"{name} has no text ({type(value).__name__}: {one_line(value)})")
 
 
 def _kept(table: pa.Table, field: pa.Field) -> pa.ChunkedArray | pa.Array:
-    """A column to copy to the output; invalid UTF-8 becomes replacement characters, lest readers fail."""
-    if field.name not in table.column_names:
+    """A column to copy to the output, as it is but for invalid UTF-8."""
+    if field.name not in table.column_names or pa.types.is_null(table[field.name].type):
         return pa.nulls(table.num_rows, field.type)
-    column, type_ = table[field.name].cast(field.type), _value_type(field.type)
-    if _is_string(type_) and not _is_valid(column):
-        values = column.cast(type_).cast(pa.large_binary()).to_pylist()
-        return pa.array([None if v is None else v.decode(errors="replace") for v in values], type_).cast(field.type)
-    return column
-
-
-def _is_valid(column: pa.ChunkedArray) -> bool:
-    """Whether its strings are UTF-8, among all else that Arrow demands."""
-    try:
-        column.validate(full=True)
-    except pa.ArrowInvalid:
-        return False
-    return True
-
-
-def _value_type(type_: pa.DataType) -> pa.DataType:
-    """The type itself, or that of a dictionary's values."""
-    return type_.value_type if pa.types.is_dictionary(type_) else type_
-
-
-def _is_string(type_: pa.DataType) -> bool:
-    return bool(pa.types.is_string(type_) or pa.types.is_large_string(type_) or pa.types.is_string_view(type_))
+    column = table[field.name]
+    return readable(column if column.type == field.type else column.cast(field.type))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from arrow_values import COLUMNS, ROWS
 from engine_double import ByteTokenizer, Echo
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from engine import BatchStats, Sampling
 from pipeline.errors import JobError
 from pipeline.row_generator import RowGenerator
 from pipeline.rows import generate, output_schema, prepare
+from pipeline.show import shown
 from pipeline.template import PromptTemplate
 
 StringsOfBytes = Callable[[Sequence[bytes | None]], pa.Array]
@@ -133,6 +135,32 @@ def test_kept_strings_that_are_not_utf8_come_out_readable(strings_of_bytes: Stri
     assert rows["note"].to_pylist()[1].endswith(" half a surrogate pair")
     assert rows["note"].to_pylist()[2:] == ["cut \ufffd", None, "\ufffd\ufffd", "whole é"]
     assert rows["error"].null_count == 6
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_a_column_of_any_type_is_kept_as_it_is_but_for_broken_text(name: str) -> None:
+    column = COLUMNS[name]
+    rows = through(pa.table({"text": ["x"] * ROWS, "kept": column}), longest=9)
+    assert rows["error"].null_count == ROWS
+    assert rows["kept"].type == column.type
+    assert shown(rows["kept"]) == shown(column)
+    if "\ufffd" not in shown(column):
+        assert rows["kept"].combine_chunks().equals(column)
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_a_column_of_any_type_fills_a_prompt_or_is_that_rows_error(name: str) -> None:
+    column = COLUMNS[name]
+    table = pa.table({"text": ["x"] * ROWS, "value": column})
+    rows = through(table, pa.schema([]), PromptTemplate("{value}:{text}", format="raw"))
+    assert rows["generation"].to_pylist()[1] == ":x"  # null
+    for value, prompt, error in zip(column, rows["generation"].to_pylist(), rows["error"].to_pylist(), strict=True):
+        if "\ufffd" in shown(value):
+            assert error == "value is not valid UTF-8 (byte 0xff at 0)" or "0xfe at 0" in error
+        else:
+            assert error is None
+            text = f"{shown(value) if value.is_valid else ''}:x"
+            assert prompt == text.encode()[:50].decode(errors="ignore")
 
 
 def test_a_prompt_field_that_is_not_utf8_makes_the_row_an_error(strings_of_bytes: StringsOfBytes) -> None:

@@ -1,0 +1,88 @@
+"""Dates, times and durations as text, from the integers that Arrow keeps: of any size, Python's years end at 9999.
+
+What Python can hold reads as its `str` does.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta, tzinfo
+from functools import lru_cache
+
+import pyarrow as pa
+
+PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
+DAY = 86_400  # seconds
+
+
+def date(days: int) -> str:
+    """Days since 1970 as year-month-day of the proleptic Gregorian calendar; the year before 1 is 0."""
+    # Years that begin in March, in eras of 400: http://howardhinnant.github.io/date_algorithms.html
+    era, day = divmod(days + 719_468, 146_097)
+    year = (day - day // 1_460 + day // 36_524 - day // 146_096) // 365
+    day -= 365 * year + year // 4 - year // 100
+    month = (5 * day + 2) // 153
+    day -= (153 * month + 2) // 5
+    month = month + 3 if month < 10 else month - 9
+    year += 400 * era + (month <= 2)
+    return f"{'-' if year < 0 else ''}{abs(year):04d}-{month:02d}-{day + 1:02d}"
+
+
+def time(value: int, unit: str) -> str:
+    """Time of a day as hours:minutes:seconds; what is no time of a day reads as if the day were that long."""
+    seconds, fraction = divmod(value, PER_SECOND[unit])
+    return f"{_clock(seconds, 2)}{_fraction(fraction, unit)}"
+
+
+def timestamp(value: int, unit: str, zone: str | None) -> str:
+    """Date, time and, given a zone, its offset from UTC. In UTC where nobody knows the zone, or its rules for then."""
+    seconds, fraction = divmod(value, PER_SECOND[unit])
+    offset = 0 if zone is None else _utc_offset(seconds, zone)
+    days, second = divmod(seconds + offset, DAY)
+    return f"{date(days)} {_clock(second, 2)}{_fraction(fraction, unit)}{'' if zone is None else _signed(offset)}"
+
+
+def duration(value: int, unit: str) -> str:
+    """As a timedelta reads: days, then hours:minutes:seconds that are never negative."""
+    seconds, fraction = divmod(value, PER_SECOND[unit])
+    days, second = divmod(seconds, DAY)
+    whole = f"{days} day{'' if abs(days) == 1 else 's'}, " if days else ""
+    return f"{whole}{_clock(second, 1)}{_fraction(fraction, unit)}"
+
+
+def _clock(seconds: int, digits: int) -> str:
+    minutes, second = divmod(seconds, 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour:0{digits}d}:{minute:02d}:{second:02d}"
+
+
+def _fraction(value: int, unit: str) -> str:
+    """Of a second: six digits, nine where six are too few, none for nothing."""
+    nanoseconds = value * (PER_SECOND["ns"] // PER_SECOND[unit])
+    if not nanoseconds:
+        return ""
+    return f".{nanoseconds:09d}" if nanoseconds % 1_000 else f".{nanoseconds // 1_000:06d}"
+
+
+def _utc_offset(seconds: int, zone: str) -> int:
+    rules = _rules(zone)
+    try:
+        offset = (datetime.fromtimestamp(0, UTC) + timedelta(seconds=seconds)).astimezone(rules).utcoffset()
+    except (OverflowError, ValueError):  # beyond Python's years
+        return 0
+    return 0 if offset is None else round(offset.total_seconds())
+
+
+@lru_cache(maxsize=64)
+def _rules(zone: str) -> tzinfo:
+    """UTC for a zone that nobody knows."""
+    try:
+        found: tzinfo = pa.scalar(0, pa.timestamp("s", zone)).as_py().tzinfo
+    except Exception:  # whatever a time zone database makes of an odd name
+        return UTC
+    return found
+
+
+def _signed(offset: int) -> str:
+    minutes, second = divmod(abs(offset), 60)
+    tail = f":{second:02d}" if second else ""
+    return f"{'-' if offset < 0 else '+'}{minutes // 60:02d}:{minutes % 60:02d}{tail}"
