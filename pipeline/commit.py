@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import io
 import json
 import uuid
 import zlib
@@ -15,10 +14,10 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from pipeline.errors import JobError, one_line
 from pipeline.flop_sums import FlopSums
+from pipeline.row_groups import to_parquet
 from pipeline.storage import Storage
 from pipeline.unit import WorkUnit
 
@@ -118,9 +117,7 @@ def commit_unit(
 
     Raises JobError if the commit that holds is another run's; StorageGone, StorageRefused.
     """
-    sink = io.BytesIO()
-    pq.write_table(output, sink, compression="zstd")
-    content = sink.getvalue()
+    content = to_parquet(output)
     attempt = uuid.uuid4().hex[:12]
     commit = Commit(
         unit=unit.id,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import matplotlib as mpl
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from jinja2 import Environment, PackageLoader
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -20,12 +19,16 @@ from pipeline.chart_style import ACCENT, INK, PALE, to_svg
 from pipeline.commit import Commit, Totals
 from pipeline.config import JobConfig
 from pipeline.forecast import Line
+from pipeline.row_groups import open_parquet, read_batches
+from pipeline.rows import GENERATED
+from pipeline.show import shown
 from pipeline.storage import Storage
 
 REPORT_FILE = "report.html"
 MAX_FILES = 20  # output files looked into for lengths and samples, spread over the run
 SAMPLES = 12
 ERRORS = 12
+LONGEST = {"generation": 5_000, "label": 500, "error": 2_000}  # characters shown
 
 
 def write_report(
@@ -46,14 +49,12 @@ def write_report(
         stats: what Ray Data says of each pass of this session.
     """
     stride = max(1, len(commits) // MAX_FILES)
-    rows = _read_rows(storage, commits[::stride])
-    kept = [name for name in rows.column_names if name not in ("generation", "error")][:1] if rows.num_rows else []
-    label = config.id_column or (kept[0] if kept else None)
-    generated = rows.filter(pa.compute.is_null(rows["error"])) if rows.num_rows else rows
-    failed = rows.filter(pa.compute.is_valid(rows["error"])) if rows.num_rows else rows
+    label, looked = None, _Looked()
+    for commit in commits[::stride]:
+        label = _look_into(storage, commit, config.id_column, looked)
     charts = [_flops_chart(totals), _schedule_chart(schedule)]
-    if generated.num_rows:
-        charts.insert(1, _lengths_chart(generated))
+    if looked.prompt_tokens:
+        charts.insert(1, _lengths_chart(looked))
     environment = Environment(loader=PackageLoader("pipeline", "."), autoescape=True, trim_blocks=True)
     html = environment.get_template("report.html.jinja").render(
         run=run,
@@ -65,10 +66,21 @@ def write_report(
         stats=stats,
         charts=charts,
         label=label,
-        samples=_pick(generated, SAMPLES),
-        errors=_pick(failed, ERRORS),
+        samples=_spread(looked.samples, SAMPLES),
+        errors=_spread(looked.errors, ERRORS),
+        subject=_subject(commits),
     )
-    storage.write(REPORT_FILE, html.encode())
+    storage.write(REPORT_FILE, html.encode(errors="backslashreplace"))
+
+
+def is_reported(storage: Storage, commits: Iterable[Commit]) -> bool:
+    """Whether the report of just these commits is there."""
+    return _subject(commits).encode() in (storage.read(REPORT_FILE) or b"")
+
+
+def _subject(commits: Iterable[Commit]) -> str:
+    """Names what a report is of."""
+    return hashlib.sha256("\n".join(sorted(commit.file for commit in commits)).encode()).hexdigest()
 
 
 def summary(totals: Totals, layers: int) -> dict[str, str]:
@@ -107,18 +119,52 @@ def _per(total: int, rows: int) -> str:
     return f"{total / rows:.1f}" if rows else "0"
 
 
-def _read_rows(storage: Storage, commits: Sequence[Commit]) -> pa.Table:
-    tables = []
-    for commit in commits:
-        with storage.open(commit.file) as stream:
-            tables.append(pq.read_table(stream))
-    return pa.concat_tables(tables) if tables else pa.table({"error": pa.nulls(0, pa.string())})
+@dataclass
+class _Looked:
+    """What was found in some of the output: samples and errors as text, by column, and the lengths of good rows."""
+
+    samples: list[dict[str, str]] = field(default_factory=list)
+    errors: list[dict[str, str]] = field(default_factory=list)
+    prompt_tokens: list[int] = field(default_factory=list)
+    generated_tokens: list[int] = field(default_factory=list)
 
 
-def _pick(rows: pa.Table, count: int) -> list[dict[str, Any]]:
-    """Rows spread evenly over the table."""
-    indices = np.unique(np.linspace(0, rows.num_rows - 1, min(count, rows.num_rows)).astype(int))
-    return list(rows.take(pa.array(indices, pa.int64())).to_pylist()) if rows.num_rows else []
+def _look_into(storage: Storage, commit: Commit, label: str | None, looked: _Looked) -> str | None:
+    """Add what a unit has to show. Returns the column that names its rows: `label`, else the first that was kept.
+
+    Never holds more than a batch of rows, whatever their size.
+    """
+    failed = commit.totals.errors
+    wanted = {False: _places(commit.totals.rows - failed, SAMPLES), True: _places(failed, ERRORS)}
+    met = {False: 0, True: 0}
+    with storage.open(commit.file) as stream:
+        file = open_parquet(stream)
+        kept = [name for name in file.schema_arrow.names if name not in GENERATED.names]
+        label = label if label in kept else next(iter(kept), None)
+        names = ["generation", "finish_reason", "prompt_tokens", "generated_tokens", "error"]
+        for batch in read_batches(file, names if label is None else [label, *names]):
+            columns = {name: batch.column(name) for name in names}
+            if label is not None:
+                columns["label"] = batch.column(label)
+            good = columns["error"].is_null()
+            for name, lengths in (("prompt_tokens", looked.prompt_tokens),
+                                  ("generated_tokens", looked.generated_tokens)):  # fmt: skip
+                lengths += columns[name].filter(good).to_pylist()
+            for row, is_good in enumerate(good.to_pylist()):
+                if met[not is_good] in wanted[not is_good]:
+                    values = {name: shown(column[row], LONGEST.get(name, 50)) for name, column in columns.items()}
+                    (looked.samples if is_good else looked.errors).append(values)
+                met[not is_good] += 1
+    return label
+
+
+def _places(rows: int, count: int) -> set[int]:
+    """Of so many, spread evenly over all."""
+    return {int(place) for place in np.linspace(0, rows - 1, min(count, rows))} if rows else set()
+
+
+def _spread(rows: list[dict[str, str]], count: int) -> list[dict[str, str]]:
+    return [rows[place] for place in sorted(_places(len(rows), count))]
 
 
 def _flops_chart(totals: Totals) -> str:
@@ -137,10 +183,13 @@ def _flops_chart(totals: Totals) -> str:
     return to_svg(figure)
 
 
-def _lengths_chart(rows: pa.Table) -> str:
+def _lengths_chart(looked: _Looked) -> str:
     figure, axes = _figure("Lengths", 2.6)
-    for name, color in (("prompt_tokens", PALE), ("generated_tokens", ACCENT)):
-        axes.hist(rows[name].to_numpy(), bins=30, color=color, alpha=0.9, label=name.replace("_", " "))
+    for name, lengths, color in (
+        ("prompt tokens", looked.prompt_tokens, PALE),
+        ("generated tokens", looked.generated_tokens, ACCENT),
+    ):
+        axes.hist(lengths, bins=30, color=color, alpha=0.9, label=name)
     axes.set_xlabel("tokens")
     axes.set_ylabel("rows looked at")
     axes.legend(frameon=False)

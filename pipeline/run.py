@@ -14,7 +14,7 @@ from pipeline.ceiling import check_ceiling
 from pipeline.cluster import connect
 from pipeline.commit import SUCCESS_FILE, Commit, Totals, read_commits, sweep_orphans, total, write_success
 from pipeline.config import JobConfig
-from pipeline.errors import JobError, UnitsFailed
+from pipeline.errors import JobError, JobStopped, UnitsFailed, one_line
 from pipeline.failed import FAILED, FailedUnit, forget_failures
 from pipeline.forecast import against_actual, read_forecast
 from pipeline.incremental import History, work_name
@@ -22,7 +22,7 @@ from pipeline.interruption import Interruption
 from pipeline.lease import Lease
 from pipeline.plan import Plan
 from pipeline.preparation import Preparation, prepare_run
-from pipeline.report import REPORT_FILE, write_report
+from pipeline.report import REPORT_FILE, is_reported, write_report
 from pipeline.run_record import Claim, claim_output, discard_run
 from pipeline.session import Done, Session
 from pipeline.stages import Task
@@ -89,10 +89,12 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
     if swept:
         log.info("removed %d data files that no commit names", swept)
     if begun.new.units or storage.read(SUCCESS_FILE) is None:
-        _report(begun, storage, session, commits, totals)
         held = begun.history.describe(commits) if begun.history is not None else {}
         description = {**job.description, "input": job.description["input"] | held}
         write_success(storage, {"fingerprint": job.fingerprint, **description}, commits, totals)
+    # After the manifest: whatever becomes of the report, the run is finished.
+    if begun.new.units or not is_reported(storage, commits):
+        _report(begun, storage, session, commits, totals)
     report = f"{storage.url.rstrip('/')}/{REPORT_FILE}"
     seconds = time.monotonic() - start
     return RunResult(job.config.output, report, begun.before.rows, totals, job.shape, seconds, session.seconds)
@@ -175,10 +177,21 @@ def _check_complete(plan: Plan, commits: list[Commit]) -> None:
 
 
 def _report(begun: _Begun, storage: Storage, session: Done, commits: list[Commit], totals: Totals) -> None:
+    """Write the report. That it can't be made is said and no more: it costs nothing, the rows it is of do."""
     job = begun.job
-    forecast = read_forecast(storage, work_name(job, begun.new.units))
-    lines = against_actual(forecast, totals if begun.history is None else total(session.commits))
-    write_report(storage, job.config, job.shape, job.schedule, job.fingerprint, commits, totals, lines, session.stats)
+    try:
+        forecast = read_forecast(storage, work_name(job, begun.new.units))
+        lines = against_actual(forecast, totals if begun.history is None else total(session.commits))
+        write_report(
+            storage, job.config, job.shape, job.schedule, job.fingerprint, commits, totals, lines, session.stats
+        )
+    except JobStopped:  # the storage is gone
+        raise
+    except Exception as error:
+        log.exception(
+            "the report could not be made (%s: %s); the rows are not affected, and the same job started again tries "
+            "to make it once more", type(error).__name__, one_line(error),
+        )  # fmt: skip
 
 
 def _say_failed(failed: list[FailedUnit], plan: Plan, output: str) -> str:

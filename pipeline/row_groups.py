@@ -1,0 +1,41 @@
+"""Tables to Parquet and back, in row groups small enough that any reader can read them, however large their values."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+GROUP_ROWS = 1 << 20
+GROUP_BYTES = 1 << 28  # Arrow reads no list of strings back where a row group has 2 GiB of them
+BATCH_ROWS = 1024
+
+
+def to_parquet(table: pa.Table) -> bytes:
+    """The content of a file that holds the table."""
+    sink = io.BytesIO()
+    rows = max(1, min(GROUP_ROWS, table.num_rows * GROUP_BYTES // max(1, table.nbytes)))
+    pq.write_table(table, sink, compression="zstd", row_group_size=rows)
+    return sink.getvalue()
+
+
+def open_parquet(stream: Any) -> pq.ParquetFile:
+    """Raises OSError, pa.ArrowException."""
+    return pq.ParquetFile(stream, pre_buffer=True)  # one request for columns that lie side by side
+
+
+def read_batches(file: pq.ParquetFile, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """Some columns in order of the rows, a row group after the other. Raises OSError, pa.ArrowException."""
+    for group in range(file.num_row_groups):
+        # A pre-buffering reader holds all that it was asked for.
+        yield from file.iter_batches(BATCH_ROWS, [group], list(columns))
+
+
+def read_parquet(stream: Any) -> pa.Table:
+    """All rows of an open file. Raises OSError, pa.ArrowException."""
+    file = open_parquet(stream)
+    groups = [file.read_row_group(group) for group in range(file.num_row_groups)]
+    return pa.concat_tables(groups) if groups else file.schema_arrow.empty_table()

@@ -1,0 +1,113 @@
+"""Columns of every Arrow type through a whole job and what follows: report, data set, inspection, the next night."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from arrow_values import COLUMNS, ROWS
+from engine_double import EchoBackend, NoEngineBackend
+from inline_session import InlineSession, without_ray
+
+from pipeline import run
+from pipeline.config import JobConfig
+from pipeline.errors import JobStopped
+from pipeline.inspection import inspect, verify
+from pipeline.run import run_job
+from pipeline.show import shown
+from pipeline.storage import Storage
+
+Job = Callable[..., JobConfig]
+TABLE = pa.table({"text": [f"text {row}" for row in range(ROWS)], **COLUMNS})
+
+
+@pytest.fixture
+def inline(monkeypatch: pytest.MonkeyPatch) -> type[InlineSession]:
+    return without_ray(monkeypatch)
+
+
+@pytest.fixture
+def source(tmp_path: Path, write_parquet: Callable[..., Path]) -> Path:
+    """A file with a column of every type."""
+    return write_parquet(tmp_path / "in/a.parquet", TABLE, [3, 1])
+
+
+def assert_same(found: pa.Table, wanted: pa.Table = TABLE) -> None:
+    """Every column bit for bit, but for broken text, which is readable now."""
+    for name in COLUMNS:
+        ours, theirs = found[name], wanted[name]
+        assert ours.type == theirs.type, name
+        assert [shown(value) for value in ours] == [shown(value) for value in theirs], name
+        if "\ufffd" not in shown(theirs):
+            assert ours.combine_chunks().equals(theirs.combine_chunks()), name
+        ours.validate(full=True)
+
+
+@pytest.mark.usefixtures("inline", "source")
+def test_all_types_at_once_pass_through_a_job_its_inspection_and_the_next_night(
+    job: Job, read_output: Callable[..., pa.Table], write_parquet: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = job(incremental=True, rows_per_unit=2)
+    result = run_job(config, EchoBackend())
+    assert (result.totals.rows, result.totals.errors) == (ROWS, 0)
+    assert_same(read_output(config.output))
+    assert verify(Storage(config.output), inspect(Storage(config.output))) == []
+    run_job(config, NoEngineBackend())
+    write_parquet(tmp_path / "in/b.parquet", TABLE)
+    assert run_job(config, EchoBackend()).totals.rows == 2 * ROWS
+    assert_same(read_output(config.output), pa.concat_tables([TABLE, TABLE]))
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+@pytest.mark.usefixtures("inline", "source")
+def test_a_column_of_any_type_names_the_rows_of_a_report_and_fills_prompts(job: Job, name: str) -> None:
+    config = job(id_column=name, prompt=f"{{{name}}}: {{text}}", rows_per_unit=3)
+    result = run_job(config, EchoBackend())
+    broken = ["\ufffd" in shown(value) for value in COLUMNS[name]]
+    assert (result.totals.rows, result.totals.errors) == (ROWS, sum(broken))
+    html = Path(result.report).read_text()
+    assert f"<th>{name}</th>" in html
+    assert html.count("<td>null</td>") >= 1
+    assert "is not valid UTF-8" in html or not any(broken)
+
+
+@pytest.mark.usefixtures("inline", "source")
+def test_a_report_that_cannot_be_made_costs_no_run(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("too much")
+
+    config = job()
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "write_report", fail)
+        assert run_job(config, EchoBackend()).totals.rows == ROWS
+    assert json.loads(Path(config.output, "_SUCCESS.json").read_text())["totals"]["rows"] == ROWS
+    assert not Path(config.output, "report.html").exists()
+    run_job(config, NoEngineBackend())
+    assert "4 rows" in Path(config.output, "report.html").read_text()
+
+
+@pytest.mark.usefixtures("inline", "source")
+def test_a_run_that_died_between_manifest_and_report_makes_the_report_of_all_its_rows(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = job(rows_per_unit=2)
+    run_job(config, EchoBackend())
+    whole = Path(config.output, "report.html").read_text()
+    stale = re.sub("commits [0-9a-f]{64}", "commits of two rows", whole).replace("4 rows", "2 rows")
+
+    def die(*_: object) -> None:
+        raise JobStopped("killed")
+
+    Path(config.output, "_SUCCESS.json").unlink()
+    Path(config.output, "report.html").write_text(stale)  # of what an earlier session had committed
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "write_report", die)
+        with pytest.raises(JobStopped):
+            run_job(config, NoEngineBackend())
+    assert Path(config.output, "_SUCCESS.json").exists()
+    run_job(config, NoEngineBackend())
+    assert "4 rows" in Path(config.output, "report.html").read_text()
