@@ -26,7 +26,8 @@ class History:
     def __init__(self, storage: Storage, job: Preparation, known: Mapping[str, KnownFile]) -> None:
         """`known` is the output's record."""
         self._storage = storage
-        self._files = job.plan.files
+        self._files = [file for file in job.plan.files if not file.problem]
+        self._unreadable = {file.name for file in job.plan.files if file.problem}
         self._rows: Counter[str] = Counter()  # by version, of the files that are there
         for unit in job.plan.units:
             self._rows[version_of(unit.id)] += unit.rows
@@ -43,6 +44,8 @@ class History:
         for commit in commits:
             committed[version_of(commit.unit)] += commit.totals.rows
         there = {file.name: self._found(file, committed) for file in self._files}
+        # Of a file that can't be read nothing new is known: what there is of it stays.
+        there |= {name: file for name, file in self._known.items() if name in self._unreadable}
         gone = {name: _vanished(name, file, committed) for name, file in self._known.items() if name not in there}
         if there | gone != self._known:
             self._known = there | gone

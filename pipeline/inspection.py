@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from pipeline.commit import SUCCESS_FILE, Commit, Totals, checksum, read_commits, total
 from pipeline.errors import JobError
 from pipeline.failed import FailedUnit, read_failures
+from pipeline.input_record import planned_rows
 from pipeline.known_files import read_known_files, version_of
 from pipeline.run_record import claim_name, read_run
 from pipeline.storage import Storage
@@ -76,7 +77,8 @@ def inspect(storage: Storage) -> Inspection:
         replaced = [commit for commit in commits if version_of(commit.unit) not in current]
         commits = [commit for commit in commits if version_of(commit.unit) in current]
     partial = {file.version for file in known.values() if file.partial}
-    rows = sum(file.rows for file in known.values()) if known else int(run["input"].get("rows", 0))
+    nightly = run["input"].get("incremental")
+    rows = sum(file.rows for file in known.values()) if nightly else planned_rows(storage, run)
     return Inspection(storage.url.rstrip("/"), run, rows, commits, failed, manifest, replaced, partial)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import stat
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -11,10 +12,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.column_types import common_type
 from pipeline.config import JobConfig
-from pipeline.errors import JobError, one_line
+from pipeline.errors import JobError, JobStopped, one_line
 from pipeline.input_files import find_input_files
 from pipeline.known_files import KnownFile, file_version
+from pipeline.read import open_parquet
+from pipeline.show import is_text
 from pipeline.storage import Storage, stamp
 from pipeline.template import PromptTemplate
 from pipeline.unit import WorkUnit
@@ -34,6 +38,7 @@ class InputFile:
     name: str = ""  # relative to the input
     checksum: str | None = None  # of the content, in an incremental run where the file system has none
     version: str = ""  # in an incremental run: names its units
+    problem: str = ""  # why it can't be processed, a sentence; then it has no rows
 
     @property
     def rows(self) -> int:
@@ -48,6 +53,13 @@ class Plan:
     read_columns: tuple[str, ...]
     kept: pa.Schema  # columns copied to the output
     units: tuple[WorkUnit, ...]
+
+    @property
+    def unreadable(self) -> tuple[tuple[WorkUnit, str], ...]:
+        """The first unit of each file that can't be processed, as if it had no rows, and why it can't be."""
+        return tuple(
+            (_unit(number, file, 0, 0), file.problem) for number, file in enumerate(self.files) if file.problem
+        )
 
     @property
     def rows(self) -> int:
@@ -87,29 +99,34 @@ def make_plan(config: JobConfig, template: PromptTemplate, known: Mapping[str, K
         template: of its prompts.
         known: the files that an incremental run has met before, None for any other run.
 
+    A file that cannot be read, or whose columns do not fit, is part of the plan with its problem and without rows.
+
     Raises:
-        JobError: no input, an unreadable file, a missing or non-string text column, columns whose types differ.
+        JobError: no input, none that can be read, columns that no file has, columns whose types differ. StorageGone.
     """
     files = _read_footers(config.input_storage().at_first(), known)
-    types = _column_types(files)
-    if config.text_column not in types:
-        raise JobError(
-            f"the input has no column {config.text_column!r}: name the text column among {', '.join(sorted(types))}"
-        )
-    for file in files:
-        _check_text_column(file, config.text_column)
-    template.check_columns(set(types))
+    if config.text_column not in _columns(files):
+        there = ", ".join(sorted(_columns(files)))
+        raise JobError(f"the input has no column {config.text_column!r}: name the text column among {there}")
+    needed = {config.text_column, config.id_column, *(config.keep_columns or []), *(template.fields - {"text"})}
+    everything = config.keep_columns is None and config.id_column is None
+    files = tuple(_checked(file, config.text_column, None if everything else needed) for file in files)
+    _check_some_readable(files)
+    columns = _columns(files)
+    template.check_columns(set(columns))
     if config.keep_columns is not None:
-        keep = list(config.keep_columns)
+        keep = list(dict.fromkeys(config.keep_columns))
     else:
-        keep = [config.id_column] if config.id_column is not None else list(types)
+        keep = [config.id_column] if config.id_column is not None else columns
     if config.id_column is not None and config.id_column not in keep:
         keep.insert(0, config.id_column)
-    unknown = [name for name in keep if name not in types]
+    unknown = [name for name in keep if name not in columns]
     if unknown:
-        raise JobError(f"the input has no column {unknown[0]!r}: it has {', '.join(sorted(types))}")
+        raise JobError(f"the input has no column {unknown[0]!r}: it has {', '.join(sorted(columns))}")
     read = dict.fromkeys([*keep, config.text_column, *(template.fields - {"text"})])
+    types = {name: _column_type(files, name) for name in read}
     kept = pa.schema([(name, types[name]) for name in keep])
+    files = _within_limit(files, config.limit)
     units = _units(files, config.rows_per_unit, config.limit, config.samples_per_row)
     return Plan(files, tuple(read), kept, tuple(units))
 
@@ -117,25 +134,46 @@ def make_plan(config: JobConfig, template: PromptTemplate, known: Mapping[str, K
 def _read_footers(storage: Storage, known: Mapping[str, KnownFile] | None) -> tuple[InputFile, ...]:
     paths = find_input_files(storage)
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-        return tuple(pool.map(lambda path: _read_footer(storage, path, known), paths))
+        files = tuple(pool.map(lambda path: _read_footer(storage, path, known), paths))
+    _check_some_readable(files)
+    return files
 
 
 def _read_footer(storage: Storage, path: str, known: Mapping[str, KnownFile] | None) -> InputFile:
-    name, checksum, version = storage.relative(path), None, ""
+    name, checksum, identity, version = storage.relative(path), None, "", ""
     try:
         info = storage.attempt("reading", lambda: storage.fs.info(path))
-        with storage.open_path(path) as stream:
-            footer = pq.ParquetFile(stream)
-            groups = tuple(footer.metadata.row_group(i).num_rows for i in range(footer.num_row_groups))
-            schema = footer.schema_arrow
+        identity = stamp(info)
+        if info["type"] not in ("file", "other") or (storage.is_local and not stat.S_ISREG(info["mode"])):
+            raise OSError(f"it is no file but a {info['type']}")
+        with open_parquet(storage, path, identity) as footer:
+            groups, schema = _row_groups(footer.metadata), footer.schema_arrow
         if known is not None:
             checksum = _checksum(storage, path, info, known.get(name))
-            version = file_version(name, checksum or stamp(info))
-    except (OSError, pa.ArrowException) as error:
-        raise JobError(
-            f"input file {path!r} cannot be read as Parquet ({one_line(error)}): repair it or take it out"
-        ) from error
-    return InputFile(path, stamp(info), groups, schema, name, checksum, version)
+            version = file_version(name, checksum or identity)
+    except JobStopped:
+        raise
+    except Exception as error:  # libraries raise much at a damaged footer
+        said = one_line(error) if isinstance(error, OSError | pa.ArrowException | JobError) else repr(error)
+        problem = f"input file {path!r} cannot be read as Parquet ({said}): repair it or take it out"
+        version = "" if known is None else file_version(name, identity)
+        return InputFile(path, identity, (), pa.schema([]), name, None, version, problem)
+    return InputFile(path, identity, groups, schema, name, checksum, version)
+
+
+def _row_groups(footer: pq.FileMetaData) -> tuple[int, ...]:
+    """Rows of each. Raises OSError for counts that cannot be."""
+    groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
+    for group in groups:
+        values = [group.column(i).num_values for i in range(group.num_columns)]
+        if not 0 <= group.num_rows <= min(values, default=0):
+            raise OSError(
+                f"a row group has {group.num_rows} rows and a column of {min(values, default=0)} values in it"
+            )
+    rows = tuple(group.num_rows for group in groups)
+    if sum(rows) != footer.num_rows:
+        raise OSError(f"its row groups have {sum(rows)} rows, the file {footer.num_rows}")
+    return rows
 
 
 def _checksum(storage: Storage, path: str, info: dict[str, Any], known: KnownFile | None) -> str | None:
@@ -144,48 +182,95 @@ def _checksum(storage: Storage, path: str, info: dict[str, Any], known: KnownFil
         return None
     if known is not None and known.checksum is not None and known.stamp == stamp(info):
         return known.checksum
-    with storage.open_path(path) as stream:
+    with storage.open_path(path, stamp(info)) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _column_types(files: Sequence[InputFile]) -> dict[str, pa.DataType]:
-    """Columns of all files together; a file may lack one, but not have it with another type."""
-    types: dict[str, tuple[pa.DataType, str]] = {}
-    for file in files:
-        for field in file.schema:
-            known, where = types.setdefault(field.name, (field.type, file.path))
-            # A column that is null throughout is written with type null by many tools.
-            if pa.types.is_null(known):
-                types[field.name] = (field.type, file.path)
-            elif known != field.type and not pa.types.is_null(field.type):
-                raise JobError(
-                    f"column {field.name!r} is {known} in {where!r} but {field.type} in {file.path!r}: "
-                    "make the types agree, or process the files apart"
-                )
-    return {name: type_ for name, (type_, _) in types.items()}
+def _columns(files: Sequence[InputFile]) -> list[str]:
+    """Names of the columns of all files together."""
+    return list(dict.fromkeys(name for file in files for name in file.schema.names))
 
 
-def _check_text_column(file: InputFile, column: str) -> None:
-    if column not in file.schema.names:
-        raise JobError(f"input file {file.path!r} has no column {column!r}: it has {', '.join(file.schema.names)}")
-    type_: Any = file.schema.field(column).type
+def _checked(file: InputFile, text_column: str, needed: Container[str | None] | None) -> InputFile:
+    """The file itself, or if its columns do not fit the job, with that for its problem and no rows.
+
+    `needed` are the columns that the job reads, None for all.
+    """
+    if file.problem:
+        return file
+    names = file.schema.names
+    twice = [name for name in names if (needed is None or name in needed) and names.count(name) > 1]
+    if text_column not in names:
+        problem = f"input file {file.path!r} has no column {text_column!r}: it has {', '.join(names)}"
+    elif twice:
+        problem = f"input file {file.path!r} has column {twice[0]!r} twice: rename one"
+    elif not _is_text(file.schema.field(text_column).type):
+        type_ = file.schema.field(text_column).type
+        problem = f"column {text_column!r} of {file.path!r} is {type_}, not string: name a text column, or cast it"
+    else:
+        return file
+    return replace(file, problem=problem, row_groups=(), schema=pa.schema([]))
+
+
+def _is_text(type_: Any) -> bool:
     values = type_.value_type if pa.types.is_dictionary(type_) else type_
-    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
-    if not any(test(values) for test in tests):
-        raise JobError(f"column {column!r} of {file.path!r} is {type_}, not string: name a text column, or cast it")
+    return is_text(values) or pa.types.is_null(values)
+
+
+def _check_some_readable(files: Sequence[InputFile]) -> None:
+    """Raises JobError if there is no file that can be processed."""
+    problems = [file.problem for file in files if file.problem]
+    if len(problems) == len(files):
+        others = f" (and {len(files) - 1} more files have problems, no other is left)" if len(files) > 1 else ""
+        raise JobError(problems[0] + others)
+
+
+def _column_type(files: Sequence[InputFile], column: str) -> pa.DataType:
+    """A column's type in all files together; a file may lack it, but not have it with a type that does not fit."""
+    found: pa.DataType | None = None
+    where = ""
+    for file in files:
+        if column not in file.schema.names:
+            continue
+        type_ = file.schema.field(column).type
+        common = type_ if found is None else common_type(found, type_)
+        if common is None:
+            raise JobError(
+                f"column {column!r} is {found} in {where!r} but {type_} in {file.path!r}: make the types agree, "
+                "process the files apart, or leave the column out with keep_columns"
+            )
+        if common != found:
+            found, where = common, file.path
+    return found
+
+
+def _within_limit(files: Sequence[InputFile], limit: int | None) -> tuple[InputFile, ...]:
+    """The files that hold the first rows. Raises JobError if one of them cannot be read: how many has it?"""
+    left, taken = limit, []
+    for file in files:
+        if left is not None and left <= 0:
+            break
+        if left is not None and file.problem:
+            raise JobError(f"{file.problem}; limit counts rows through this file, and cannot without it")
+        taken.append(file)
+        left = None if left is None else left - file.rows
+    return tuple(taken)
 
 
 def _units(files: Sequence[InputFile], rows_per_unit: int, limit: int | None, samples: int = 1) -> Iterator[WorkUnit]:
     left = sum(file.rows for file in files) if limit is None else limit
     for number, file in enumerate(files):
-        # New files come between old ones: an incremental run names units by the file itself, not by its place.
-        file_name = file.version or f"{number:05d}"
         for sample in range(samples):
             for start in range(0, min(file.rows, left), rows_per_unit):
                 rows = min(rows_per_unit, min(file.rows, left) - start)
-                name = f"{file_name}-{start:09d}" + (f"-{sample:03d}" if samples > 1 else "")
-                yield WorkUnit(name, file.path, start, rows, sample)
+                yield _unit(number, file, start, rows, sample, samples)
         left -= min(file.rows, left)
+
+
+def _unit(number: int, file: InputFile, start: int, rows: int, sample: int = 0, samples: int = 1) -> WorkUnit:
+    # New files come between old ones: an incremental run names units by the file itself, not by its place.
+    name = f"{file.version or f'{number:05d}'}-{start:09d}" + (f"-{sample:03d}" if samples > 1 else "")
+    return WorkUnit(name, file.path, start, rows, sample, file.identity)
 
 
 def _ends(row_groups: Sequence[int]) -> list[int]:

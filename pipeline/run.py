@@ -15,9 +15,10 @@ from pipeline.cluster import connect
 from pipeline.commit import SUCCESS_FILE, Commit, Totals, read_commits, sweep_orphans, total, write_success
 from pipeline.config import JobConfig
 from pipeline.errors import JobError, JobStopped, UnitsFailed, one_line
-from pipeline.failed import FAILED, FailedUnit, forget_failures
+from pipeline.failed import FAILED, FailedUnit, forget_failures, record_failure
 from pipeline.forecast import against_actual, read_forecast
 from pipeline.incremental import History, work_name
+from pipeline.input_record import hold_input
 from pipeline.interruption import Interruption
 from pipeline.lease import Lease
 from pipeline.plan import Plan
@@ -70,7 +71,9 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
     job = prepare_run(config, backend)  # under the lease: an older plan might not know what another job has done since
     storage = job.config.output_storage()
     begun = _begin(job, storage)
+    unreadable = [record_failure(storage, unit, 1, f"read: {why}") for unit, why in job.plan.unreadable]
     session = _generate(begun, lease) if begun.new.units else Done()
+    session.failed += unreadable
     if lease is not None:
         lease.check()
     commits = [*begun.commits, *session.commits]
@@ -89,7 +92,9 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
     if swept:
         log.info("removed %d data files that no commit names", swept)
     if begun.new.units or storage.read(SUCCESS_FILE) is None:
-        held = begun.history.describe(commits) if begun.history is not None else {}
+        held = {"files": len(job.plan.files), "rows": job.plan.rows}
+        if begun.history is not None:
+            held = begun.history.describe(commits)
         description = {**job.description, "input": job.description["input"] | held}
         write_success(storage, {"fingerprint": job.fingerprint, **description}, commits, totals)
     # After the manifest: whatever becomes of the report, the run is finished.
@@ -130,10 +135,14 @@ def _begin(job: Preparation, storage: Storage) -> _Begun:
     if job.config.incremental:
         history = History(storage, job, job.known if claim.resuming else {})
         commits = history.settle(commits)
+    else:
+        hold_input(storage, job.plan, begun=bool(commits))
     begun = _Begun(job, claim, history, commits, job.plan.without({commit.unit for commit in commits}))
-    if history is not None and begun.new.units:
+    if history is not None and (begun.new.units or job.plan.unreadable):
         storage.remove([SUCCESS_FILE])  # or it would tell readers and schedulers that nothing is left to do
     _say_begun(begun)
+    for _, why in job.plan.unreadable:
+        log.warning("%s; all other files are processed", why)
     return begun
 
 
@@ -195,10 +204,14 @@ def _report(begun: _Begun, storage: Storage, session: Done, commits: list[Commit
 
 
 def _say_failed(failed: list[FailedUnit], plan: Plan, output: str) -> str:
-    rows = sum(unit.rows for unit in failed)
+    rows, files = sum(unit.rows for unit in failed), sum(not unit.rows for unit in failed)
     first = failed[0]
+    how_many = f"{len(failed) - files} of {len(plan.units)} units ({rows:,} rows)"
+    which = f"{first.unit}, rows {first.start} to {first.start + first.rows - 1} of {first.path!r} ({first.error})"
+    if files:
+        how_many += f" and {files} whole file{'s' if files > 1 else ''}"
+        which = which if first.rows else f"{first.path!r} ({first.error})"
     return (
-        f"{len(failed)} of {len(plan.units)} units ({rows:,} rows) failed, all others are committed; the first is "
-        f"{first.unit}, rows {first.start} to {first.start + first.rows - 1} of {first.path!r} ({first.error}); "
+        f"{how_many} failed, all others are committed; the first is {which}; "
         f"{output}/{FAILED}/ lists them: mend what they name and start the job again to retry only those"
     )

@@ -14,6 +14,7 @@ from pipeline.commit import COMMITS, DATA, SNAPSHOT_FILE, SUCCESS_FILE
 from pipeline.config import JobConfig
 from pipeline.errors import JobError, one_line
 from pipeline.failed import FAILED
+from pipeline.input_record import INPUT
 from pipeline.known_files import INPUTS_FILE
 from pipeline.plan import Plan
 from pipeline.report import REPORT_FILE
@@ -38,16 +39,13 @@ def describe_run(config: JobConfig, plan: Plan, schedule: Schedule, model_identi
 
 
 def _describe_input(config: JobConfig, plan: Plan) -> dict[str, Any]:
+    kept = [f"{field.name}: {field.type}" for field in plan.kept]
     if config.incremental:
         # Files may come, change and go; where they lie belongs to the run, for another input may have the same names in
         # it, and so do the types of their columns, for all of the output has one schema.
-        return {
-            "incremental": True,
-            "root": config.input,
-            "kept": [f"{field.name}: {field.type}" for field in plan.kept],
-        }
-    files = {file.path: [file.identity, file.rows] for file in plan.files}
-    return {"files": len(files), "digest": _digest(files), "rows": plan.rows, "kept": plan.kept.names}
+        return {"incremental": True, "root": config.input, "kept": kept}
+    # Which files these are is held apart, see `input_record`: one that can't be read yet must not name another run.
+    return {"root": config.input, "limit": config.limit, "kept": kept}
 
 
 def fingerprint(description: dict[str, Any]) -> str:
@@ -116,7 +114,7 @@ def claim_output(storage: Storage, description: dict[str, Any]) -> Claim:
 def discard_run(storage: Storage) -> None:
     """Delete whatever run an output holds, so that dying on the way leaves nothing that looks committed."""
     storage.remove([SUCCESS_FILE, SNAPSHOT_FILE])
-    for folder in (COMMITS, FAILED, DATA):  # commits before the data they name
+    for folder in (COMMITS, FAILED, DATA, INPUT):  # commits before the data they name
         storage.remove(storage.names(folder))
     storage.remove([REPORT_FILE, INPUTS_FILE, RUN_FILE])
 

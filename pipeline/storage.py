@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import botocore.exceptions
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
+from s3fs import S3FileSystem
+from s3fs.utils import FileExpired
 
 from pipeline.errors import JobError, JobStopped, one_line
 from pipeline.storage_settings import StorageSettings
@@ -28,6 +30,10 @@ BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")  # of a glob
 
 class StorageRefused(JobError):
     """The storage says no, and would again: no permission, no such bucket, no credentials."""
+
+
+class ObjectChanged(JobError):
+    """An object is no longer the one that was asked for."""
 
 
 class StorageGone(JobStopped):
@@ -148,11 +154,22 @@ class Storage:
         """A readable file object."""
         return self.open_path(self.path(name))
 
-    def open_path(self, path: str) -> Any:
-        """A readable file object that fetches just the ranges asked for, each as patiently as any other operation."""
+    def open_path(self, path: str, stamp: str | None = None) -> Any:
+        """A readable file object that fetches just the ranges asked for, each as patiently as any other operation.
+
+        With a stamp, opening and reading raise ObjectChanged if the object is no longer the one that it stands for.
+        Where the store cannot say so with every range, `check_unchanged` must, once all is read.
+        """
         # Read-ahead would download what column projection leaves out.
         options = {} if self.is_local else {"cache_type": "none"}
-        return _PatientReader(self, path, options)
+        return _PatientReader(self, path, options, stamp)
+
+    def check_unchanged(self, path: str, wanted: str | None) -> None:
+        """Raises ObjectChanged if what was read through an open file may be of another content than `wanted`."""
+        if wanted is not None and not isinstance(self.fs, S3FileSystem):  # whose every read has an If-Match
+            info = self.attempt("reading", lambda: self.fs.info(path))
+            if stamp(info) != wanted:
+                raise changed(path)
 
     def _write(self, operation: Callable[[], Result]) -> Result:
         try:
@@ -218,9 +235,16 @@ class Storage:
 class _PatientReader(io.RawIOBase):
     """A file whose reads are tried again where they may be."""
 
-    def __init__(self, storage: Storage, path: str, options: dict[str, Any]) -> None:
+    def __init__(self, storage: Storage, path: str, options: dict[str, Any], wanted: str | None) -> None:
+        """Raises ObjectChanged."""
         self._storage = storage
+        self._path = path
         self._file = storage.attempt("reading", lambda: storage.fs.open(path, "rb", **options))
+        if wanted is not None:
+            info = getattr(self._file, "details", None) or storage.attempt("reading", lambda: storage.fs.info(path))
+            if stamp(info) != wanted:
+                self._file.close()
+                raise changed(path)
         self._size = int(storage.attempt("reading", lambda: self._file.seek(0, io.SEEK_END)))
         self._position = 0
 
@@ -255,10 +279,20 @@ class _PatientReader(io.RawIOBase):
 
     def _fetch(self, wanted: int) -> bytes:
         self._file.seek(self._position)
-        content: bytes = self._file.read(wanted)
+        try:
+            content: bytes = self._file.read(wanted)
+        except FileExpired as error:
+            raise changed(self._path) from error
         if len(content) < wanted:
             raise ConnectionError(f"{wanted} bytes were asked for and {len(content)} came")
         return content
+
+
+def changed(path: str) -> ObjectChanged:
+    return ObjectChanged(
+        f"file {path!r} has changed since the job was planned, and its new content is not mixed in: put the old one "
+        "back and start the job again, or for the new one name another output, use --fresh or --incremental"
+    )
 
 
 def stamp(info: dict[str, Any]) -> str:

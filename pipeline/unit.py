@@ -15,6 +15,7 @@ class WorkUnit:
     start: int
     rows: int
     sample: int = 0  # which of each row's samples
+    stamp: str | None = None  # of the file when the job was planned
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -9,7 +9,8 @@ from engine_double import Echo
 
 from pipeline import run
 from pipeline.commit import Commit, commit_unit
-from pipeline.errors import JobStopped
+from pipeline.errors import JobError, JobStopped
+from pipeline.failed import FailedUnit, record_failure
 from pipeline.interruption import Interruption
 from pipeline.lease import Lease
 from pipeline.plan import Plan
@@ -33,22 +34,35 @@ class InlineSession:
 
     def run(self, pending: list[WorkUnit]) -> Done:
         done = Done()
-        for unit in self._units(pending):
-            done.commits.append(unit)
+        for found in self._units(pending):
+            if isinstance(found, FailedUnit):
+                done.failed.append(found)
+                continue
+            done.commits.append(found)
             InlineSession.units_done += 1
             if len(done.commits) == InlineSession.stop_after:
                 raise JobStopped("told to")
         return done
 
-    def _units(self, pending: list[WorkUnit]) -> Iterator[Commit]:
+    def begin_unit(self, unit: WorkUnit) -> None:
+        """Called when a unit has been read."""
+
+    def _units(self, pending: list[WorkUnit]) -> Iterator[Commit | FailedUnit]:
         task = self._task
         engine = task.backend.engine(task.config, None)
         assert isinstance(engine, Echo)
         generator = RowGenerator(engine, task.config.sampling(), task.schedule, 32)
         for span in self._plan.spans(pending):
-            for unit, prepared in task.prepared(span):
-                output = generate(prepared, [str(row) for row in range(unit.rows)], generator)
-                yield commit_unit(task.config.output_storage(), unit, output, 0, 3600.0, task.run)
+            left = list(span)
+            try:
+                for unit, prepared in task.prepared(span):
+                    self.begin_unit(unit)
+                    output = generate(prepared, [str(row) for row in range(unit.rows)], generator)
+                    yield commit_unit(task.config.output_storage(), unit, output, 0, 3600.0, task.run)
+                    left.remove(unit)
+            except JobError as error:
+                storage = task.config.output_storage()
+                yield from (record_failure(storage, unit, 1, f"read: {error}") for unit in left)
 
 
 def without_ray(patch: pytest.MonkeyPatch) -> type[InlineSession]:

@@ -60,8 +60,8 @@ def test_a_missing_text_column(refusal: Callable[..., str]) -> None:
 
 
 def test_an_unreadable_file(tmp_path: Path, refusal: Callable[..., str]) -> None:
-    (tmp_path / "in/b.parquet").write_bytes(b"not parquet")
-    assert "b.parquet' cannot be read as Parquet" in refusal(JobError)
+    (tmp_path / "in/a.parquet").write_bytes(b"not parquet")
+    assert "a.parquet' cannot be read as Parquet" in refusal(JobError)
 
 
 def test_an_input_column_that_the_output_needs(

@@ -21,7 +21,8 @@ TRAIN = ["train-00000.parquet", "train.4.parquet", "train.parquet", "train1.parq
 FILES = [
     *TRAIN, "test.parquet", "UPPER.PARQUET", "notes.txt", ".hidden.parquet", "_mine.parquet", "_commits/a.parquet",
     "2024/a.parquet", "2024/deep/b.parquet", "2025/a.parquet", "run[1]/a.parquet", "run1/a.parquet",
-    "table.parquet/part-0.parquet", "table.parquet/_SUCCESS", "bare/part-0", "bare/part-1", "x[1].parquet", "x1.parquet",
+    "table.parquet/part-0.parquet", "table.parquet/_SUCCESS", "bare/part-0", "bare/part-1",
+    "x[1].parquet", "x1.parquet",
 ]  # fmt: skip
 NAMED = [
     ("train*.parquet", TRAIN),
@@ -132,7 +133,7 @@ def test_links_are_followed_and_a_file_counts_once(tmp_path: Path, caplog: pytes
 
 def test_an_input_that_holds_nothing_is_named(named: Named) -> None:
     for path in ("absent", "absent*", "absent/*.parquet", "{absent,none}"):
-        with pytest.raises(JobError, match="holds no Parquet files: name a .parquet file, its directory or a glob"):
+        with pytest.raises(JobError, match=r"holds no Parquet files: name a \.parquet file, its directory or a glob"):
             named(path)
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import plan
+from pipeline.column_types import common_type
 from pipeline.config import JobConfig
 from pipeline.errors import JobError
 from pipeline.plan import InputFile, Plan, make_plan
@@ -179,12 +182,48 @@ def test_a_missing_text_column_is_named_with_the_columns_there_are(
     assert "no column 'text': name the text column among body, id" in refusal(job())
 
 
-def test_one_file_without_the_text_column_is_named(tmp_path: Path, job: Job, write_parquet: WriteParquet) -> None:
-    write_parquet(tmp_path / "in/a.parquet", {"text": ["x"]})
-    write_parquet(tmp_path / "in/b.parquet", {"body": ["x"]})
-    message = refusal(job())
-    assert "b.parquet' has no column 'text'" in message
-    assert "body" in message
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda path: path.write_bytes(b""), "cannot be read as Parquet"),
+        (lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]), "cannot be read as Parquet"),
+        (lambda path: (path.unlink(), path.symlink_to("nowhere")), "No such file or directory"),
+        (lambda path: (path.unlink(), os.mkfifo(path)), "it is no file"),
+        (lambda path: pq.write_table(pa.table({"body": ["x"]}), path), "has no column 'text': it has body"),
+        (lambda path: pq.write_table(pa.table({"text": [1]}), path), "is int64, not string"),
+        (lambda path: pq.write_table(pa.table([["x"], ["y"]], ["text", "text"]), path), "has column 'text' twice"),
+    ],
+)
+def test_a_file_with_a_problem_is_named_and_all_others_are_planned(
+    tmp_path: Path, job: Job, write_parquet: WriteParquet, damage: Callable[[Path], object], problem: str
+) -> None:
+    for name in "abc":
+        path = write_parquet(tmp_path / f"in/{name}.parquet", {"text": ["x"]})
+        if name == "b":
+            damage(path)
+    found = make_plan(job(), TEMPLATE)
+    assert [(Path(unit.path).name, unit.id) for unit in found.units] == [
+        ("a.parquet", "00000-000000000"),
+        ("c.parquet", "00002-000000000"),
+    ]
+    ((unit, said),) = found.unreadable
+    assert Path(unit.path).name == "b.parquet"
+    assert "b.parquet'" in said
+    assert problem in said
+    assert found.kept.names == ["text"]
+
+
+def test_rows_are_not_counted_through_a_file_that_cannot_be_read(
+    tmp_path: Path, job: Job, write_parquet: WriteParquet
+) -> None:
+    write_parquet(tmp_path / "in/a.parquet", {"text": ["x"] * 3})
+    (tmp_path / "in/b.parquet").write_bytes(b"half")
+    write_parquet(tmp_path / "in/c.parquet", {"text": ["x"] * 3})
+    assert make_plan(job(limit=3), TEMPLATE).rows == 3
+    assert not make_plan(job(limit=3), TEMPLATE).unreadable
+    message = refusal(job(limit=4))
+    assert "b.parquet' cannot be read" in message
+    assert "limit counts rows through this file" in message
 
 
 def test_a_text_column_that_is_not_string_is_named_with_its_type(
@@ -197,12 +236,14 @@ def test_a_text_column_that_is_not_string_is_named_with_its_type(
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"not parquet at all" * 100, b"PAR1" + b"\x00" * 100 + b"PAR1"])
-def test_a_corrupt_file_is_named(tmp_path: Path, job: Job, write_parquet: WriteParquet, content: bytes) -> None:
-    write_parquet(tmp_path / "in/a.parquet", {"text": ["x"]})
-    (tmp_path / "in/b.parquet").write_bytes(content)
+def test_an_input_of_which_nothing_can_be_read_is_refused(tmp_path: Path, job: Job, content: bytes) -> None:
+    (tmp_path / "in").mkdir()
+    for name in "ab":
+        (tmp_path / f"in/{name}.parquet").write_bytes(content)
     message = refusal(job())
-    assert "b.parquet' cannot be read as Parquet" in message
+    assert "a.parquet' cannot be read as Parquet" in message
     assert "repair it or take it out" in message
+    assert "1 more" in message
 
 
 def test_an_empty_directory_is_named(tmp_path: Path, job: Job) -> None:
@@ -213,6 +254,46 @@ def test_an_empty_directory_is_named(tmp_path: Path, job: Job) -> None:
 
 def test_a_directory_that_does_not_exist_is_named(tmp_path: Path, job: Job) -> None:
     assert f"{tmp_path}/in' holds no Parquet files" in refusal(job())
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "common"),
+    [
+        (pa.string(), pa.large_string(), pa.large_string()),
+        (pa.string_view(), pa.string(), pa.large_string()),
+        (pa.dictionary(pa.int8(), pa.string()), pa.dictionary(pa.int32(), pa.string()), pa.string()),
+        (pa.dictionary(pa.int8(), pa.string()), pa.large_string(), pa.large_string()),
+        (pa.int32(), pa.int64(), pa.int64()),
+        (pa.uint32(), pa.int32(), pa.int64()),
+        (pa.float32(), pa.float64(), pa.float64()),
+        (pa.timestamp("ms", "UTC"), pa.timestamp("us", "UTC"), pa.timestamp("us", "UTC")),
+        (pa.date32(), pa.date64(), pa.date64()),
+        (pa.decimal128(5, 2), pa.decimal128(9, 4), pa.decimal128(9, 4)),
+        (pa.list_(pa.int32()), pa.list_(pa.field("element", pa.int64())), pa.list_(pa.int64())),
+        (pa.struct([("a", pa.int8())]), pa.struct([("a", pa.int16())]), pa.struct([("a", pa.int16())])),
+        (pa.int64(), pa.float64(), None),
+        (pa.uint64(), pa.int64(), None),
+        (pa.timestamp("us"), pa.timestamp("us", "UTC"), None),
+        (pa.string(), pa.binary(), None),
+        (pa.bool_(), pa.int8(), None),
+        (pa.struct([("a", pa.int8())]), pa.struct([("b", pa.int8())]), None),
+    ],
+)
+def test_types_of_one_column_meet_where_nothing_is_lost(
+    one: pa.DataType, other: pa.DataType, common: pa.DataType | None
+) -> None:
+    assert common_type(one, other) == common
+    assert common_type(other, one) == common
+
+
+def test_types_of_a_column_that_nobody_uses_do_not_matter(
+    tmp_path: Path, job: Job, write_parquet: WriteParquet
+) -> None:
+    write_parquet(tmp_path / "in/a.parquet", {"text": ["x"], "id": [1], "year": [1999]})
+    write_parquet(tmp_path / "in/b.parquet", {"text": pa.array(["y"], pa.large_string()), "id": [2], "year": ["1999"]})
+    for options in ({"id_column": "id"}, {"keep_columns": ["text"]}):
+        assert make_plan(job(**options), TEMPLATE).rows == 2
+    assert "column 'year' is int64 in" in refusal(job(id_column="id"), PromptTemplate("{year} {text}"))
 
 
 def test_a_column_of_two_types_is_named_with_both_files(tmp_path: Path, job: Job, write_parquet: WriteParquet) -> None:

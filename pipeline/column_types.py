@@ -1,0 +1,101 @@
+"""One type for a column that several files have: the narrowest that holds the values of all of them unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pyarrow as pa
+import pyarrow.types as is_
+
+UNITS = ("s", "ms", "us", "ns")
+TEXTS = (is_.is_string, is_.is_large_string, is_.is_string_view)
+BYTES = (is_.is_binary, is_.is_large_binary, is_.is_binary_view, is_.is_fixed_size_binary)
+LISTS = (is_.is_list, is_.is_large_list, is_.is_fixed_size_list, is_.is_list_view, is_.is_large_list_view)
+
+
+def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """None where there is no type to which both can be cast with nothing lost."""
+    if one == other or is_.is_null(other):
+        return one
+    if is_.is_null(one):
+        return other
+    if is_.is_dictionary(one) or is_.is_dictionary(other):
+        return common_type(_decoded(one), _decoded(other))
+    if _both(TEXTS, one, other):
+        return pa.large_string()
+    if _both(BYTES, one, other):
+        return pa.large_binary()
+    if _both(LISTS, one, other):
+        item = common_type(one.value_type, other.value_type)
+        return None if item is None else _list(one, other, item)
+    if is_.is_struct(one) and is_.is_struct(other):
+        return _struct(one, other)
+    if is_.is_map(one) and is_.is_map(other):
+        key, item = common_type(one.key_type, other.key_type), common_type(one.item_type, other.item_type)
+        return None if key is None or item is None else pa.map_(key, item)
+    if is_.is_decimal(one) and is_.is_decimal(other):
+        return _decimal(one, other)
+    return _time(one, other) or _number(one, other)
+
+
+def _both(tests: tuple[Callable[[pa.DataType], bool], ...], one: pa.DataType, other: pa.DataType) -> bool:
+    return any(test(one) for test in tests) and any(test(other) for test in tests)
+
+
+def _decoded(type_: pa.DataType) -> pa.DataType:
+    return type_.value_type if is_.is_dictionary(type_) else type_
+
+
+def _list(one: pa.DataType, other: pa.DataType, item: pa.DataType) -> pa.DataType:
+    if is_.is_list(one) and is_.is_list(other):
+        return pa.list_(item)
+    if is_.is_fixed_size_list(one) and is_.is_fixed_size_list(other) and one.list_size == other.list_size:
+        return pa.list_(item, one.list_size)
+    return pa.large_list(item)
+
+
+def _struct(one: pa.StructType, other: pa.StructType) -> pa.DataType | None:
+    """Of the same fields in the same order; fields that one lacks would be guesses."""
+    names = [field.name for field in one]
+    if names != [field.name for field in other]:
+        return None
+    types = [common_type(mine.type, theirs.type) for mine, theirs in zip(one, other, strict=True)]
+    return None if None in types else pa.struct(list(zip(names, types, strict=True)))
+
+
+def _decimal(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    scale = max(one.scale, other.scale)
+    digits = max(one.precision - one.scale, other.precision - other.scale) + scale
+    if digits > 76:
+        return None
+    return pa.decimal128(digits, scale) if digits <= 38 else pa.decimal256(digits, scale)
+
+
+def _time(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """The finer unit; a value that it can't hold fails the unit of its row when it is read."""
+    if _both((is_.is_date,), one, other):
+        return pa.date64()
+    if is_.is_timestamp(one) and is_.is_timestamp(other) and one.tz == other.tz:
+        return pa.timestamp(_finer(one, other), one.tz)
+    if is_.is_duration(one) and is_.is_duration(other):
+        return pa.duration(_finer(one, other))
+    if is_.is_time(one) and is_.is_time(other):
+        unit = _finer(one, other)
+        return pa.time64(unit) if unit in ("us", "ns") else pa.time32(unit)
+    return None
+
+
+def _finer(one: pa.DataType, other: pa.DataType) -> str:
+    return UNITS[max(UNITS.index(one.unit), UNITS.index(other.unit))]
+
+
+def _number(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    if is_.is_floating(one) and is_.is_floating(other):
+        return max(one, other, key=lambda type_: int(type_.bit_width))
+    if not (is_.is_integer(one) and is_.is_integer(other)):
+        return None
+    if is_.is_signed_integer(one) == is_.is_signed_integer(other):
+        return max(one, other, key=lambda type_: int(type_.bit_width))
+    signed, unsigned = (one, other) if is_.is_signed_integer(one) else (other, one)
+    bits = max(signed.bit_width, 2 * unsigned.bit_width)
+    return {16: pa.int16(), 32: pa.int32(), 64: pa.int64()}.get(bits)  # above, none holds both

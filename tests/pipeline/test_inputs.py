@@ -1,0 +1,295 @@
+"""An output holds rows of one content of each input file, whatever happens to the files between and during its jobs."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from engine_double import Echo, EchoBackend
+from inline_session import InlineSession, without_ray
+from servers import BUCKET, S3Server
+
+from pipeline.config import JobConfig
+from pipeline.errors import JobError, JobStopped, UnitsFailed
+from pipeline.failed import read_failures
+from pipeline.forecaster import forecast_run
+from pipeline.inspection import inspect, verify
+from pipeline.plan import make_plan
+from pipeline.read import read_units
+from pipeline.run import run_job
+from pipeline.storage import Storage
+from pipeline.template import PromptTemplate
+
+Job = Callable[..., JobConfig]
+Put = Callable[..., None]
+Outcome = Callable[..., list[str]]
+
+ROWS = 8
+
+
+@pytest.fixture(params=["local", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A fresh directory, on a disk and on a real S3 server."""
+    if request.param == "local":
+        return str(tmp_path / "in")
+    server: S3Server = request.getfixturevalue("s3")
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{BUCKET}/{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def put(place: str) -> Put:
+    """Puts an input file whose texts name file, version and row."""
+
+    def write(name: str, version: str = "old", rows: int = ROWS, **columns: Sequence[Any]) -> None:
+        table = pa.table({"text": pa.array([f"{name} {version} {row}" for row in range(rows)], pa.string()), **columns})
+        sink = pa.BufferOutputStream()
+        pq.write_table(table, sink, row_group_size=4)
+        Storage(place).write(f"{name}.parquet", sink.getvalue().to_pybytes())
+
+    return write
+
+
+@pytest.fixture
+def work(job: Job, place: str, monkeypatch: pytest.MonkeyPatch) -> Job:
+    """A job in units of two rows, without Ray."""
+    without_ray(monkeypatch)
+    return lambda **options: job(**{"input": place, "rows_per_unit": 2, "max_new_tokens": 40, **options})
+
+
+@pytest.fixture
+def echo() -> EchoBackend:
+    return EchoBackend(Echo("said: "))
+
+
+def committed(config: JobConfig) -> list[str]:
+    """Texts in the output, sorted; what its records say of it holds."""
+    storage = Storage(config.output)
+    found = inspect(storage)
+    assert verify(storage, found) == []
+    tables = [pq.read_table(f"{config.output}/{commit.file}") for commit in found.commits]
+    return sorted(text for table in tables for text in table["text"].to_pylist())
+
+
+def texts(name: str, version: str = "old", rows: int = ROWS) -> list[str]:
+    return [f"{name} {version} {row}" for row in range(rows)]
+
+
+def test_a_file_replaced_while_it_is_read_fails_its_units_by_name_and_is_never_mixed(
+    work: Job, put: Put, place: str, echo: EchoBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "abc":
+        put(name)
+    config = work(unit_attempts=1)
+    begun = InlineSession.begin_unit
+
+    def replace(session: InlineSession, unit: Any) -> None:
+        begun(session, unit)
+        if unit.id == "00001-000000002":  # after the first unit of b, while its file is open
+            put("b", "new", ROWS)
+
+    monkeypatch.setattr(InlineSession, "begin_unit", replace)
+    with pytest.raises(UnitsFailed, match=r"b\.parquet' has changed since the job was planned") as failed:
+        run_job(config, echo)
+    assert "\n" not in str(failed.value)
+    done = committed(config)
+    assert set(done) <= {*texts("a"), *texts("b"), *texts("c")}
+    assert set(done) >= {*texts("a"), *texts("c")}
+    assert len(done) < 3 * ROWS
+    assert {unit.path.rsplit("/")[-1] for unit in read_failures(Storage(config.output))} == {"b.parquet"}
+    with pytest.raises(JobError, match=r"input file 'b\.parquet' has changed since the run"):
+        run_job(config, echo)
+    assert committed(config) == done
+
+
+def test_a_file_changed_between_two_starts_is_named_and_the_run_refused(work: Job, put: Put, echo: EchoBackend) -> None:
+    for name in "abc":
+        put(name)
+    config = work()
+    InlineSession.stop_after = 5
+    with pytest.raises(JobStopped):
+        run_job(config, echo)
+    done = committed(config)
+    put("b", "new")
+    with pytest.raises(JobError, match=r"input file 'b\.parquet' has changed since the run"):
+        run_job(config, echo)
+    put("b")
+    put("d")
+    assert committed(config) == done
+
+
+def test_a_file_that_came_or_went_between_two_starts_is_named(
+    work: Job, put: Put, echo: EchoBackend, place: str
+) -> None:
+    put("a")
+    put("b")
+    config = work()
+    run_job(config, echo)
+    assert run_job(config, echo).rows_resumed == 2 * ROWS
+    put("c")
+    with pytest.raises(JobError, match=r"input file 'c\.parquet' is new since"):
+        run_job(config, echo)
+    storage = Storage(place)
+    storage.fs.rm([f"{storage.root}/b.parquet", f"{storage.root}/c.parquet"])
+    with pytest.raises(JobError, match=r"input file 'b\.parquet' is gone since"):
+        run_job(config, echo)
+    assert run_job(work(fresh=True), echo).totals.rows == ROWS
+
+
+def test_one_half_uploaded_file_fails_alone_and_is_done_once_it_is_whole(
+    work: Job, put: Put, place: str, echo: EchoBackend
+) -> None:
+    for name in "abc":
+        put(name)
+    whole = Storage(place).read("b.parquet")
+    assert whole is not None
+    Storage(place).write("b.parquet", whole[:300])
+    config = work()
+    for _ in range(2):
+        with pytest.raises(UnitsFailed, match=r"0 of \d+ units \(0 rows\) and 1 whole file failed.*b\.parquet"):
+            run_job(config, echo)
+        assert committed(config) == [*texts("a"), *texts("c")]
+        (failed,) = read_failures(Storage(config.output))
+        assert failed.path.endswith("b.parquet")
+        assert "cannot be read as Parquet" in failed.error
+    assert not Path(config.output, "_SUCCESS.json").exists()
+    put("b", "repaired")
+    assert run_job(config, echo).totals.rows == 3 * ROWS
+    assert committed(config) == [*texts("a"), *texts("b", "repaired"), *texts("c")]
+    assert read_failures(Storage(config.output)) == []
+    # The repaired file is part of the run now as any other.
+    put("b", "again")
+    with pytest.raises(JobError, match=r"'b\.parquet' has changed"):
+        run_job(config, echo)
+
+
+def test_at_night_a_half_uploaded_file_waits_and_the_old_rows_of_a_damaged_one_stay(
+    work: Job, put: Put, place: str, echo: EchoBackend
+) -> None:
+    put("a")
+    put("b")
+    config = work(incremental=True)
+    run_job(config, echo)
+    put("c")
+    Storage(place).write("b.parquet", b"PAR1 half")
+    Storage(place).write("d.parquet", b"PAR1 half")
+    for _ in range(2):
+        with pytest.raises(UnitsFailed, match="2 whole files failed"):
+            run_job(config, echo)
+        assert committed(config) == [*texts("a"), *texts("b"), *texts("c")]
+    put("b", "new")
+    put("d", rows=3)
+    run_job(config, echo)
+    assert committed(config) == [*texts("a"), *texts("b", "new"), *texts("c"), *texts("d", rows=3)]
+    assert read_failures(Storage(config.output)) == []
+
+
+def test_at_night_a_file_replaced_while_it_is_read_is_done_the_next_night(
+    work: Job, put: Put, echo: EchoBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put("a")
+    put("b")
+    config = work(incremental=True, unit_attempts=1)
+    begun = InlineSession.begin_unit
+    seen: list[str] = []
+
+    def replace(session: InlineSession, unit: Any) -> None:
+        begun(session, unit)
+        seen.append(unit.path[-9:])
+        if seen.count("b.parquet") == 2:
+            put("b", "new")
+
+    monkeypatch.setattr(InlineSession, "begin_unit", replace)
+    with pytest.raises(UnitsFailed, match=r"b\.parquet' has changed"):
+        run_job(config, echo)
+    monkeypatch.setattr(InlineSession, "begin_unit", begun)
+    run_job(config, echo)
+    assert committed(config) == [*texts("a"), *texts("b", "new")]
+
+
+def test_a_plan_is_made_of_the_files_that_can_be_read(work: Job, put: Put, place: str, echo: EchoBackend) -> None:
+    put("a")
+    Storage(place).write("b.parquet", b"PAR1 half")
+    assert forecast_run(work(), echo).rows == ROWS
+
+
+def test_columns_whose_types_differ_are_cast_and_the_output_has_one_schema(
+    work: Job, put: Put, echo: EchoBackend
+) -> None:
+    put("a", n=pa.array(range(ROWS), pa.int32()), s=pa.array(["x"] * ROWS, pa.string()), v=pa.nulls(ROWS))
+    put("b", n=pa.array(range(ROWS), pa.int64()), s=pa.array(["y"] * ROWS, pa.large_string()), v=["z"] * ROWS)
+    put("c", s=pa.array(["q"] * ROWS).dictionary_encode(), at=pa.array([1] * ROWS, pa.timestamp("ms")))
+    put("d", at=pa.array([1] * ROWS, pa.timestamp("us")), l=pa.array([["1"]] * ROWS, pa.list_(pa.large_string())))
+    put("e", l=pa.array([["2"]] * ROWS), rows=ROWS)
+    config = work()
+    run_job(config, echo)
+    schemas = {pq.read_schema(path) for path in Path(config.output, "data").iterdir()}
+    assert len({tuple(zip(schema.names, map(str, schema.types), strict=True)) for schema in schemas}) == 1
+    assert committed(config) == [text for name in "abcde" for text in texts(name)]
+
+
+def test_names_with_dots_nested_columns_and_columns_twice_do_no_harm(
+    tmp_path: Path, job: Job, echo: EchoBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_ray(monkeypatch)
+    table = pa.table(
+        {"a": [{"b": 1, "text": "no"}], "a.b": ["dotted"], "text": ["yes"], "text.more": ["other"], "zero": [None]}
+    )
+    twice = pa.table([*table.columns, pa.array([1]), pa.array([2])], [*table.column_names, "x", "x"])
+    (tmp_path / "in").mkdir()
+    pq.write_table(table, tmp_path / "in/a.parquet")
+    pq.write_table(table.slice(0, 0), tmp_path / "in/none.parquet")
+    pq.write_table(twice, tmp_path / "in/twice.parquet")
+    config = job(keep_columns=["a.b", "text"])
+    run_job(config, echo)
+    rows = [pq.read_table(path).to_pylist()[0] for path in Path(config.output, "data").iterdir()]
+    assert [(row["a.b"], row["text"]) for row in rows] == [("dotted", "yes")] * 2
+
+
+def test_files_without_any_rows_are_a_job_without_units(
+    tmp_path: Path, job: Job, echo: EchoBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_ray(monkeypatch)
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "in/a.parquet")
+    assert run_job(job(), echo).totals.rows == 0
+
+
+def test_a_lost_or_damaged_record_of_the_input_is_said(
+    tmp_path: Path, job: Job, echo: EchoBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_ray(monkeypatch)
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.table({"text": ["x"] * 5}), tmp_path / "in/a.parquet")
+    run_job(job(), echo)
+    record = tmp_path / "out/_input/0.json"
+    assert json.loads(record.read_text())["files"].keys() == {"a.parquet"}
+    for damage in (b"", b"[]", b'{"files": {"a": 1}}', b'{"files": {"a": [1, "x"]}}'):
+        record.write_bytes(damage)
+        with pytest.raises(JobError, match=r"_input/0\.json of .* is damaged"):
+            run_job(job(), echo)
+    record.unlink()
+    with pytest.raises(JobError, match=r"_input/0\.json of .* is not there"):
+        run_job(job(), echo)
+
+
+def test_a_file_rewritten_in_place_while_it_is_read_is_noticed(
+    tmp_path: Path, write_parquet: Callable[..., Path]
+) -> None:
+    path = write_parquet(tmp_path / "in/a.parquet", {"text": ["old"] * 8}, [4, 4])
+    config = JobConfig(input=str(tmp_path / "in"), output="", rows_per_unit=2)
+    plan = make_plan(config, PromptTemplate("{text}"))
+    units = read_units(config.input_storage(), plan.units, ["text"])
+    assert next(units)[1]["text"].to_pylist() == ["old"] * 2
+    other = write_parquet(tmp_path / "b.parquet", {"text": ["new"] * 8}, [4, 4]).read_bytes()
+    with path.open("r+b") as stream:
+        stream.write(other)
+    with pytest.raises(JobError, match=r"a\.parquet' has changed"):
+        next(units)
