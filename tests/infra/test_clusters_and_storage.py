@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,35 @@ def test_the_autoscalers_file_is_what_ray_accepts() -> None:
     assert workers["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"}
     with pytest.raises(Exception, match="max_wrokers"):
         validate_config({**config, "max_wrokers": 3})
+
+
+def test_no_node_serves_a_stranger_or_listens_to_the_outside() -> None:
+    config = yaml.safe_load((INFRA / "ray-cluster/aws.yaml").read_text())
+    for command in [*config["head_start_ray_commands"], *config["worker_start_ray_commands"]]:
+        assert "ray start" not in command or "RAY_AUTH_MODE=token ray start" in command
+    # The token comes from the user's home, where Ray looks for it; without one `ray up` ends here, and so would Ray.
+    (target,) = config["file_mounts"]
+    assert config["file_mounts"][target] == "~/.ray/auth_token"
+    home = re.search(r"HOME=(\S+)", (INFRA / "container/Dockerfile").read_text())
+    assert home is not None
+    assert target == f"{home[1]}/.ray/auth_token"
+    assert config["provider"]["use_internal_ips"]
+    assert config["auth"]["ssh_proxy_use_node_id"]
+    for node in config["available_node_types"].values():
+        # Where there is no group, Ray makes one with port 22 open to the internet.
+        assert node["node_config"]["SecurityGroupIds"]
+        assert node["node_config"]["MetadataOptions"]["HttpTokens"] == "required"
+    assert "--dashboard-host=127.0.0.1" in " ".join(config["head_start_ray_commands"])
+
+
+def test_ray_refuses_to_start_a_head_that_has_no_token() -> None:
+    """What aws.yaml relies on."""
+    environment = {**os.environ, "RAY_AUTH_MODE": "token", "HOME": "/nonexistent"}
+    environment.pop("RAY_AUTH_TOKEN", None)
+    asked = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--port=0", "--include-dashboard=false"]
+    started = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=120)
+    assert started.returncode != 0
+    assert "token" in started.stderr
 
 
 @pytest.mark.parametrize("node", ["head", "gpu_spot"])
