@@ -1,10 +1,15 @@
 """A lease on an output: while one job holds it, others that would do the same work leave.
 
 Files `_lease/<number>.json`, the highest of which counts. To take the lease is to put the next number if absent, once
-the highest has been released or has expired, so one taker wins. The highest is never removed: no number comes twice.
+the highest has been released or its holder is dead, so one taker wins. The highest is never removed: no number comes
+twice.
 
-The lease saves double work and no more: a holder that was paused for longer than LEASE_S may meet its successor, and
-exactly-once rests on the commit protocol then as ever.
+Whether a holder lives is seen, not believed: who finds the lease held watches it. A holder that renews it meanwhile is
+alive, one that does not for LEASE_S by the watcher's own clock is dead; dates play no part.
+
+The lease saves double work and no more: a holder that was paused for longer than LEASE_S may meet its successor. It
+then finds out before it next publishes or removes anything (`check`), and what it commits until then is no harm: the
+first commit of a unit wins, and units are named by what they are of.
 """
 
 from __future__ import annotations
@@ -12,11 +17,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import socket
 import threading
+import time
 import uuid
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 
 from pipeline.errors import JobError, JobStopped, NothingToDo
@@ -25,36 +31,31 @@ from pipeline.storage import Storage
 log = logging.getLogger(__name__)
 
 LEASES = "_lease"
-# The clocks of two hosts may differ by LEASE_S - 2 * RENEW_S, 3 minutes, even where one renewal failed: a taker whose
-# clock is ahead by less sees no living lease as expired; one whose clock is behind waits that longer for a dead job's.
-LEASE_S = 300.0
-RENEW_S = 60.0
-HASTE_S = 10.0  # what a renewal or a release waits for the storage: the next one, or the expiry, comes soon enough
+LEASE_S = 120.0  # without a renewal, and the holder is dead
+RENEW_S = 20.0
+LOOK_S = 5.0  # between two looks of a watcher
+SAY_S = 30.0  # between two lines of a watcher's log
+HASTE_S = 10.0  # what a renewal or a release waits for the storage: the next one comes soon enough
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a lease, and until when."""
+    """Who holds a lease, or held it last."""
 
     host: str
     pid: int
     id: str
-    expires: datetime | None = None  # None: released
-
-    @property
-    def is_over(self) -> bool:
-        return self.expires is None or self.expires <= datetime.now(UTC)
+    renewals: int = 0
+    released: bool = False
 
     def to_json(self) -> bytes:
-        expires_at = self.expires.isoformat(" ", "seconds") if self.expires else None
-        return json.dumps({"host": self.host, "pid": self.pid, "id": self.id, "expires_at": expires_at}).encode()
+        return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_json(cls, content: bytes) -> Holder:
         """Raises ValueError, TypeError, KeyError."""
         data = json.loads(content)
-        expires = datetime.fromisoformat(data["expires_at"]).astimezone(UTC) if data["expires_at"] else None
-        return cls(data["host"], data["pid"], data["id"], expires)
+        return cls(data["host"], int(data["pid"]), data["id"], data.get("renewals", 0), data.get("released") is True)
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -74,7 +75,10 @@ class Lease:
         self.lost = ""  # once it is another job's: says so
 
     def __enter__(self) -> Lease:
-        """Raises NothingToDo if another job holds it; StorageGone, StorageRefused."""
+        """Waits for as long as it takes to tell whether a holder lives.
+
+        Raises NothingToDo if another job holds it and was seen alive; StorageGone, StorageRefused.
+        """
         self._take(self._storage.at_first())
         self._thread.start()
         return self
@@ -84,25 +88,31 @@ class Lease:
     ) -> None:
         self._left.set()
         self._thread.join()  # or it might renew what is released next
-        if self.lost:
-            return
         try:
-            self._hasty.write(_name(self._number), self._holder.to_json())
+            if not self.lost:
+                self._look(self._hasty)
+                self._hasty.write(_name(self._number), replace(self._holder, released=True).to_json())
         except (JobError, JobStopped) as refused:
-            log.warning("the lease on %r could not be released (%s): it expires by itself", self._storage.url, refused)
+            if not self.lost:
+                log.warning(
+                    "the lease on %r could not be released (%s): the next job waits for %.0f s, then takes it over",
+                    self._storage.url, refused, LEASE_S,
+                )  # fmt: skip
 
     def check(self) -> None:
         """Raises JobStopped if the lease has become another job's; StorageGone, StorageRefused."""
         self._look(self._storage)
 
     def _take(self, storage: Storage) -> None:
+        watch = _Watch(storage.url)
         while True:
             numbers = _numbers(storage)
             newest = max(numbers, default=0)
-            holder = _read(storage, newest)
-            if holder is not None and not holder.is_over:
-                raise NothingToDo(f"{holder} is doing output {storage.url!r}, on a lease until {holder.expires}")
-            self._number, content = newest + 1, self._renewed()
+            record = storage.read(_name(newest)) if newest else None
+            if not watch.is_over(newest, record):
+                time.sleep(LOOK_S)
+                continue
+            self._number, content = newest + 1, self._holder.to_json()
             name = _name(self._number)
             # Refused, the write may still be this one, its answer lost.
             if not storage.write_if_absent(name, content) and storage.read(name) != content:
@@ -117,37 +127,85 @@ class Lease:
     def _keep(self) -> None:
         while not self._left.wait(RENEW_S):
             try:
-                self._hasty.write(_name(self._number), self._renewed())
-                self._look(self._hasty)
+                self._renew(self._hasty)
             except (JobError, JobStopped) as error:
                 if self.lost:
                     return
                 log.warning("the lease on %r could not be renewed (%s): trying again", self._storage.url, error)
 
-    def _look(self, storage: Storage) -> None:
+    def _renew(self, storage: Storage) -> None:
+        """Looks first: this process may have been asleep for long."""
+        standing = self._look(storage)
+        self._holder = replace(self._holder, renewals=self._holder.renewals + 1)
+        name, content = _name(self._number), self._holder.to_json()
+        if standing is not None:
+            storage.write(name, content)
+        elif storage.write_if_absent(name, content):  # it was deleted by hand: who comes next must not find nothing
+            log.warning("%s of %r was deleted while this job held it: written again", name, storage.url)
+
+    def _look(self, storage: Storage) -> bytes | None:
+        """The record of this lease as it stands. Raises JobStopped if another job has it."""
         newest = max(_numbers(storage), default=0)
-        if newest > self._number:
+        record = storage.read(_name(max(newest, self._number)))
+        holder = _holder(record)
+        if newest > self._number or (holder is not None and holder.id != self._holder.id):
             self.lost = (
-                f"{_read(storage, newest) or 'another job'} has taken over output {storage.url!r}, for this job had "
-                "not renewed its lease in time: what is committed stays, and that job goes on with it"
+                f"{holder or 'another job'} has taken over output {storage.url!r}, for this job had not renewed its "
+                "lease in time: what is committed stays, and that job goes on with it"
             )
         if self.lost:
             raise JobStopped(self.lost)
+        return record
 
-    def _renewed(self) -> bytes:
-        return replace(self._holder, expires=datetime.now(UTC) + timedelta(seconds=LEASE_S)).to_json()
+
+class _Watch:
+    """What one that would take a lease sees of its holder."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._seen: tuple[int, bytes | None] | None = None
+        self._looked_at = 0.0
+        self._said_at = 0.0
+        self._silent_s = 0.0
+
+    def is_over(self, number: int, record: bytes | None) -> bool:
+        """Whether nobody holds the lease any more, told its newest record. Raises NothingToDo if its holder lives."""
+        now, before = time.monotonic(), self._seen
+        holder = _holder(record)
+        # Time in which nobody could look, this process asleep or the storage away, says nothing about the holder.
+        self._silent_s += 0.0 if before is None else min(now - self._looked_at, 2 * LOOK_S)
+        self._seen, self._looked_at = (number, record), now
+        if number == 0 or (holder is not None and holder.released):
+            return True
+        who = f"another job ({_name(number)} is damaged)" if holder is None else str(holder)
+        if before is not None and before != self._seen:
+            raise NothingToDo(f"{who} is doing output {self._url!r}: it was just seen to renew its lease")
+        if self._silent_s >= LEASE_S:
+            log.warning(
+                "%s has not renewed its lease on %r for %.0f s and is taken for dead: this job takes over",
+                who, self._url, self._silent_s,
+            )  # fmt: skip
+            return True
+        if before is None or now - self._said_at >= SAY_S:
+            self._said_at = now
+            log.info(
+                "%s holds the lease on %r: if it renews it, which the living do every %.0f s, it is at work and this "
+                "job ends; if it has not in %.0f s, this job takes over",
+                who, self._url, RENEW_S, LEASE_S - self._silent_s,
+            )  # fmt: skip
+        return False
 
 
 def _numbers(storage: Storage) -> list[int]:
     stems = (name.removeprefix(f"{LEASES}/").removesuffix(".json") for name in storage.names(LEASES, ".json"))
-    return [int(stem) for stem in stems if stem.isdecimal()]
+    return [int(stem) for stem in stems if re.fullmatch("[0-9]{9}", stem)]
 
 
-def _read(storage: Storage, number: int) -> Holder | None:
-    """None if the file is gone, or is no lease: then nobody holds by it."""
+def _holder(record: bytes | None) -> Holder | None:
+    """None for no record, and for one that is damaged."""
     try:
-        return Holder.from_json(storage.read(_name(number)) or b"")
-    except (ValueError, TypeError, KeyError):
+        return Holder.from_json(record or b"")
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
 
 

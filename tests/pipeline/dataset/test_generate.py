@@ -124,6 +124,8 @@ def test_an_incremental_data_set_grows_with_its_input(
     before = (tmp_path / "set/README.md").stat().st_mtime_ns
     assert generate_dataset(given, NoEngineBackend()).kept == 2 * (len(TEXTS) + 2)
     assert (tmp_path / "set/README.md").stat().st_mtime_ns == before
+    monkeypatch.setattr("pipeline.lease.RENEW_S", 0.1)
+    monkeypatch.setattr("pipeline.lease.LOOK_S", 0.1)
     with Lease(Storage(f"{given.output}/{GENERATION}")), pytest.raises(NothingToDo):
         generate_dataset(given, NoEngineBackend())
 
