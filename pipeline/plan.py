@@ -142,7 +142,7 @@ def _read_footers(storage: Storage, known: Mapping[str, KnownFile] | None) -> tu
 def _read_footer(storage: Storage, path: str, known: Mapping[str, KnownFile] | None) -> InputFile:
     name, checksum, identity, version = storage.relative(path), None, "", ""
     try:
-        info = storage.attempt("reading", lambda: storage.fs.info(path))
+        info = storage.info(path)
         identity = stamp(info)
         if info["type"] not in ("file", "other") or (storage.is_local and not stat.S_ISREG(info["mode"])):
             raise OSError(f"it is no file but a {info['type']}")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import io
-import os
 import re
-import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,13 +11,13 @@ from typing import Any, TypeVar
 
 import botocore.exceptions
 import fsspec
-from fsspec.implementations.local import LocalFileSystem
-from s3fs import S3FileSystem
-from s3fs.utils import FileExpired
 
 from pipeline.errors import JobError, JobStopped, one_line
 from pipeline.storage_settings import StorageSettings
-from pipeline.transient import is_transient, patiently
+from pipeline.stores import MOST_REMOVED, LocalStore, NoPutIfAbsent, ObjectChanged, Opened, changed, stamp, store_of
+from pipeline.transient import is_storage_error, is_transient, patiently
+
+__all__ = ["BRACES", "ObjectChanged", "Storage", "StorageGone", "StorageRefused", "absolute", "fixed_part", "stamp"]
 
 Result = TypeVar("Result")
 
@@ -30,10 +27,6 @@ BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")  # of a glob
 
 class StorageRefused(JobError):
     """The storage says no, and would again: no permission, no such bucket, no credentials."""
-
-
-class ObjectChanged(JobError):
-    """An object is no longer the one that was asked for."""
 
 
 class StorageGone(JobStopped):
@@ -59,6 +52,8 @@ class Storage:
         self.url = url
         self.settings = settings or StorageSettings()
         options = self.settings.options(url)
+        if "::" in url or "?versionId=" in url:
+            raise JobError(f"storage {url!r} cannot be used: file systems would not take its name for one name")
         try:
             self.fs, root = fsspec.core.url_to_fs(url, **options)
         except (ValueError, ImportError) as error:
@@ -67,7 +62,8 @@ class Storage:
             raise StorageRefused(f"storage {url!r} cannot be used: {one_line(error)}") from error
         self.fs.retries = 1  # s3fs's own, beneath ours
         self.root = root.rstrip("/")
-        self.is_local = isinstance(self.fs, LocalFileSystem)
+        self._store = store_of(self.fs)
+        self.is_local = isinstance(self._store, LocalStore)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Storage, (self.url, self.settings)
@@ -97,7 +93,11 @@ class Storage:
             return patiently(operation, self.settings.patience_s, f"{what} in storage {self.url!r}")
         except (FileNotFoundError, FileExistsError):
             raise
-        except (OSError, botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as error:
+        except NoPutIfAbsent as error:
+            raise _without_condition(self.url, str(error)) from error
+        except Exception as error:
+            if not is_storage_error(error):
+                raise
             if is_transient(error):
                 raise StorageGone(
                     f"{what} in storage {self.url!r} has not worked for {self.settings.patience_s:.0f} s "
@@ -108,19 +108,17 @@ class Storage:
                 "credentials in the environment, profile or role"
             ) from error
 
+    def info(self, path: str) -> dict[str, Any]:
+        """What the file system says of an object, for `stamp`. Raises FileNotFoundError."""
+        return self.attempt("reading", lambda: self._store.info(path))
+
     def stamps(self, folder: str, suffix: str = "") -> dict[str, str]:
         """Objects in a folder, sorted by name (with the folder); what each stands for changes when the object does."""
-        try:
-            found = self.attempt("listing", lambda: self.fs.ls(self.path(folder), detail=True, refresh=True))
-        except FileNotFoundError:
-            return {}
-        infos = {f"{folder}/{info['name'].rsplit('/', 1)[-1]}": info for info in found}
-        visible = sorted(name for name in infos if _is_visible(name.rsplit("/", 1)[-1], suffix))
-        return {name: stamp(infos[name]) for name in visible}
+        return {name: stamp(info) for name, info in self._objects(folder, suffix).items()}
 
     def names(self, folder: str, suffix: str = "") -> list[str]:
         """Names (with their folder) of the objects in a folder, sorted; [] if there is no such folder."""
-        return list(self.stamps(folder, suffix))
+        return list(self._objects(folder, suffix))
 
     def read(self, name: str) -> bytes | None:
         """An object's content, None if there is none."""
@@ -131,24 +129,20 @@ class Storage:
 
     def write(self, name: str, content: bytes) -> None:
         """Write an object whole, replacing an older one."""
-        path = self.path(name)
-        put = self._replace_local if self.is_local else self._put
-        self._write(lambda: put(path, content))
+        self._write(lambda: self._store.put(self.path(name), content))
 
     def write_if_absent(self, name: str, content: bytes) -> bool:
         """Write an object whole unless one of that name exists; whether this call wrote it.
 
         False may also mean that this call's own write went through and its answer was lost: compare the content.
         """
-        path = self.path(name)
-        put = self._link_local if self.is_local else self._create
-        return self._write(lambda: put(path, content))
+        return self._write(lambda: self._store.create(self.path(name), content))
 
     def remove(self, names: list[str]) -> None:
         """Remove objects, those that are gone already included."""
-        for start in range(0, len(names), 1000):
-            paths = [self.path(name) for name in names[start : start + 1000]]
-            self.attempt("removing", partial(self._remove, paths))
+        for start in range(0, len(names), MOST_REMOVED):
+            paths = [self.path(name) for name in names[start : start + MOST_REMOVED]]
+            self.attempt("removing", partial(self._store.remove, paths))
 
     def open(self, name: str) -> Any:
         """A readable file object."""
@@ -160,16 +154,23 @@ class Storage:
         With a stamp, opening and reading raise ObjectChanged if the object is no longer the one that it stands for.
         Where the store cannot say so with every range, `check_unchanged` must, once all is read.
         """
-        # Read-ahead would download what column projection leaves out.
-        options = {} if self.is_local else {"cache_type": "none"}
-        return _PatientReader(self, path, options, stamp)
+        return _PatientReader(self, path, self.attempt("reading", lambda: self._store.open(path, stamp)))
 
     def check_unchanged(self, path: str, wanted: str | None) -> None:
         """Raises ObjectChanged if what was read through an open file may be of another content than `wanted`."""
-        if wanted is not None and not isinstance(self.fs, S3FileSystem):  # whose every read has an If-Match
-            info = self.attempt("reading", lambda: self.fs.info(path))
-            if stamp(info) != wanted:
-                raise changed(path)
+        if wanted is not None and not self._store.pins(wanted) and stamp(self.info(path)) != wanted:
+            raise changed(path)
+
+    def _objects(self, folder: str, suffix: str) -> dict[str, dict[str, Any]]:
+        """What the file system says of the objects in a folder, by name, sorted."""
+        try:
+            found = self.attempt("listing", lambda: self.fs.ls(self.path(folder), detail=True, refresh=True))
+        except FileNotFoundError:
+            return {}
+        # A folder's own marker is listed with what is in it, and a folder may be named like an object.
+        below = f"{self.path(folder)}/"
+        infos = {i["name"].removeprefix(below): i for i in found if i["type"] != "directory" and below in i["name"]}
+        return {f"{folder}/{name}": infos[name] for name in sorted(infos) if _is_visible(name, suffix)}
 
     def _write(self, operation: Callable[[], Result]) -> Result:
         try:
@@ -179,73 +180,13 @@ class Storage:
                 f"storage {self.url!r} cannot be written to ({one_line(error)}): is its bucket there?"
             ) from error
 
-    def _put(self, path: str, content: bytes, **options: Any) -> None:
-        self.fs.pipe_file(path, content, **options)  # one PUT up to 100 MB, parts above
-
-    def _create(self, path: str, content: bytes) -> bool:
-        try:
-            self._put(path, content, mode="create")  # If-None-Match: * on S3
-        except FileExistsError:
-            return False
-        except OSError as error:
-            # s3fs maps a 412 to EINVAL when the server's message does not name the condition.
-            if error.errno == errno.EINVAL and not is_transient(error) and self.fs.exists(path):
-                return False
-            raise
-        return True
-
-    def _replace_local(self, path: str, content: bytes) -> None:
-        os.replace(self._write_scratch(path, content), path)
-
-    def _link_local(self, path: str, content: bytes) -> bool:
-        scratch = self._write_scratch(path, content)
-        try:
-            os.link(scratch, path)  # unlike a rename, refuses to replace
-        except FileExistsError:
-            return False
-        finally:
-            os.unlink(scratch)
-        return True
-
-    def _write_scratch(self, path: str, content: bytes) -> str:
-        """Content under a name beside `path` that no reader looks at."""
-        folder, name = os.path.split(path)
-        os.makedirs(folder, exist_ok=True)
-        scratch = os.path.join(folder, f".{name}.{uuid.uuid4().hex}")
-        try:
-            with open(scratch, "wb") as stream:
-                stream.write(content)
-                stream.flush()
-                os.fsync(stream.fileno())  # a commit must not outlive its data when the machine goes down
-        except OSError:
-            if os.path.exists(scratch):
-                os.unlink(scratch)
-            raise
-        return scratch
-
-    def _remove(self, paths: list[str]) -> None:
-        if not self.is_local:
-            self.fs.rm(paths)
-            return
-        for path in paths:
-            if os.path.exists(path):
-                os.unlink(path)
-
 
 class _PatientReader(io.RawIOBase):
     """A file whose reads are tried again where they may be."""
 
-    def __init__(self, storage: Storage, path: str, options: dict[str, Any], wanted: str | None) -> None:
-        """Raises ObjectChanged."""
+    def __init__(self, storage: Storage, path: str, opened: Opened) -> None:
         self._storage = storage
-        self._path = path
-        self._file = storage.attempt("reading", lambda: storage.fs.open(path, "rb", **options))
-        if wanted is not None:
-            info = getattr(self._file, "details", None) or storage.attempt("reading", lambda: storage.fs.info(path))
-            if stamp(info) != wanted:
-                self._file.close()
-                raise changed(path)
-        self._size = int(storage.attempt("reading", lambda: self._file.seek(0, io.SEEK_END)))
+        self._opened = opened
         self._position = 0
 
     def readable(self) -> bool:
@@ -255,7 +196,7 @@ class _PatientReader(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._opened.size}[whence]
         self._position = base + offset
         return self._position
 
@@ -264,7 +205,7 @@ class _PatientReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        wanted = min(len(view), self._size - self._position)
+        wanted = min(len(view), self._opened.size - self._position)
         if wanted <= 0:
             return 0
         content = self._storage.attempt("reading", lambda: self._fetch(wanted))
@@ -274,30 +215,21 @@ class _PatientReader(io.RawIOBase):
 
     def close(self) -> None:
         if not self.closed:
-            self._file.close()
+            self._opened.close()
         super().close()
 
     def _fetch(self, wanted: int) -> bytes:
-        self._file.seek(self._position)
-        try:
-            content: bytes = self._file.read(wanted)
-        except FileExpired as error:
-            raise changed(self._path) from error
+        content = self._opened.read(self._position, self._position + wanted)
         if len(content) < wanted:
             raise ConnectionError(f"{wanted} bytes were asked for and {len(content)} came")
         return content
 
 
-def changed(path: str) -> ObjectChanged:
-    return ObjectChanged(
-        f"file {path!r} has changed since the job was planned, and its new content is not mixed in: put the old one "
-        "back and start the job again, or for the new one name another output, use --fresh or --incremental"
+def _without_condition(url: str, why: str) -> StorageRefused:
+    return StorageRefused(
+        f"storage {url!r} cannot hold an output, for {why}: two jobs could take it, and neither would notice; write to "
+        "a store that refuses to replace an object if asked to (S3, Azure, Google Cloud Storage) or to a disk, and copy"
     )
-
-
-def stamp(info: dict[str, Any]) -> str:
-    """Of an object, from what its file system says of it: changes when the object does."""
-    return f"{info['size']}:{info.get('ETag') or info.get('mtime') or info.get('LastModified') or ''}"
 
 
 def _is_visible(name: str, suffix: str) -> bool:

@@ -27,8 +27,12 @@ _ERRNOS = {
     errno.EHOSTUNREACH, errno.EIO, errno.ENETDOWN, errno.ENETUNREACH, errno.ENOSPC, errno.EPIPE, errno.EREMOTEIO,
     errno.ESTALE, errno.ETIMEDOUT,
 }  # fmt: skip
-_STATUSES = {408, 409, 425, 429}  # 409: two conditional writes met, neither was refused for good
-_CODES = {"BadDigest", "IncompleteBody", "RequestTimeout", "SlowDown", "XAmzContentSHA256Mismatch"}
+_STATUSES = {408, 425, 429}
+_NEVER = {501, 505}  # what was asked for is not offered
+_CODES = {
+    "BadDigest", "IncompleteBody", "InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown",
+    "XAmzContentSHA256Mismatch",
+}  # fmt: skip
 _PERMANENT = (PermissionError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 _CONNECTION = (
     ConnectionError,
@@ -42,18 +46,62 @@ _CONNECTION = (
 )
 
 
+# Of libraries that need not be installed, so by name.
+_LIBRARIES = {"aiohttp", "azure", "botocore", "gcsfs", "google", "huggingface_hub", "requests"}
+_CONNECTION_NAMES = {
+    "azure.core.exceptions.ServiceRequestError",
+    "azure.core.exceptions.ServiceResponseError",
+    "gcsfs.retry.ChecksumError",
+    "google.auth.exceptions.TransportError",
+    "requests.exceptions.ChunkedEncodingError",
+    "requests.exceptions.ConnectionError",
+    "requests.exceptions.Timeout",
+}
+
+
+def is_storage_error(error: BaseException) -> bool:
+    """Whether storage, or what lies between, has not done what it was asked; any other error is a mistake of ours."""
+    return isinstance(error, OSError) or any(name.partition(".")[0] in _LIBRARIES for name in _names(error))
+
+
 def is_transient(error: BaseException) -> bool:
     """Throttling, a lost connection, a server that is down, a full disk: not a refusal, not a missing object."""
     for cause in _causes(error):
         if isinstance(cause, botocore.exceptions.ClientError):
-            status = cause.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             code = cause.response.get("Error", {}).get("Code")
-            return status >= 500 or status in _STATUSES or code in _CODES
+            # 409: two conditional writes met, neither was refused for good.
+            return _passes(status_of(cause) or 0) or status_of(cause) == 409 or code in _CODES
     if isinstance(error, _PERMANENT):
         return False
-    if isinstance(error, _CONNECTION):
+    status = status_of(error)
+    if status is not None:
+        return _passes(status)
+    if isinstance(error, _CONNECTION) or not _CONNECTION_NAMES.isdisjoint(_names(error)):
         return True
     return isinstance(error, OSError) and error.errno in _ERRNOS
+
+
+def status_of(error: BaseException) -> int | None:
+    """The HTTP status that a server answered with, None if it is not known."""
+    for cause in _causes(error):
+        if isinstance(cause, botocore.exceptions.ClientError):
+            return int(cause.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) or None
+        # azure; aiohttp; gcsfs; requests and huggingface_hub
+        answer = getattr(cause, "response", None)
+        for holder, name in ((cause, "status_code"), (cause, "status"), (cause, "code"), (answer, "status_code")):
+            status = getattr(holder, name, None)
+            if isinstance(status, int) and 300 <= status < 600:
+                return status
+    return None
+
+
+def _passes(status: int) -> bool:
+    return (status >= 500 and status not in _NEVER) or status in _STATUSES
+
+
+def _names(error: BaseException) -> set[str]:
+    """Of an error's class and those it is made from, with their modules."""
+    return {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
 
 
 def patiently(attempt: Callable[[], Result], patience_s: float, what: str) -> Result:

@@ -1,0 +1,145 @@
+"""Stores say what an object's content is, read just that, and touch no object but the one that was named."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import BUCKET, S3Server
+
+from pipeline.errors import JobError
+from pipeline.storage import ObjectChanged, Storage, StorageRefused, stamp
+
+ODD_NAMES = ["a b", "a+b", "a%41", "a#b", "a?b=c", "ümläut/日本", "x*y", "a&b", "[1]", "{a,b}", "a//b", "'\"", ".x"]
+
+
+@pytest.fixture
+def on_s3(s3: S3Server, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Callable[[str], Storage]:
+    """A directory of the test's own on the S3 server."""
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    return lambda name: Storage(f"s3://{BUCKET}/{request.node.originalname}/{name}")
+
+
+@pytest.mark.parametrize(
+    ("info", "expected"),
+    [
+        ({"size": 3, "ETag": '"abc-2"', "LastModified": datetime(2026, 1, 1, tzinfo=UTC)}, "3:etag:abc-2"),
+        ({"size": 3, "etag": '"0x8D"', "last_modified": datetime(2026, 1, 1, tzinfo=UTC)}, "3:etag:0x8D"),
+        ({"size": 3, "generation": "17", "etag": "CJ", "md5Hash": "m"}, "3:generation:17"),
+        ({"size": 3, "blob_id": "f00"}, "3:etag:f00"),
+        ({"size": 3, "mtime_ns": 1_000_000_001, "mtime": 1.0}, "3:time:1000000001"),
+        ({"size": 3, "ETag": "", "LastModified": datetime(1970, 1, 1, 0, 0, 2, 5, UTC)}, "3:time:2000000000"),
+        ({"size": 3, "Last-Modified": "Mon, 23 Nov 2026 20:00:00 GMT"}, "3:time:Mon, 23 Nov 2026 20:00:00 GMT"),
+        ({"size": 0, "type": "directory"}, ""),
+    ],
+)
+def test_every_store_has_a_stamp_that_changes_with_the_content(info: dict[str, object], expected: str) -> None:
+    assert stamp(info) == expected
+
+
+def test_a_store_that_says_nothing_but_the_size_is_refused() -> None:
+    with pytest.raises(JobError, match=r"says nothing of 'a' but its size"):
+        stamp({"name": "a", "size": 3, "type": "file"})
+
+
+def test_a_local_file_is_known_by_its_time_to_the_nanosecond_and_by_that_of_a_links_target(tmp_path: Path) -> None:
+    file, link = tmp_path / "a", tmp_path / "link"
+    file.write_bytes(b"old")
+    link.symlink_to(file)
+    os.utime(file, ns=(0, 1_700_000_000_000_000_000))
+    storage = Storage(str(tmp_path))
+    stamps = [stamp(storage.info(str(link)))]
+    os.utime(file, ns=(0, 1_700_000_000_000_000_001))
+    stamps.append(stamp(storage.info(str(link))))
+    assert stamps == ["3:time:1700000000000000000", "3:time:1700000000000000001"]
+
+
+def test_a_changed_object_is_not_read(on_s3: Callable[[str], Storage], tmp_path: Path) -> None:
+    for storage in (on_s3("out"), Storage(str(tmp_path))):
+        storage.write("a", b"the old content")
+        path = storage.path("a")
+        old = stamp(storage.info(path))
+        with storage.open_path(path, old) as stream:
+            assert stream.read(3) == b"the"
+            storage.write("a", b"the new content")
+            with pytest.raises(ObjectChanged, match="has changed"):
+                read_rest(storage, path, stream, old)
+        with pytest.raises(ObjectChanged, match="has changed"), storage.open_path(path, old) as stream:
+            stream.read()
+
+
+def read_rest(storage: Storage, path: str, stream: Any, wanted: str) -> None:
+    stream.read()
+    storage.check_unchanged(path, wanted)
+
+
+def test_an_object_is_read_by_its_stamp_without_asking_for_it_first(on_s3: Callable[[str], Storage]) -> None:
+    storage = on_s3("out")
+    storage.write("a", b"content")
+    path = storage.path("a")
+    known = stamp(storage.info(path))
+    storage.remove(["a"])
+    with storage.open_path(path, known) as stream, pytest.raises(FileNotFoundError):
+        stream.read()
+
+
+def test_names_with_odd_characters_are_just_names(on_s3: Callable[[str], Storage]) -> None:
+    for name in ODD_NAMES:
+        storage = on_s3(name)
+        assert (storage.write_if_absent("o.json", b"1"), storage.write_if_absent("o.json", b"2")) == (True, False), name
+        with storage.open_path(storage.path("o.json"), stamp(storage.info(storage.path("o.json")))) as stream:
+            assert stream.read() == b"1"
+        storage.write("o.json", b"3")
+        assert storage.read("o.json") == b"3"
+        storage.remove(["o.json"])
+        assert storage.read("o.json") is None, name
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/a::b", "s3://bucket/a?versionId=7"])
+def test_a_name_that_file_systems_would_take_apart_is_refused(url: str) -> None:
+    with pytest.raises(JobError, match="cannot be used"):
+        Storage(url)
+
+
+def test_removing_takes_no_name_for_a_pattern(on_s3: Callable[[str], Storage], tmp_path: Path) -> None:
+    for mine, other in (
+        (on_s3("run[1]"), on_s3("run1")),
+        (Storage(str(tmp_path / "run[1]")), Storage(str(tmp_path / "run1"))),
+    ):
+        for storage in (mine, other):
+            storage.write("data/a", b"")
+        mine.remove(["data/a", "data/never", "data/*"])
+        assert (mine.names("data"), other.names("data")) == ([], ["data/a"])
+
+
+def test_objects_that_cannot_be_removed_are_named(
+    on_s3: Callable[[str], Storage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = on_s3("out")
+    storage.write("data/a", b"")
+    answer = {"Errors": [{"Key": "data/a", "Code": "AccessDenied", "Message": "no"}], "ResponseMetadata": {}}
+    monkeypatch.setattr(storage.fs, "call_s3", lambda *of, **options: answer)  # servers answer so, with status 200
+    with pytest.raises(StorageRefused, match=r"refuses removing .*AccessDenied.*data/a"):
+        storage.remove(["data/a"])
+
+
+def test_a_folders_marker_and_a_folder_named_like_an_object_are_no_objects(on_s3: Callable[[str], Storage]) -> None:
+    storage = on_s3("out")
+    storage.write("data/x", b"1")
+    for key in ("data/", "data/x/y", "data/z/"):
+        storage.fs.call_s3("put_object", Bucket=BUCKET, Key=storage.path(key).split("/", 1)[1], Body=b"")
+    assert storage.names("data") == ["data/x"]
+    assert storage.stamps("data")["data/x"].startswith("1:etag:")
+
+
+def test_an_upload_in_parts_has_one_stamp_and_is_written_once(on_s3: Callable[[str], Storage]) -> None:
+    storage = on_s3("out")
+    content = bytes(101 << 20)  # s3fs sends more than 100 MiB in parts
+    assert storage.write_if_absent("data/a", content)
+    assert not storage.write_if_absent("data/a", content)
+    assert storage.stamps("data")["data/a"] == stamp(storage.info(storage.path("data/a")))
