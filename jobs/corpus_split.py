@@ -7,14 +7,16 @@ from typing import Literal
 
 import pyarrow as pa
 
+from pipeline.show import names
+
 Part = Literal["calibrate", "train", "test"]
 
 TEST_SHARE, CALIBRATE_SHARE = 1 / 8, 1 / 8  # of all ids; the rest is for training
 
 
-def part_of(row_id: object) -> Part:
+def part_of(row_id: str) -> Part:
     """The part of the row with this id: a hash of its text, so that it is the same in every run and every file."""
-    place = _place(f"{row_id}")
+    place = _place(row_id)
     if place < TEST_SHARE:
         return "test"
     return "calibrate" if place < TEST_SHARE + CALIBRATE_SHARE else "train"
@@ -25,7 +27,7 @@ def rows_of_part(table: pa.Table, id_column: str, part: Part, count: int | None 
 
     Neither the table's order nor its other rows decide which are drawn, and a larger `count` only adds to them.
     """
-    ids = [f"{value}" for value in table[id_column].to_pylist()]
+    ids = names(table[id_column])
     rows = [row for row, row_id in enumerate(ids) if part_of(row_id) == part]
     rows.sort(key=lambda row: _place(f"{seed}\0{ids[row]}"))
     return table.take(pa.array(rows[:count], pa.int64()))

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, Self
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field, model_validator
 from rich.console import Console
@@ -38,6 +39,8 @@ from pipeline.evaluation.shorter_prompts import with_shorter_prompts
 from pipeline.evaluation.solved import SolvedRivals
 from pipeline.evaluation.study import Prompt, Study
 from pipeline.fit import longest_prompt, read_schedules
+from pipeline.rows import check_text, text_values
+from pipeline.show import names, shown, texts
 from pipeline.template import RowError
 
 log = logging.getLogger("jobs.evaluate_schedule")
@@ -188,18 +191,23 @@ def read_prompts(
     if missing:
         held = ", ".join(pq.read_schema(config.input).names)
         raise JobError(f"input {str(config.input)!r} has no column {missing[0]!r}: it holds {held}")
-    drawn = rows_of_part(table, config.id_column, part, count, config.seed) if part != "all" else table.slice(0, count)
+    ids, sources = names(table[config.id_column]), text_values(table[config.text_column])
+    references = texts(table[config.reference_column]) if config.reference_column else [""] * table.num_rows
+    rows = pa.table({"id": ids, "row": range(table.num_rows)})
+    drawn = rows_of_part(rows, "id", part, count, config.seed) if part != "all" else rows.slice(0, count)
     template = config.template()
     longest = longest_prompt(config, shape)
     prompts = []
-    for row in drawn.to_pylist():
+    for row in drawn["row"].to_pylist():
+        text, reference = sources[row], references[row]
         try:
-            tokens = template.encode({"text": row[config.text_column]}, tokenizer, longest).tokens
+            check_text("text", text)
+            check_text("reference", reference)
+            tokens = template.encode({"text": text}, tokenizer, longest).tokens
         except RowError as error:
-            log.warning("row %s is left out: %s", row[config.id_column], error)
+            log.warning("row %s is left out: %s", shown(ids[row]), error)
             continue
-        reference = row[config.reference_column] if config.reference_column else ""
-        prompts.append(Prompt(f"{row[config.id_column]}", row[config.text_column], reference or "", tuple(tokens)))
+        prompts.append(Prompt(ids[row], str(text), str(reference or ""), tuple(tokens)))
     if len(prompts) < 2:
         raise JobError(f"the {part} part of {str(config.input)!r} has {len(prompts)} usable rows: give a larger input")
     if len(prompts) < count:

@@ -63,8 +63,9 @@ class Auditor:
         ]
         if not rows:
             return {}
+        texts = output["generation"].take(rows).to_pylist()
         try:
-            return self._compare(prepared[TOKENS].take(rows).to_pylist(), [ids[row] for row in rows], output.take(rows))
+            return self._compare(prepared[TOKENS].take(rows).to_pylist(), [ids[row] for row in rows], texts)
         except DeviceBroken:
             raise
         except Exception as error:  # a second opinion must not cost the first
@@ -73,14 +74,14 @@ class Auditor:
             log.warning("%d rows could not be audited (%s: %s)", len(rows), type(error).__name__, error)
             return {}
 
-    def _compare(self, prompts: list[list[int]], ids: Sequence[str], output: pa.Table) -> dict[str, float]:
+    def _compare(self, prompts: list[list[int]], ids: Sequence[str], texts: list[str]) -> dict[str, float]:
         # Not at the top: the metrics take seconds to import, and read and commit tasks do without them.
         from pipeline.evaluation.metrics import rouge_l
 
         answers = self._full_depth.generate(prompts, ids)
         pairs = [
             (prompt, answer, text)
-            for prompt, answer, text in zip(prompts, answers, output["generation"].to_pylist(), strict=True)
+            for prompt, answer, text in zip(prompts, answers, texts, strict=True)
             if isinstance(answer, Generation)
         ]
         rouge = [rouge_l(text, answer.text) for _, answer, text in pairs]

@@ -20,6 +20,7 @@ from pipeline.errors import JobError
 from pipeline.fit import choose_schedule, longest_prompt
 from pipeline.row_generator import RowGenerator
 from pipeline.rows import TOKENS, generate, output_schema, prepare
+from pipeline.show import names
 
 
 class GenerateText:
@@ -57,6 +58,6 @@ class GenerateText:
 
     def _sample_ids(self, prepared: pa.Table) -> list[str]:
         if self._config.id_column is not None:
-            return [str(value) for value in prepared[self._config.id_column].to_pylist()]
+            return names(prepared[self._config.id_column])
         prompts = prepared[TOKENS].to_pylist()
         return [hashlib.sha256(repr(tokens).encode()).hexdigest() for tokens in prompts]

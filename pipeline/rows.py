@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, groupby
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
@@ -57,7 +58,7 @@ def prepare(
     A row that no prompt can be made of has null tokens and its error. Columns that this table lacks are null.
     """
     columns = {name: texts(table[name]) for name in template.fields - {"text"} if name in table.column_names}
-    columns["text"] = _text_column(table[text_column])
+    columns["text"] = text_values(table[text_column])
     doubtful = [name for name, values in columns.items() if any(isinstance(value, Exception) for value in values)]
     tokens: list[list[int] | None] = [None] * table.num_rows
     truncated = [False] * table.num_rows
@@ -66,7 +67,7 @@ def prepare(
         row = {name: values[index] for name, values in columns.items()}
         try:
             for name in doubtful:
-                _check_rendered(name, row[name])
+                check_text(name, row[name])
             tokens[index], truncated[index] = template.encode(row, tokenizer, longest)
         except Exception as error:  # whatever a tokenizer makes of odd text is that row's affair
             errors[index] = str(error) if isinstance(error, RowError) else f"{type(error).__name__}: {one_line(error)}"
@@ -110,6 +111,17 @@ def quarantine(table: pa.Table, kept: pa.Schema, errors: Sequence[str]) -> pa.Ta
     return _output(pa.table({field.name: _kept(table, field) for field in kept}), [None] * rows, [False] * rows, errors)
 
 
+def chosen(table: pa.Table, keep: Sequence[bool]) -> pa.Table:
+    """The rows of which `keep` says so, whatever their types."""
+    try:
+        return table.filter(pa.array(keep, pa.bool_()))
+    except pa.ArrowNotImplementedError:  # Arrow picks no rows of string views and a few more types, but slices all
+        runs = [(held, len(list(run))) for held, run in groupby(keep)]
+        ends = accumulate(rows for _, rows in runs)
+        parts = [table.slice(end - rows, rows) for (held, rows), end in zip(runs, ends, strict=True) if held]
+        return pa.concat_tables([table.slice(0, 0), *parts])
+
+
 def _output(
     kept: pa.Table,
     generations: Sequence[Generation | None],
@@ -128,7 +140,7 @@ _MEASURED = [name for name in GENERATED.names if name not in ("generation", "pro
 _NOTHING: Any = SimpleNamespace(**dict.fromkeys(_MEASURED, 0) | {"text": None, "finish_reason": "error"})
 
 
-def _text_column(column: pa.ChunkedArray) -> list[str | Exception | None]:
+def text_values(column: pa.ChunkedArray) -> list[str | Exception | None]:
     """Texts to read, and none of what only looks like them."""
     type_ = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     if is_text(type_) or pa.types.is_null(type_):
@@ -136,7 +148,7 @@ def _text_column(column: pa.ChunkedArray) -> list[str | Exception | None]:
     return [RowError(f"text is {type_}, not a string") if value.is_valid else None for value in column]
 
 
-def _check_rendered(name: str, value: object) -> None:
+def check_text(name: str, value: object) -> None:
     """Raises RowError for what `texts` makes of a value that has no text."""
     if isinstance(value, UnicodeDecodeError):
         byte = value.object[value.start]

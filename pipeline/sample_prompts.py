@@ -12,7 +12,8 @@ from pipeline.config import AnswerConfig, JobConfig, StorageConfig
 from pipeline.errors import JobError
 from pipeline.plan import make_plan
 from pipeline.read import read_units
-from pipeline.rows import ERROR, prepare
+from pipeline.rows import ERROR, chosen, prepare
+from pipeline.show import names
 from pipeline.template import PromptTokenizer
 from pipeline.unit import WorkUnit
 
@@ -39,7 +40,7 @@ def sample_prompts(
     tokenizer: PromptTokenizer,
     longest: int,
     keep_columns: list[str] | None = None,
-    belongs: Callable[[object], bool] | None = None,
+    belongs: Callable[[str], bool] | None = None,
 ) -> pa.Table:
     """Prepared rows (see pipeline.rows.prepare) drawn at random by the configuration's seed, none with an error.
 
@@ -67,9 +68,9 @@ def sample_prompts(
     for unit in shuffled(plan.units, config.seed):
         [(_, table)] = read_units(storage, [unit], plan.read_columns)
         if belongs is not None:
-            table = table.filter(pa.array(map(belongs, table[config.id_column].to_pylist()), pa.bool_()))
+            table = chosen(table, [belongs(name) for name in names(table[config.id_column])])
         prepared = prepare(table, plan.kept, config.text_column, template, tokenizer, longest)
-        prepared = prepared.filter(pa.compute.is_null(prepared[ERROR]))
+        prepared = chosen(prepared, prepared[ERROR].is_null().to_pylist())
         tables.append(prepared)
         rows += prepared.num_rows
         if rows >= config.prompts:

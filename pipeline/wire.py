@@ -21,7 +21,7 @@ SPAN = "span"  # what a read task is given
 _COLUMNS = pa.schema(
     [
         ("unit", pa.string()),
-        ("table", pa.binary()),
+        ("table", pa.large_binary()),  # more than 2 GiB, if a user likes
         ("cost", pa.string()),
         ("commit", pa.binary()),
         ("failure", pa.string()),

@@ -21,6 +21,8 @@ ERROR, FINISH_REASON, LENGTH, PATTERN, JSON_SCHEMA, DUPLICATE = (
     "error", "finish_reason", "length", "pattern", "json_schema", "duplicate",
 )  # fmt: skip
 
+FILTERED = ["generation", "finish_reason", "error"]  # columns that decide
+
 
 class Filters:
     """Applied in order; the first that a row fails is counted. Duplicates come last: what was dropped is no original.

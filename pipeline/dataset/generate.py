@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from pipeline.backend import Backend
@@ -17,9 +16,11 @@ from pipeline.commit import SUCCESS_FILE, Commit, checksum, read_commits
 from pipeline.dataset import openai_batch
 from pipeline.dataset.card import write_card
 from pipeline.dataset.config import DatasetConfig
-from pipeline.dataset.filters import Filters
+from pipeline.dataset.filters import FILTERED, Filters
 from pipeline.dataset.shards import ShardWriter
 from pipeline.errors import JobError, one_line
+from pipeline.row_groups import read_parquet
+from pipeline.rows import chosen
 from pipeline.run import RunResult, leased, run_leased
 from pipeline.storage import Storage
 
@@ -113,8 +114,9 @@ def _publish_shards(
 ) -> dict[str, Any]:  # fmt: skip
     writer: ShardWriter | None = None
     for table in _committed(job.output_storage(), success):
-        keep = [filters.reason_to_drop(row) is None for row in table.to_pylist()]
-        kept = table.filter(pa.array(keep, pa.bool_())).drop_columns(list(LEFT_OUT))
+        # Other columns may hold what Python has no value for.
+        keep = [filters.reason_to_drop(row) is None for row in table.select(FILTERED).to_pylist()]
+        kept = chosen(table, keep).drop_columns(list(LEFT_OUT))
         writer = writer or ShardWriter(storage, kept.schema, config.rows_per_shard)
         writer.add(kept)
     if writer is None:
@@ -135,7 +137,7 @@ def _publish_responses(
     rows = [
         {**row, "dropped": filters.reason_to_drop(row)}
         for table in _committed(job.output_storage(), success)
-        for row in table.to_pylist()
+        for row in table.select(openai_batch.ANSWERED).to_pylist()
     ]
     answers, errors = openai_batch.responses(rows, success["fingerprint"], config.model, int(time.time()))
     files = []
@@ -156,7 +158,7 @@ def _committed(storage: Storage, success: dict[str, Any]) -> Iterator[pa.Table]:
 def _read(storage: Storage, commit: Commit) -> pa.Table:
     try:
         with storage.open(commit.file) as stream:
-            table = pq.read_table(stream)
+            table = read_parquet(stream)
     except (OSError, pa.ArrowException) as error:
         raise JobError(
             f"{commit.file} of {storage.url!r} cannot be read ({one_line(error)}): start over with --fresh"

@@ -22,6 +22,7 @@ URL = "/v1/chat/completions"
 ID, MESSAGES = "custom_id", "messages"
 REQUESTS_FILE = "_requests/requests.parquet"
 OUTPUT_FILE, ERRORS_FILE = "output.jsonl", "errors.jsonl"
+ANSWERED = [ID, "sample", "generation", "finish_reason", "prompt_tokens", "generated_tokens", "error"]  # columns
 SCHEMA = pa.schema([(ID, pa.string()), (MESSAGES, pa.string())])
 
 # Parameters of a request body -> options of the job.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from pipeline.commit import checksum
+from pipeline.row_groups import to_parquet
 from pipeline.storage import Storage
 
 FOLDER, SPLIT = "data", "train"
@@ -55,9 +54,7 @@ class ShardWriter:
 
     def _flush(self) -> None:
         table = pa.concat_tables([self.schema.empty_table(), *self._parts])
-        sink = io.BytesIO()
-        pq.write_table(table, sink, compression="zstd")
-        content = sink.getvalue()
+        content = to_parquet(table)
         name = f"{FOLDER}/{SPLIT}-{len(self.shards):05d}.parquet"
         self._storage.write(name, content)
         self.shards.append(Shard(name, table.num_rows, len(content), checksum(content)))

@@ -1,4 +1,4 @@
-"""The lease on an output: one holder at a time, given up at every end, taken over when its holder is seen to be dead."""
+"""The lease on an output: one holder at a time, given up at every end, taken over when its holder is seen dead."""
 
 from __future__ import annotations
 

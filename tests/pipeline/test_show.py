@@ -64,7 +64,10 @@ def _wrapped(values: pa.Array, how: str) -> pa.Array:
         return pa.MapArray.from_arrays(offsets, keys, values)
     if how == "runs":
         ends = pa.array(range(1, len(values) + 1), pa.int32())
-        return pa.RunEndEncodedArray.from_arrays(ends, values) if len(values) else values
+        try:
+            return pa.RunEndEncodedArray.from_arrays(ends, values) if len(values) else values
+        except pa.ArrowInvalid:  # alone among all, these are checked: times of day outside a day are refused
+            return values
     if how == "dictionary":
         return pa.DictionaryArray.from_arrays(pa.array(range(len(values)), pa.int32()), values)
     assert how == "union"

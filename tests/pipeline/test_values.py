@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from arrow_values import COLUMNS, ROWS
 from engine_double import EchoBackend, NoEngineBackend
@@ -15,6 +16,8 @@ from inline_session import InlineSession, without_ray
 
 from pipeline import run
 from pipeline.config import JobConfig
+from pipeline.dataset.config import DatasetConfig
+from pipeline.dataset.generate import generate_dataset
 from pipeline.errors import JobStopped
 from pipeline.inspection import inspect, verify
 from pipeline.run import run_job
@@ -60,6 +63,16 @@ def test_all_types_at_once_pass_through_a_job_its_inspection_and_the_next_night(
     write_parquet(tmp_path / "in/b.parquet", TABLE)
     assert run_job(config, EchoBackend()).totals.rows == 2 * ROWS
     assert_same(read_output(config.output), pa.concat_tables([TABLE, TABLE]))
+
+
+@pytest.mark.usefixtures("inline", "source")
+def test_all_types_at_once_are_published_as_a_data_set_of_several_shards(job: Job, tmp_path: Path) -> None:
+    options = job().model_dump(exclude_unset=True) | {"output": str(tmp_path / "set"), "rows_per_shard": 2}
+    result = generate_dataset(DatasetConfig(**options), EchoBackend())
+    assert result.kept == ROWS
+    shards = [pq.read_table(tmp_path / "set" / name) for name in result.files]
+    assert [shard.num_rows for shard in shards] == [2, 2]
+    assert_same(pa.concat_tables(shards))
 
 
 @pytest.mark.parametrize("name", COLUMNS)
