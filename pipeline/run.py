@@ -169,8 +169,8 @@ def _generate(begun: _Begun, lease: Lease | None) -> Done:
     job, plan = begun.job, begun.work
     check_ceiling(job.config, Totals() if job.config.incremental else begun.before, plan.rows)
     task = Task(
-        job.config, job.backend, job.template, job.schedule, plan.read_columns, plan.kept, job.longest_prompt,
-        begun.claim.run,
+        job.config, job.backend.held_to(job.model, begun.claim.began), job.template, job.schedule, plan.read_columns,
+        plan.kept, job.longest_prompt, begun.claim.run,
     )  # fmt: skip
     connect(job.config.ray_address, log_to_driver=job.config.log_format == "text")
     # After connecting, for Ray sets handlers of its own.

@@ -6,10 +6,12 @@ import hashlib
 import json
 import uuid
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import engine
 from engine import Schedule
+from pipeline.backend import ModelIdentity
 from pipeline.commit import COMMITS, DATA, SNAPSHOT_FILE, SUCCESS_FILE
 from pipeline.config import JobConfig
 from pipeline.errors import JobError, one_line
@@ -24,11 +26,12 @@ RUN_FILE = "_run.json"
 MOST_SHOWN = 60  # characters of a value in a message
 
 
-def describe_run(config: JobConfig, plan: Plan, schedule: Schedule, model_identity: str) -> dict[str, Any]:
+def describe_run(config: JobConfig, plan: Plan, schedule: Schedule, model: ModelIdentity) -> dict[str, Any]:
     """The parts of the fingerprint, in words a person can compare."""
     prompt_fields = ("text_column", "system", "prompt", "prompt_format", "max_prompt_tokens", "overlong")
     return {
-        "model": [config.model, model_identity, config.dtype],
+        "model": [config.model, model.digest, model.dtype],
+        "model_files": dict(model.files),
         "schedule": schedule.to_dict(),
         "sampling": config.sampling().to_dict() | {"samples_per_prompt": config.samples_per_row},
         "prompt": {name: getattr(config, name) for name in prompt_fields},
@@ -60,6 +63,7 @@ class Claim:
     # Its commits carry this name, so that a process left over from before a --fresh can add nothing to what came after.
     run: str
     resuming: bool  # it was this run's before
+    began: str  # ISO 8601, the clock of the machine that began it: the date that chat templates see in all sessions
 
     def check(self, storage: Storage) -> None:
         """Raises JobError if the output has been given to another run since. StorageGone."""
@@ -96,15 +100,15 @@ def claim_output(storage: Storage, description: dict[str, Any]) -> Claim:
     Raises:
         JobError: the output belongs to another run; says what differs. StorageGone.
     """
-    record = {"fingerprint": fingerprint(description), "claim": uuid.uuid4().hex[:8], **description}
+    began = datetime.now().isoformat(timespec="seconds")
+    claim = uuid.uuid4().hex[:8]
+    record = {"fingerprint": fingerprint(description), "claim": claim, "began": began, **description}
     if storage.write_if_absent(RUN_FILE, json.dumps(record, indent=1).encode()):
-        return Claim(claim_name(record), resuming=False)
+        return Claim(claim_name(record), resuming=False, began=began)
     existing = read_run(storage) or {}
     if existing.get("fingerprint") == record["fingerprint"]:
-        return Claim(claim_name(existing), resuming=True)
-    changes = _changes(existing, json.loads(json.dumps(description)))
-    parts = list(dict.fromkeys(name.split(".")[0] for name, _, _ in changes))
-    details = ", ".join(f"{name} {_short(was)} -> {_short(now)}" for name, was, now in changes)
+        return Claim(claim_name(existing), resuming=True, began=str(existing.get("began") or began))
+    parts, details = _differences(existing, json.loads(json.dumps(description)))
     raise JobError(
         f"output {storage.url!r} belongs to run {existing.get('fingerprint')}, which differs in {', '.join(parts)}: "
         f"{details}; name another output, go back to that run's settings to resume it, or discard it with --fresh"
@@ -117,6 +121,20 @@ def discard_run(storage: Storage) -> None:
     for folder in (COMMITS, FAILED, DATA, INPUT):  # commits before the data they name
         storage.remove(storage.names(folder))
     storage.remove([REPORT_FILE, INPUTS_FILE, RUN_FILE])
+
+
+def _differences(was: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], str]:
+    """What differs between two runs: the parts, and each of their differences in words."""
+    files = [dict(run.get("model_files") or {}) for run in (was, now)]
+    said = engine.model_differences(*files) if all(files) else []
+    changes = [change for change in _changes(was, now) if change[0].split(".")[0] != "model_files"]
+    if said and was["model"][::2] == now["model"][::2]:
+        # The digest of all files says nothing beside the names of those that differ.
+        changes = [change for change in changes if change[0] != "model"]
+    parts = ["model"] if said else []
+    parts = list(dict.fromkeys([*parts, *(name.split(".")[0] for name, _, _ in changes)]))
+    words = [f"{name} {_short(old)} -> {_short(new)}" for name, old, new in changes]
+    return parts, ", ".join([*said, *words])
 
 
 def _changes(was: Any, now: Any, name: str = "") -> list[tuple[str, Any, Any]]:

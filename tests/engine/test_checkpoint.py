@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
+import os
 import pickle
 import shutil
 import sys
@@ -21,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 import engine
-from engine import Engine, ModelError, Sampling, Tokenizer, checkpoint, describe
+from engine import Engine, ModelError, Sampling, Tokenizer, checkpoint, describe, digests
 
 MakeCheckpoint = Callable[..., Path]
 
@@ -373,3 +375,77 @@ def test_weights_come_in_the_dtype_asked_for(whole: Path) -> None:
     assert weights.take("model.norm.weight").dtype == torch.bfloat16
     assert "model.norm.weight" in weights
     assert "model.norm.bias" not in weights
+
+
+# --- identity ---
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("model.safetensors", "the weights file model.safetensors differs"),
+        ("generation_config.json", "the generation config file generation_config.json differs"),
+        ("tokenizer.json", "the tokenizer file tokenizer.json differs"),
+        ("chat_template.jinja", "the chat template's file chat_template.jinja differs"),
+    ],
+)
+def test_every_byte_that_decides_a_token_is_in_the_identity(
+    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str
+) -> None:
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    file = copied / name
+    content = (file.read_bytes() if file.exists() else b"{{ messages }}") + b" " * (2 << 20)
+    file.write_bytes(content)
+    model, before = str(copied), checkpoint.files(str(copied))
+    checkpoint.check_files(model, before)
+    stat = file.stat()
+    file.write_bytes(content[:-1] + b"\n")  # the last byte, size and time of writing as they were
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(ModelError, match=f"is not the one that the run began with: {said}; "):
+        checkpoint.check_files(model, before)
+    file.unlink()
+    with pytest.raises(ModelError, match=f"file {name} is missing; |has no"):
+        checkpoint.check_files(model, before)
+
+
+def test_a_file_is_hashed_once_and_a_damaged_cache_is_done_without(
+    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(digests, "SETTLED_AFTER_S", -1)  # files of this test are young
+    file = copied / "model.safetensors"
+    whole = digests.file_digest(file)
+    [kept] = (tmp_path / "cache" / "digests").iterdir()
+    assert whole == hashlib.sha256(file.read_bytes()).hexdigest()
+    kept.write_text(json.dumps([json.loads(kept.read_text())[0], "0" * 64]))
+    assert digests.file_digest(file) == "0" * 64, "it was hashed again"
+    for damaged in (b"", b"{", b"[1, 2]", b'["", "x"]', b"\xff", b"[" * 50_000, b"[1,2,3]"):
+        kept.write_bytes(damaged)
+        assert digests.file_digest(file) == whole
+    monkeypatch.setenv("SKIPDECODE_CACHE", "/proc/nowhere")
+    assert digests.file_digest(file) == whole
+
+
+def test_a_file_just_written_is_hashed_again(copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of a file system ticks too slowly to tell a second change at once from the first."""
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    digests.file_digest(copied / "model.safetensors")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_hub_id_means_one_revision(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit, later = "0" * 39 + "1", "0" * 39 + "2"
+    repository = tmp_path / "models--somebody--some-model"
+    for each in (commit, later):
+        shutil.copytree(whole, repository / "snapshots" / each)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    pinned = checkpoint.resolve("somebody/some-model")
+    assert pinned == f"somebody/some-model@{commit}"
+    (repository / "refs" / "main").write_text(later)
+    assert checkpoint.prepare(pinned).name == commit
+    assert checkpoint.resolve(pinned) == pinned
+    assert checkpoint.resolve("somebody/some-model") == f"somebody/some-model@{later}"
+    assert checkpoint.resolve(str(whole)) == str(whole)

@@ -6,8 +6,10 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from engine import BatchStats, Generation, ModelShape, Sampling, Schedule
+from pipeline.backend import ModelIdentity
 from pipeline.config import GenerationConfig
 
 LAYERS = 4
@@ -141,8 +143,14 @@ class EchoBackend:
             head_parameters=256 * 8,
         )
 
-    def identity(self, config: GenerationConfig) -> str:
-        return "echo"
+    def pinned(self, model: str) -> str:
+        return model
+
+    def identity(self, config: GenerationConfig) -> ModelIdentity:
+        return ModelIdentity({"echo": "0"}, config.dtype)
+
+    def held_to(self, identity: ModelIdentity, began: str) -> Self:
+        return self
 
     def tokenizer(self, config: GenerationConfig) -> ByteTokenizer:
         return ByteTokenizer()

@@ -11,8 +11,9 @@ import pytest
 from engine_double import Echo, EchoBackend
 from trap_double import TrapBackend, trap_backend
 
+from pipeline.backend import ModelIdentity
 from pipeline.commit import read_commits
-from pipeline.config import JobConfig
+from pipeline.config import GenerationConfig, JobConfig
 from pipeline.errors import JobError, UnitsFailed
 from pipeline.failed import read_failures
 from pipeline.run import run_job
@@ -88,10 +89,10 @@ def test_a_file_that_became_unreadable_costs_its_own_units_only(
     class Spoiler(EchoBackend):
         """The tokenizer is asked for after the plan and before the first read."""
 
-        def identity(self, config: object) -> str:
+        def identity(self, config: GenerationConfig) -> ModelIdentity:
             path = tmp_path / "in/b.parquet"
             path.write_bytes(path.read_bytes()[:20])
-            return "echo"
+            return super().identity(config)
 
     with pytest.raises(UnitsFailed, match=r"2 of 4 units \(4 rows\) failed.*b\.parquet' cannot be read"):
         run_job(job(rows_per_unit=2), Spoiler())

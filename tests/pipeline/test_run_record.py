@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pyarrow as pa
@@ -63,3 +64,20 @@ def test_a_damaged_record_is_named(storage: Storage, content: bytes) -> None:
     storage.write("_run.json", content)
     with pytest.raises(JobError, match=r"_run\.json .* is damaged .* --fresh"):
         claim_output(storage, RUN)
+
+
+def test_a_changed_model_is_named_by_its_file(storage: Storage) -> None:
+    was = {"model": ["m", "digest", "float32"], "model_files": {"model.safetensors": "1", "tokenizer.json": "1"}}
+    now = {"model": ["m", "other", "float32"], "model_files": {"model.safetensors": "2", "tokenizer.json": "1"}}
+    claim_output(storage, was)
+    with pytest.raises(
+        JobError, match=r"which differs in model: the weights file model\.safetensors differs; name another output"
+    ):
+        claim_output(storage, now)
+
+
+def test_the_date_of_a_run_is_that_of_its_first_session(storage: Storage) -> None:
+    claim_output(storage, RUN)
+    record = json.loads(storage.read("_run.json") or b"") | {"began": "2020-02-29T12:00:00"}
+    storage.write("_run.json", json.dumps(record).encode())
+    assert claim_output(storage, RUN).began == "2020-02-29T12:00:00"
