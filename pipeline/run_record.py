@@ -103,9 +103,12 @@ def claim_output(storage: Storage, description: dict[str, Any]) -> Claim:
     began = datetime.now().isoformat(timespec="seconds")
     claim = uuid.uuid4().hex[:8]
     record = {"fingerprint": fingerprint(description), "claim": claim, "began": began, **description}
-    if storage.write_if_absent(RUN_FILE, json.dumps(record, indent=1).encode()):
-        return Claim(claim_name(record), resuming=False, began=began)
-    existing = read_run(storage) or {}
+    existing = read_run(storage)
+    if existing is None:
+        storage.prove_put_if_absent()  # once for a run: where there is a record, it was
+        if storage.write_if_absent(RUN_FILE, json.dumps(record, indent=1).encode()):
+            return Claim(claim_name(record), resuming=False, began=began)
+        existing = read_run(storage) or {}
     if existing.get("fingerprint") == record["fingerprint"]:
         return Claim(claim_name(existing), resuming=True, began=str(existing.get("began") or began))
     parts, details = _differences(existing, json.loads(json.dumps(description)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ __all__ = ["BRACES", "ObjectChanged", "Storage", "StorageGone", "StorageRefused"
 Result = TypeVar("Result")
 
 FIRST_PATIENCE_S = 30.0
+PROBE = "_probe-"  # begins the name of an object that is there for a moment when a run begins
 BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")  # of a glob
 
 
@@ -137,6 +139,18 @@ class Storage:
         False may also mean that this call's own write went through and its answer was lost: compare the content.
         """
         return self._write(lambda: self._store.create(self.path(name), content))
+
+    def prove_put_if_absent(self) -> None:
+        """Raises StorageRefused where `write_if_absent` replaces what is there, so that two jobs could own one output.
+
+        Two writes of a name that nobody else has, and its removal.
+        """
+        name = f"{PROBE}{uuid.uuid4().hex[:12]}.json"
+        # Should an answer be lost, the first is tried again and refused, which proves as much.
+        proven = not self.write_if_absent(name, b"1") or not self.write_if_absent(name, b"2")
+        self.remove([name])
+        if not proven:
+            raise _without_condition(self.url, "it replaces an object that was to be written only if there is none")
 
     def remove(self, names: list[str]) -> None:
         """Remove objects, those that are gone already included."""

@@ -219,6 +219,10 @@ class S3Store(PinningStore):
 
 
 class AzureStore(PinningStore):
+    def __init__(self, fs: Any) -> None:
+        super().__init__(fs)
+        fs.service_client._config.retry_policy.total_retries = 0  # its own, beneath ours, of a minute and more
+
     def read(self, path: str, tag: str, start: int, end: int) -> bytes:
         return bytes(self._sync(lambda: self._get(path, tag, start, end)))
 
@@ -240,11 +244,13 @@ class GoogleStore(PinningStore):
     def read(self, path: str, tag: str, start: int, end: int) -> bytes:
         query = urlencode({"generation": tag})
         try:
-            _, content = self.fs.call(
+            headers, content = self.fs.call(
                 "GET", f"{self.fs.url(path)}&{query}", headers={"Range": f"bytes={start}-{end - 1}"}
             )
         except FileNotFoundError as error:  # another has taken its place, or none
             raise changed(path) from error
+        if headers.get("x-goog-generation", tag) != tag:  # of a server that knows no generations
+            raise changed(path)
         return bytes(content)
 
 

@@ -7,14 +7,18 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import unquote
 
 import psutil
 from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, TCPConnector, web
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials
 from servers import BUCKET, free_ports
 from yarl import URL
 
@@ -59,7 +63,8 @@ def operation(method: str, path: str, query: str) -> str:
         return f"LIST {_place(prefix.split('/'))}"
     if method == "POST" and "delete" in query:
         return "DELETE"
-    return f"{method} {_place(unquote(path).strip('/').split('/')[1:])}"
+    place = _place(unquote(path).strip("/").split("/")[1:])
+    return f"{method} {'_probe' if place.startswith('_probe') else place}"
 
 
 def _place(parts: list[str]) -> str:
@@ -81,6 +86,7 @@ class FaultProxy:
         self._pool = ThreadPoolExecutor(4)  # calls must not stop the loop
         self._loop = asyncio.new_event_loop()
         self._session: ClientSession
+        self._signer: S3SigV4Auth | None = None
         started = threading.Event()
         self._thread = threading.Thread(target=self._serve, args=(started,), daemon=True)
         self._thread.start()
@@ -90,6 +96,16 @@ class FaultProxy:
         """From now on count, and spoil, requests for keys below a run. Returns the counts, which go on."""
         self._run, self._faults, self.counts = run, faults or [], Counter()
         return self.counts
+
+    @contextmanager
+    def ignoring_conditions(self, environment: dict[str, str]) -> Iterator[None]:
+        """Meanwhile the server seems to be one that knows no If-None-Match. Needs its keys: a header is signed."""
+        keys = Credentials(environment["AWS_ACCESS_KEY_ID"], environment["AWS_SECRET_ACCESS_KEY"])
+        self._signer = S3SigV4Auth(keys, "s3", environment["AWS_REGION"])
+        try:
+            yield
+        finally:
+            self._signer = None
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -151,6 +167,11 @@ class FaultProxy:
         # The host is part of what the client has signed, so it stays.
         headers = {name: value for name, value in request.headers.items() if name not in ("Expect", "Connection")}
         headers.pop("Transfer-Encoding", None)
+        if self._signer and headers.pop("If-None-Match", None):
+            unsigned = {name: value for name, value in headers.items() if name != "Authorization"}
+            again = AWSRequest(request.method, f"http://{request.host}{request.raw_path}", unsigned, body)
+            self._signer.add_auth(again)
+            headers = dict(again.headers.items())
         async with self._session.request(
             request.method, url, headers=headers, data=body or None, allow_redirects=False
         ) as answer:

@@ -27,7 +27,9 @@ def test_what_a_run_and_its_resumption_ask_of_the_storage(trial: Trial) -> None:
     # Reading: per span of units (here a file) its footer, and its columns in one range; its size is in its stamp.
     reading = {"LIST in": 2, "HEAD in": 1 + FILES, "GET in": 3 * FILES}
     # Of what files the run is, asked for and then written.
-    claim = {"PUT _run.json": 1, "GET _run.json": 1, "GET _input": 1, "PUT _input": 1}
+    claim = {"PUT _run.json": 1, "GET _run.json": 2, "GET _input": 1, "PUT _input": 1}
+    # Put-if-absent is proven before it is relied on; a resumption takes that from there being a record.
+    claim |= {"PUT _probe": 2}
     # It looks into 20 units at most, and compares with a plan if one was made.
     report = {"GET _plan.json": 1, "HEAD data": UNITS, "GET data": 2 * UNITS, "PUT report.html": 1}
     assert dict(counts) == per_unit | reading | claim | report | {"LIST data": 1, "PUT _SUCCESS.json": 1}
@@ -36,7 +38,7 @@ def test_what_a_run_and_its_resumption_ask_of_the_storage(trial: Trial) -> None:
     counts = trial.proxy.arm(trial.name)
     run_job(trial.config(), NoEngineBackend())
     planning = {"LIST in": 2, "HEAD in": 1 + FILES, "GET in": FILES}
-    claim = {"PUT _run.json": 1, "GET _run.json": 2, "GET _input": 1}  # refused, for it is there
+    claim = {"GET _run.json": 2, "GET _input": 1}
     resuming = {
         "LIST _commits": 1,
         "GET _snapshot.json.gz": 1,
