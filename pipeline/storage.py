@@ -38,7 +38,11 @@ class StorageGone(JobStopped):
 def absolute(url: str) -> str:
     """A URL that means the same in every process, whatever its working directory. Raises JobError."""
     storage = Storage(url)
-    full: str = storage.root if storage.is_local else storage.fs.unstrip_protocol(storage.root)
+    if storage.is_local:
+        return str(storage.root)
+    if "@" in url.partition("://")[2].partition("/")[0]:
+        return url.rstrip("/")  # of Azure, whose file system would leave out the account
+    full: str = storage.fs.unstrip_protocol(storage.root)
     return full
 
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from pipeline.errors import JobError
 
 S3_SCHEMES = ("s3", "s3a")
+AZURE_SCHEMES = ("abfs", "abfss", "az")
+# Parameters of a URL that let whoever has it in: Azure's shared access signature, presigned URLs of Amazon and Google.
+_SIGNATURES = {
+    "sig", "signature", "token", "access_token", "x-amz-signature", "x-amz-credential", "x-amz-security-token",
+    "awsaccesskeyid", "x-goog-signature", "x-goog-credential", "googleaccessid",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +66,18 @@ class StorageSettings:
 
 
 def refuse_credentials(url: str) -> None:
-    """Raises JobError, without repeating them, for credentials in a URL."""
-    if "://" in url and "@" in url.split("://", 1)[1].split("/", 1)[0]:
-        host = url.split("://", 1)[1].split("/", 1)[0].rsplit("@", 1)[1]
+    """Raises JobError, without repeating them, for credentials in a URL: a password, or a signature in its query."""
+    if "://" not in url:
+        return
+    scheme, _, rest = url.partition("://")
+    authority, query = rest.split("/", 1)[0].split("?", 1)[0], rest.partition("?")[2]
+    user, at, host = authority.rpartition("@")
+    # abfs://container@account.dfs.core.windows.net/path is how Azure writes an address.
+    if at and not (scheme in AZURE_SCHEMES and ":" not in user):
         raise JobError(f"the URL of {host!r} carries credentials: {_WHERE}")
+    names = {name.lower() for name, _ in parse_qsl(query, keep_blank_values=True)}
+    if not names.isdisjoint(_SIGNATURES):
+        raise JobError(f"the URL of {host!r} carries a signature, which is a credential: {_WHERE}")
 
 
 _WHERE = "leave them to the environment, a profile (s3_profile) or the machine's role"

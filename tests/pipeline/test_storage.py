@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.errors import JobError
 from pipeline.storage import Storage, StorageGone, StorageRefused, absolute
-from pipeline.storage_settings import StorageSettings
+from pipeline.storage_settings import StorageSettings, refuse_credentials
 
 
 def test_of_many_writers_of_one_name_exactly_one_wins_and_its_content_is_whole(tmp_path: Path) -> None:
@@ -89,11 +89,28 @@ def test_an_unknown_scheme_is_refused_by_name() -> None:
         Storage("gopher://hole")
 
 
-@pytest.mark.parametrize("url", ["s3://key:secret@bucket/folder", "https://user:secret@host/folder"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://key:secret@bucket/folder",
+        "https://user:secret@host/folder",
+        "abfs://container:secret@account.dfs.core.windows.net/folder",
+        "https://secret@host/folder",
+        "https://account.blob.core.windows.net/container/a.parquet?sv=2026-01-01&sig=secret",
+        "abfs://container@account.dfs.core.windows.net/folder?sig=secret",
+        "https://bucket.s3.amazonaws.com/a.parquet?X-Amz-Credential=AKIA&X-Amz-Signature=secret",
+        "https://storage.googleapis.com/bucket/a.parquet?X-Goog-Signature=secret",
+    ],
+)
 def test_credentials_in_a_url_are_refused_and_not_repeated(url: str) -> None:
-    with pytest.raises(JobError, match="carries credentials") as refused:
+    with pytest.raises(JobError, match=r"carries (credentials|a signature)") as refused:
         Storage(url)
     assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("scheme", ["abfs", "abfss"])
+def test_the_address_that_azure_gives_is_no_credential(scheme: str) -> None:
+    refuse_credentials(f"{scheme}://container@account.dfs.core.windows.net/folder")
 
 
 @pytest.mark.parametrize("endpoint", ["https://key:secret@host", "host:9000", "ftp://host"])
