@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
 import uuid
 import zlib
@@ -15,15 +16,18 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.errors import JobError, one_line
+from pipeline.errors import JobError
 from pipeline.flop_sums import FlopSums
+from pipeline.records import SMALL, Amount, Count, DataFile, Flops, Record, UnitName, parse_json
 from pipeline.row_groups import to_parquet
 from pipeline.storage import Storage
+from pipeline.stores import Unfit
 from pipeline.unit import WorkUnit
 
 DATA, COMMITS, SUCCESS_FILE = "data", "_commits", "_SUCCESS.json"
 SNAPSHOT_FILE = "_snapshot.json.gz"  # commit records once more, in one object
 SNAPSHOT_EVERY = 5_000  # commits
+MOST_SNAPSHOT = 2**29  # bytes, compressed
 LISTING_THREADS = 32
 
 
@@ -31,27 +35,29 @@ LISTING_THREADS = 32
 class Totals(FlopSums):
     """Sums over rows. FLOPs as in the ledger; padding is what was computed for nobody."""
 
-    rows: int = 0
-    errors: int = 0
-    truncated: int = 0
-    stopped: int = 0  # generations that ended by themselves
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    flops_prompt: int = 0
-    flops_decode: int = 0
-    flops_decode_full_depth: int = 0
-    flops_full_depth: int = 0
-    flops_prefix: int = 0  # of the tokens that all prompts begin with, once per replica; in none of the above
-    flops_padding: int = 0
-    active_layers: float = 0.0  # mean active layers x generated tokens
-    seconds: float = 0.0  # of generation, summed over replicas
-    joules: float = 0.0  # of replicas' GPUs while they generated; 0 where nothing counts them
-    audited: int = 0  # rows generated at full depth too
-    audit_rouge: float = 0.0  # ROUGE-L of their outputs to full depth's, summed
-    audit_rouge_squares: float = 0.0
-    audit_agreeing: int = 0  # decode steps of their full-depth answers where the schedule's likeliest token is the same
-    audit_steps: int = 0  # all of these
-    flops_audit: int = 0  # what the audit cost, beside all other FLOPs
+    rows: Count = 0
+    errors: Count = 0
+    truncated: Count = 0
+    stopped: Count = 0  # generations that ended by themselves
+    prompt_tokens: Count = 0
+    generated_tokens: Count = 0
+    flops_prompt: Flops = 0
+    flops_decode: Flops = 0
+    flops_decode_full_depth: Flops = 0
+    flops_full_depth: Flops = 0
+    flops_prefix: Flops = 0  # of the tokens that all prompts begin with, once per replica; in none of the above
+    flops_padding: Flops = 0
+    active_layers: Amount = 0.0  # mean active layers x generated tokens
+    seconds: Amount = 0.0  # of generation, summed over replicas
+    joules: Amount = 0.0  # of replicas' GPUs while they generated; 0 where nothing counts them
+    audited: Count = 0  # rows generated at full depth too
+    audit_rouge: Amount = 0.0  # ROUGE-L of their outputs to full depth's, summed
+    audit_rouge_squares: Amount = 0.0
+    audit_agreeing: Count = (
+        0  # decode steps of their full-depth answers where the schedule's likeliest token is the same
+    )
+    audit_steps: Count = 0  # all of these
+    flops_audit: Flops = 0  # what the audit cost, beside all other FLOPs
 
     def add(self, other: Totals) -> None:
         for item in fields(self):
@@ -71,15 +77,15 @@ class Totals(FlopSums):
 class Commit:
     """One committed work unit."""
 
-    unit: str
+    unit: UnitName
     attempt: str
-    file: str  # below the output
+    file: DataFile  # below the output
     checksum: str
-    size: int  # in bytes
+    size: Count  # in bytes
     path: str  # of the input file
-    start: int
+    start: Count
     run: str = ""  # its claim on the output
-    sample: int = 0  # which of its rows' samples
+    sample: Count = 0  # which of its rows' samples
     totals: Totals = field(default_factory=Totals)
 
     def to_json(self) -> bytes:
@@ -87,11 +93,21 @@ class Commit:
 
     @classmethod
     def from_json(cls, content: bytes) -> Commit:
-        return cls.from_dict(json.loads(content))
+        """Raises ValueError."""
+        return _COMMIT.checked(parse_json(content))
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Commit:
-        return cls(**{**data, "totals": Totals(**data["totals"])})
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A commit in a snapshot."""
+
+    name: str  # of its record
+    stamp: str
+    commit: Commit
+
+
+_COMMIT: Record[Commit] = Record(Commit, "delete it, and its unit is done again")
+_COPY: Record[_Copy] = Record(_Copy, "delete it")
 
 
 def total(commits: Iterable[Commit]) -> Totals:
@@ -131,15 +147,12 @@ def commit_unit(
         sample=unit.sample,
         totals=replace(_totals(output, flops_padding, seconds), **(beside or {})),
     )
-    name = f"{COMMITS}/{unit.id}.json"
+    name = _record_name(unit.id)
     storage.write(commit.file, content)
     if storage.write_if_absent(name, commit.to_json()):
         return commit
     # The record may be this attempt's own, its answer lost: then it names this attempt.
-    standing = storage.read(name)
-    if standing is None:
-        raise JobError(f"{name} of {storage.url!r} was refused as existing, yet is not there: who deletes it?")
-    held = Commit.from_json(standing)
+    held = _read_commit(storage, name)
     if held.run != run:
         raise _foreign(storage, held, run)
     return held
@@ -155,11 +168,11 @@ def read_commits(storage: Storage, run: str | None = None) -> list[Commit]:
     Those that a snapshot holds unchanged are not read again; when many were, a new one is written.
     """
     stamps = storage.stamps(COMMITS, ".json")
-    held = {name: record for name, record in _read_snapshot(storage).items() if stamps.get(name) == record["stamp"]}
+    held = _read_snapshot(storage, stamps)
     names = [name for name in stamps if name not in held]
     with ThreadPoolExecutor(LISTING_THREADS) as pool:
         found = dict(zip(names, pool.map(lambda name: _read_commit(storage, name), names), strict=True))
-    found |= {name: Commit.from_dict(record["commit"]) for name, record in held.items()}
+    found |= held
     commits = [found[name] for name in stamps]
     for commit in commits:
         if run is not None and commit.run != run:
@@ -171,36 +184,52 @@ def read_commits(storage: Storage, run: str | None = None) -> list[Commit]:
 
 def write_snapshot(storage: Storage, commits: Iterable[Commit]) -> None:
     """Let the next session read these commits at once: one by one, 100,000 take minutes on object storage."""
-    known = {f"{COMMITS}/{commit.unit}.json": commit for commit in commits}
+    known = {_record_name(commit.unit): commit for commit in commits}
     _write_snapshot(storage, storage.stamps(COMMITS, ".json"), known)
 
 
 def _write_snapshot(storage: Storage, stamps: dict[str, str], commits: dict[str, Commit]) -> None:
-    records = {
-        name: {"stamp": stamps[name], "commit": asdict(commit)} for name, commit in commits.items() if name in stamps
-    }
-    storage.write(SNAPSHOT_FILE, gzip.compress(json.dumps(records).encode(), compresslevel=1))
+    # A line each, for they are read one by one: what is in the file then takes no memory but what is taken from it.
+    lines = (
+        json.dumps(asdict(_Copy(name, stamps[name], commit))) for name, commit in commits.items() if name in stamps
+    )
+    storage.write(SNAPSHOT_FILE, gzip.compress("\n".join(lines).encode(), compresslevel=1))
 
 
-def _read_snapshot(storage: Storage) -> dict[str, Any]:
-    """By name of the record; {} if there is none, or one that is damaged: the records themselves are what counts."""
-    content = storage.read(SNAPSHOT_FILE)
+def _read_snapshot(storage: Storage, stamps: Mapping[str, str]) -> dict[str, Commit]:
+    """Those of its copies that the records themselves still bear out, by name of the record.
+
+    None of a snapshot that is not there, or from where it is damaged: the records themselves are what counts.
+    """
+    held: dict[str, Commit] = {}
     try:
-        return dict(json.loads(gzip.decompress(content))) if content else {}
-    except (OSError, EOFError, zlib.error, ValueError):
-        return {}
+        content = storage.read(SNAPSHOT_FILE, MOST_SNAPSHOT)
+        with gzip.open(io.BytesIO(content or b"")) as lines:
+            while line := lines.readline(SMALL):
+                copy = _COPY.checked(parse_json(line))
+                if stamps.get(copy.name) == copy.stamp and _is_of(copy.name, copy.commit):
+                    held[copy.name] = copy.commit
+    except (Unfit, OSError, EOFError, zlib.error, ValueError):
+        pass
+    return held
+
+
+def _record_name(unit: str) -> str:
+    return f"{COMMITS}/{unit}.json"
 
 
 def _read_commit(storage: Storage, name: str) -> Commit:
-    content = storage.read(name)
-    if content is None:
-        raise JobError(f"{name} of {storage.url!r} was listed, yet is not there: who deletes it?")
-    try:
-        return Commit.from_json(content)
-    except (ValueError, TypeError, KeyError) as error:
-        raise JobError(
-            f"{name} of {storage.url!r} is no commit record ({one_line(error)}): delete it, and its unit is done again"
-        ) from error
+    commit = _COMMIT.read(storage, name)
+    if commit is None:
+        raise JobError(f"{name} of {storage.url!r} was just seen, yet is not there: who deletes it?")
+    if not _is_of(name, commit):
+        raise _COMMIT.damaged(storage, name, f"it is of unit {commit.unit} and names {commit.file}")
+    return commit
+
+
+def _is_of(name: str, commit: Commit) -> bool:
+    """Whether a record and its unit and file are named alike."""
+    return name == _record_name(commit.unit) and commit.file.startswith(f"{DATA}/{commit.unit}-")
 
 
 def _foreign(storage: Storage, commit: Commit, run: str) -> JobError:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
+from pipeline.records import Count, Record, UnitName
 from pipeline.storage import Storage
 from pipeline.unit import WorkUnit
 
@@ -16,12 +17,15 @@ FAILED = "_failed"
 class FailedUnit:
     """Why a unit has no commit."""
 
-    unit: str
+    unit: UnitName
     path: str  # of the input file
-    start: int
-    rows: int
-    attempts: int
+    start: Count
+    rows: Count
+    attempts: Count
     error: str  # the last one
+
+
+_RECORD: Record[FailedUnit] = Record(FailedUnit, "delete it, and start the job again to try its unit once more")
 
 
 def record_failure(storage: Storage, unit: WorkUnit, attempts: int, error: str) -> FailedUnit:
@@ -32,11 +36,16 @@ def record_failure(storage: Storage, unit: WorkUnit, attempts: int, error: str) 
 
 
 def read_failures(storage: Storage) -> list[FailedUnit]:
-    """All records, by unit."""
-    contents = (storage.read(name) for name in storage.names(FAILED, ".json"))
-    return [FailedUnit(**json.loads(content)) for content in contents if content is not None]
+    """All records, by unit. Raises RecordDamaged."""
+    found = ((name, _RECORD.read(storage, name)) for name in storage.names(FAILED, ".json"))
+    failures = {name: failed for name, failed in found if failed is not None}
+    for name, failed in failures.items():
+        if name != f"{FAILED}/{failed.unit}.json":
+            raise _RECORD.damaged(storage, name, f"it is of unit {failed.unit}")
+    return list(failures.values())
 
 
 def forget_failures(storage: Storage, keep: Collection[str]) -> None:
     """Remove the records of all units but those that a session has just given up: the others are committed, or gone."""
-    storage.remove([f"{FAILED}/{failed.unit}.json" for failed in read_failures(storage) if failed.unit not in keep])
+    kept = {f"{FAILED}/{unit}.json" for unit in keep}
+    storage.remove([name for name in storage.names(FAILED, ".json") if name not in kept])

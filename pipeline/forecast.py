@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 from pipeline.commit import Totals
 from pipeline.flop_sums import FlopSums
+from pipeline.records import Amount, Count, Flops, Record, RecordDamaged
 from pipeline.storage import Storage
 
 FORECAST_FILE = "_plan.json"
@@ -17,23 +18,23 @@ class Forecast(FlopSums):
     """Expected figures of a whole run. FLOPs as in the ledger; seconds are replica-seconds, summed over replicas."""
 
     run: str  # fingerprint, and if incremental also what is new
-    rows: int
-    work_units: int
-    sampled_rows: int
-    error_share: float  # of sampled rows, that no prompt can be made of
-    prompt_tokens: int
-    prompt_tokens_margin: float  # 95 % interval of the sample, as a share of prompt_tokens
-    output_tokens: int
+    rows: Count
+    work_units: Count
+    sampled_rows: Count
+    error_share: Amount  # of sampled rows, that no prompt can be made of
+    prompt_tokens: Count
+    prompt_tokens_margin: Amount  # 95 % interval of the sample, as a share of prompt_tokens
+    output_tokens: Count
     output_source: str  # where the output lengths come from, in words
-    flops_prompt: int
-    flops_decode: int
-    flops_decode_full_depth: int
-    flops_full_depth: int  # prompt and decode
-    seconds: float | None = None
-    seconds_full_depth: float | None = None
+    flops_prompt: Flops
+    flops_decode: Flops
+    flops_decode_full_depth: Flops
+    flops_full_depth: Flops  # prompt and decode
+    seconds: Amount | None = None
+    seconds_full_depth: Amount | None = None
     speed_source: str = "unknown"  # where the seconds come from, in words
-    cost: float | None = None
-    cost_full_depth: float | None = None
+    cost: Amount | None = None
+    cost_full_depth: Amount | None = None
 
     @property
     def decode_share(self) -> float:
@@ -43,11 +44,6 @@ class Forecast(FlopSums):
     def to_json(self) -> bytes:
         derived = {name: getattr(self, name) for name in ("flops", "decode_share", "decode_speedup", "sample_speedup")}
         return json.dumps({"format": 1, **asdict(self), **derived}, indent=1).encode()
-
-    @classmethod
-    def from_json(cls, content: bytes) -> Forecast:
-        data = json.loads(content)
-        return cls(**{name: data[name] for name in cls.__dataclass_fields__})
 
     def facts(self) -> dict[str, str]:
         """For a table."""
@@ -70,20 +66,20 @@ class Forecast(FlopSums):
         return facts
 
 
+_RECORD: Record[Forecast] = Record(Forecast, "delete it, and make the plan again")
+
+
 def write_forecast(storage: Storage, forecast: Forecast) -> None:
     storage.write(FORECAST_FILE, forecast.to_json())
 
 
 def read_forecast(storage: Storage, run: str) -> Forecast | None:
     """The plan that was made for this run, None if there is none: a plan for other settings says nothing about it."""
-    content = storage.read(FORECAST_FILE)
-    if content is None:
-        return None
     try:
-        forecast = Forecast.from_json(content)
-    except (ValueError, TypeError, KeyError):
+        forecast = _RECORD.read(storage, FORECAST_FILE)
+    except RecordDamaged:
         return None  # a report is no less worth for a damaged plan
-    return forecast if forecast.run == run else None
+    return forecast if forecast is not None and forecast.run == run else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,26 @@ record of its own, put only if absent as every other, so that of each file only 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from pipeline.errors import JobError, one_line
+from pipeline.errors import JobError
 from pipeline.plan import InputFile, Plan
+from pipeline.records import LARGE, Count, Record
 from pipeline.storage import Storage
 
 INPUT = "_input"
 
-Held = dict[str, tuple[str | None, int]]  # stamp and rows, by name relative to the input
+Held = dict[str, tuple[str | None, Count]]  # stamp and rows, by name relative to the input
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    files: Held
+
+
+_RECORD: Record[_Files] = Record(_Files, "discard the run with --fresh", LARGE)
 
 
 def hold_input(storage: Storage, plan: Plan, begun: bool) -> None:
@@ -42,7 +53,7 @@ def hold_input(storage: Storage, plan: Plan, begun: bool) -> None:
         # Another job of this run was first, or this one's answer was lost: what stands is what counts.
 
 
-def planned_rows(storage: Storage, run: dict[str, Any]) -> int:
+def planned_rows(storage: Storage, run: Mapping[str, Any]) -> int:
     """Rows of a run that is not incremental, as far as its files can be read. Raises JobError; StorageGone."""
     held, _ = _read(storage)
     rows, limit = sum(rows for _, rows in held.values()), run["input"].get("limit")
@@ -60,16 +71,10 @@ def _read(storage: Storage) -> tuple[Held, int]:
     records = 0
     while not records or any(stamp is None for stamp, _ in held.values()):
         name = f"{INPUT}/{records}.json"
-        content = storage.read(name)
-        if content is None:
+        record = _RECORD.read(storage, name)
+        if record is None:
             break
-        try:
-            for file, (stamp, rows) in json.loads(content)["files"].items():
-                held[str(file)] = (None if stamp is None else str(stamp), int(rows))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise JobError(
-                f"{name} of {storage.url!r} is damaged ({one_line(error)}): discard the run with --fresh"
-            ) from error
+        held |= record.files
         records += 1
     return held, records
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,8 +15,10 @@ from pipeline.errors import JobError
 from pipeline.failed import FailedUnit, read_failures
 from pipeline.input_record import planned_rows
 from pipeline.known_files import read_known_files, version_of
+from pipeline.manifest import read_manifest
 from pipeline.run_record import claim_name, read_run
 from pipeline.storage import Storage
+from pipeline.stores import Unfit
 
 VERIFY_THREADS = 8
 
@@ -68,8 +69,7 @@ def inspect(storage: Storage) -> Inspection:
     commits = read_commits(storage, claim_name(run))
     done = {commit.unit for commit in commits}
     failed = [unit for unit in read_failures(storage) if unit.unit not in done]
-    content = storage.read(SUCCESS_FILE)
-    manifest = json.loads(content) if content else None
+    manifest = read_manifest(storage)
     replaced: list[Commit] = []
     known = read_known_files(storage)
     if known:  # the run is incremental
@@ -98,7 +98,10 @@ def verify(storage: Storage, inspection: Inspection) -> list[str]:
 
 
 def _check_file(storage: Storage, commit: Commit) -> str | None:
-    content = storage.read(commit.file)
+    try:
+        content = storage.read(commit.file, commit.size)
+    except Unfit as error:
+        return f"{commit.file} has changed: {error}, its commit says {commit.size:,}"
     if content is None:
         return f"{commit.file} is missing"
     if checksum(content) != commit.checksum:

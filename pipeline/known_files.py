@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from pipeline.records import LARGE, Count, Record, RecordDamaged, UnitName
 from pipeline.storage import Storage
 
 INPUTS_FILE = "_inputs.json"
@@ -18,11 +19,19 @@ class KnownFile:
 
     stamp: str  # what its file system says of it
     checksum: str | None  # of its content, where the file system has none: the stamp may change without it
-    version: str  # of the file, names its units
-    rows: int  # of these units, all samples; of a file that vanished, those that the output holds
-    done: str | None = None  # version of which the output holds every row
-    replaced: tuple[str, ...] = ()  # versions that no longer count
+    version: UnitName  # of the file, names its units
+    rows: Count  # of these units, all samples; of a file that vanished, those that the output holds
+    done: UnitName | None = None  # version of which the output holds every row
+    replaced: tuple[UnitName, ...] = ()  # versions that no longer count
     partial: bool = False  # it vanished before any version of it was done as a whole
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    files: dict[str, KnownFile]
+
+
+_RECORD: Record[_Files] = Record(_Files, "discard the run with --fresh", LARGE)
 
 
 def file_version(name: str, identity: str) -> str:
@@ -43,10 +52,10 @@ def version_of(unit: str) -> str:
 def read_known_files(storage: Storage) -> dict[str, KnownFile]:
     """By name relative to the input; {} if there is no record, or one that is damaged: the commits are what counts."""
     try:
-        files = json.loads(storage.read(INPUTS_FILE) or b"{}").get("files", {})
-        return {name: KnownFile(**{**file, "replaced": tuple(file["replaced"])}) for name, file in files.items()}
-    except (ValueError, TypeError, KeyError, AttributeError):
+        record = _RECORD.read(storage, INPUTS_FILE)
+    except RecordDamaged:
         return {}
+    return {} if record is None else record.files
 
 
 def write_known_files(storage: Storage, files: Mapping[str, KnownFile]) -> None:

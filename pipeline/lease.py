@@ -26,7 +26,9 @@ from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 
 from pipeline.errors import JobError, JobStopped, NothingToDo
+from pipeline.records import SMALL, Count, Record, parse_json
 from pipeline.storage import Storage
+from pipeline.stores import Unfit
 
 log = logging.getLogger(__name__)
 
@@ -43,22 +45,19 @@ class Holder:
     """Who holds a lease, or held it last."""
 
     host: str
-    pid: int
+    pid: Count
     id: str
-    renewals: int = 0
+    renewals: Count = 0
     released: bool = False
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
 
-    @classmethod
-    def from_json(cls, content: bytes) -> Holder:
-        """Raises ValueError, TypeError, KeyError."""
-        data = json.loads(content)
-        return cls(data["host"], int(data["pid"]), data["id"], data.get("renewals", 0), data.get("released") is True)
-
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
+
+
+_RECORD: Record[Holder] = Record(Holder, "wait for it")
 
 
 class Lease:
@@ -108,14 +107,14 @@ class Lease:
         while True:
             numbers = _numbers(storage)
             newest = max(numbers, default=0)
-            record = storage.read(_name(newest)) if newest else None
+            record = _read(storage, _name(newest)) if newest else None
             if not watch.is_over(newest, record):
                 time.sleep(LOOK_S)
                 continue
             self._number, content = newest + 1, self._holder.to_json()
             name = _name(self._number)
             # Refused, the write may still be this one, its answer lost.
-            if not storage.write_if_absent(name, content) and storage.read(name) != content:
+            if not storage.write_if_absent(name, content) and _read(storage, name) != content:
                 continue
             if max(_numbers(storage), default=0) > self._number:
                 # Between look and write others took this number, left it, and a later holder removed it.
@@ -146,7 +145,7 @@ class Lease:
     def _look(self, storage: Storage) -> bytes | None:
         """The record of this lease as it stands. Raises JobStopped if another job has it."""
         newest = max(_numbers(storage), default=0)
-        record = storage.read(_name(max(newest, self._number)))
+        record = _read(storage, _name(max(newest, self._number)))
         holder = _holder(record)
         if newest > self._number or (holder is not None and holder.id != self._holder.id):
             self.lost = (
@@ -201,11 +200,19 @@ def _numbers(storage: Storage) -> list[int]:
     return [int(stem) for stem in stems if re.fullmatch("[0-9]{9}", stem)]
 
 
+def _read(storage: Storage, name: str) -> bytes | None:
+    """A lease's record, b"" for one that cannot be a lease's."""
+    try:
+        return storage.read(name, SMALL)
+    except Unfit:
+        return b""
+
+
 def _holder(record: bytes | None) -> Holder | None:
     """None for no record, and for one that is damaged."""
     try:
-        return Holder.from_json(record or b"")
-    except (ValueError, TypeError, KeyError, RecursionError):
+        return _RECORD.checked(parse_json(record or b""))
+    except ValueError:
         return None
 
 

@@ -7,23 +7,68 @@ import json
 import uuid
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import (
+    Annotated,
+    Any,
+    NotRequired,  # pydantic's demand before Python 3.12
+)
+
+from pydantic import AfterValidator, ConfigDict, Field
+from typing_extensions import TypedDict
 
 import engine
 from engine import Schedule
 from pipeline.backend import ModelIdentity
 from pipeline.commit import COMMITS, DATA, SNAPSHOT_FILE, SUCCESS_FILE
 from pipeline.config import JobConfig
-from pipeline.errors import JobError, one_line
+from pipeline.errors import JobError
 from pipeline.failed import FAILED
 from pipeline.input_record import INPUT
 from pipeline.known_files import INPUTS_FILE
 from pipeline.plan import Plan
+from pipeline.records import LARGE, Count, Fingerprint, Record
 from pipeline.report import REPORT_FILE
 from pipeline.storage import Storage
 
 RUN_FILE = "_run.json"
 MOST_SHOWN = 60  # characters of a value in a message
+
+
+class _Schedule(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    layers: Annotated[int, Field(ge=1, le=100_000)]
+
+
+class _Input(TypedDict, total=False):
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    incremental: bool
+    limit: Count | None
+
+
+class _Sampling(TypedDict, total=False):
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    samples_per_prompt: Count
+
+
+def _iso(date: str) -> str:
+    """Raises ValueError for what is no date."""
+    datetime.fromisoformat(date)
+    return date
+
+
+class _Run(TypedDict):
+    """What the project reads of a run's record; all of it is the run's description."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    fingerprint: Fingerprint
+    claim: NotRequired[Fingerprint]
+    began: NotRequired[Annotated[str, AfterValidator(_iso)]]
+    schedule: _Schedule
+    sampling: _Sampling
+    input: _Input
+
+
+_RECORD: Record[dict[str, Any]] = Record(_Run, "discard the run with --fresh", LARGE)
 
 
 def describe_run(config: JobConfig, plan: Plan, schedule: Schedule, model: ModelIdentity) -> dict[str, Any]:
@@ -76,17 +121,8 @@ class Claim:
 
 
 def read_run(storage: Storage) -> dict[str, Any] | None:
-    """The record of the run that an output belongs to. Raises JobError if it is no record; StorageGone."""
-    content = storage.read(RUN_FILE)
-    if content is None:
-        return None
-    try:
-        record = json.loads(content)
-        return {"fingerprint": record["fingerprint"], **record}
-    except (ValueError, TypeError, KeyError) as error:
-        raise JobError(
-            f"{RUN_FILE} of {storage.url!r} is damaged ({one_line(error)}): discard the run with --fresh"
-        ) from error
+    """The record of the run that an output belongs to. Raises RecordDamaged; StorageGone."""
+    return _RECORD.read(storage, RUN_FILE)
 
 
 def claim_name(record: dict[str, Any]) -> str:

@@ -126,10 +126,10 @@ class Storage:
         """Names (with their folder) of the objects in a folder, sorted; [] if there is no such folder."""
         return list(self._objects(folder, suffix))
 
-    def read(self, name: str) -> bytes | None:
-        """An object's content, None if there is none."""
+    def read(self, name: str, limit: int | None = None) -> bytes | None:
+        """An object's content, None if there is none. Raises Unfit for what is no file or larger than `limit` bytes."""
         try:
-            return self.attempt("reading", lambda: bytes(self.fs.cat_file(self.path(name))))
+            return self.attempt("reading", lambda: self._store.whole(self.path(name), limit))
         except FileNotFoundError:
             return None
 

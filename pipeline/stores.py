@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import uuid
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -21,7 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 from s3fs import S3FileSystem
 
 from pipeline.errors import JobError
-from pipeline.transient import status_of
+from pipeline.transient import is_transient, status_of
 
 MOST_REMOVED = 1000  # objects in one request, as S3 has it
 # What file systems call the time of an object's last change.
@@ -31,6 +32,10 @@ NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 class ObjectChanged(JobError):
     """An object is no longer the one that was asked for."""
+
+
+class Unfit(JobError):
+    """What stands under a name cannot be what it is read as: no file, or far too large a one."""
 
 
 class NoPutIfAbsent(JobError):
@@ -94,6 +99,19 @@ class Store:
         """Raises ObjectChanged if the object is not the one that the stamp stands for; FileNotFoundError."""
         return _OpenFile(self, path, wanted)
 
+    def whole(self, path: str, limit: int | None) -> bytes:
+        """An object's content. Raises Unfit for more than `limit` bytes, of which no more are fetched."""
+        if limit is None:
+            return bytes(self.fs.cat_file(path))
+        try:
+            content = bytes(self.fs.cat_file(path, start=0, end=limit + 1))
+        except Exception as error:
+            # Of what is empty there is no range.
+            if isinstance(error, FileNotFoundError) or is_transient(error) or self.fs.info(path)["size"]:
+                raise
+            return b""
+        return _within(content, limit)
+
     def put(self, path: str, content: bytes) -> None:
         """Write an object whole, replacing an older one."""
         self.fs.pipe_file(path, content)
@@ -135,6 +153,12 @@ class LocalStore(Store):
         found = os.stat(path)
         # No inode: it is another on each node that mounts a bucket as a file system, and once a backup is put back.
         return {**self.fs.info(path), "size": found.st_size, "mtime_ns": found.st_mtime_ns}
+
+    def whole(self, path: str, limit: int | None) -> bytes:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise Unfit("it is no file")
+        with open(path, "rb") as file:
+            return file.read() if limit is None else _within(file.read(limit + 1), limit)
 
     def put(self, path: str, content: bytes) -> None:
         os.replace(self._write_scratch(path, content), path)
@@ -264,6 +288,12 @@ def store_of(fs: Any) -> Store:
     if "abfs" in protocols:
         return AzureStore(fs)
     return GoogleStore(fs) if "gs" in protocols else Store(fs)
+
+
+def _within(content: bytes, limit: int) -> bytes:
+    if len(content) > limit:
+        raise Unfit(f"it holds more than {limit:,} bytes")
+    return content
 
 
 def changed(path: str) -> ObjectChanged:

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import pyarrow as pa
-from pydantic import ValidationError
+from pydantic import ConfigDict, ValidationError
+from typing_extensions import TypedDict  # pydantic's demand before Python 3.12
 
 from pipeline.backend import Backend
 from pipeline.commit import SUCCESS_FILE, Commit, checksum, read_commits
@@ -19,6 +20,8 @@ from pipeline.dataset.config import DatasetConfig
 from pipeline.dataset.filters import FILTERED, Filters
 from pipeline.dataset.shards import ShardWriter
 from pipeline.errors import JobError, one_line
+from pipeline.manifest import read_manifest
+from pipeline.records import LARGE, Count, Fingerprint, PublishedFile, Record
 from pipeline.row_groups import read_parquet
 from pipeline.rows import chosen
 from pipeline.run import RunResult, leased, run_leased
@@ -28,6 +31,25 @@ GENERATION = "_generation"  # the run's own output, below the data set's directo
 MANIFEST, CARD = "_DATASET.json", "README.md"
 LEFT_OUT = ("error", "shared_prefix_tokens")  # columns that are the same in every row that is kept
 SAMPLE = "sample"
+
+
+class _File(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    file: PublishedFile
+    rows: Count
+
+
+class _Manifest(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    run: Fingerprint
+    rows: Count
+    dropped: dict[str, Count]
+    files: list[_File]
+
+
+_RECORD: Record[dict[str, Any]] = Record(
+    _Manifest, "delete it, and start the job again: the data set is published anew from the run", LARGE
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +115,15 @@ def generate_dataset(config: DatasetConfig, backend: Backend | None = None) -> D
 def _publish(config: DatasetConfig, job: DatasetConfig, storage: Storage, result: RunResult) -> dict[str, Any]:
     """The data set's manifest; what it lists is written unless it is there as it should be."""
     filters = Filters(config)
-    success = json.loads(job.output_storage().read(SUCCESS_FILE) or b"{}")
+    success = read_manifest(job.output_storage())
+    if success is None:
+        raise JobError(f"{SUCCESS_FILE} of {job.output!r} vanished while its data set was made: who deletes it?")
     commits = checksum(json.dumps(success["commits"]).encode())  # an incremental run has more of them every night
     wanted = json.loads(json.dumps(
         {"run": success["fingerprint"], "commits": commits, "filters": filters.described,
          "format": config.output_format, "rows_per_shard": config.rows_per_shard}
     ))  # fmt: skip
-    manifest: dict[str, Any] = json.loads(storage.read(MANIFEST) or b"{}")
+    manifest = _RECORD.read(storage, MANIFEST) or {}
     if {name: manifest.get(name) for name in wanted} != wanted:
         storage.remove([MANIFEST])  # what it lists is about to be replaced
         publish = _publish_responses if config.output_format == "openai-batch" else _publish_shards

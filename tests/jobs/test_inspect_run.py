@@ -20,7 +20,13 @@ from pipeline.unit import WorkUnit
 
 ROWS, PER_UNIT = 10, 4
 UNITS = [WorkUnit(f"00000-{start:09d}", "in/a.parquet", start, min(PER_UNIT, ROWS - start)) for start in (0, 4, 8)]
-RUN = {"input": {"rows": ROWS}, "schedule": {"layers": 30}}
+RUN = {
+    "model": ["m", "0", "float32"],
+    "sampling": {},
+    "version": "1",
+    "input": {"rows": ROWS},
+    "schedule": {"layers": 30},
+}
 Inspect = Callable[..., tuple[int, str]]
 
 
@@ -35,6 +41,7 @@ def commit(output: Storage) -> Callable[..., None]:
 
     def run(*units: WorkUnit, finish: bool = False) -> None:
         claim = claim_output(output, RUN)
+        output.write("_input/0.json", json.dumps({"files": {"a.parquet": ["", ROWS]}}).encode())
         for unit in units:
             rows = [{"generation": "g", "finish_reason": "stop", "generated_tokens": 2, "mean_active_layers": 30.0}]
             commit_unit(output, unit, pa.Table.from_pylist(rows * unit.rows, schema=GENERATED), 0, 1.0, claim.run)

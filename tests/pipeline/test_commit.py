@@ -130,7 +130,7 @@ def test_commits_of_a_snapshot_are_not_read_again(
     added = commit_unit(storage, WorkUnit("00001-000000000", "b", 0, 5), rows, 0, 0.0)
     read: list[str] = []
     read_one = Storage.read
-    monkeypatch.setattr(Storage, "read", lambda self, name: (read.append(name), read_one(self, name))[1])
+    monkeypatch.setattr(Storage, "read", lambda self, name, limit: (read.append(name), read_one(self, name, limit))[1])
     assert read_commits(storage) == [*before, added]
     assert read == [SNAPSHOT_FILE, "_commits/00001-000000000.json"]
 

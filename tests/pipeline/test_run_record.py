@@ -15,7 +15,7 @@ from pipeline.run_record import claim_output, discard_run
 from pipeline.storage import Storage
 from pipeline.unit import WorkUnit
 
-RUN = {"sampling": {"seed": 0}, "version": "1"}
+RUN = {"sampling": {"seed": 0}, "version": "1", "schedule": {"layers": 2}, "input": {}}
 UNIT = WorkUnit("00000-000000000", "in/a.parquet", 0, 1)
 ROWS = pa.Table.from_pylist([{"mean_active_layers": 1.0, "generated_tokens": 1}], schema=GENERATED)
 

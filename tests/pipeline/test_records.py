@@ -1,0 +1,108 @@
+"""What is read back from an output is as it should be, or said to be damaged in one sentence; it leads nowhere else."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import S3Server
+
+from pipeline.commit import Commit, Totals, read_commits
+from pipeline.errors import JobError
+from pipeline.failed import forget_failures, read_failures
+from pipeline.manifest import read_manifest
+from pipeline.records import parse_json
+from pipeline.run_record import read_run
+from pipeline.storage import Storage
+
+UNIT = "00000-000000000"
+COMMIT = json.loads(
+    Commit(UNIT, "a", f"data/{UNIT}-a.parquet", "sha256:0", 1, "in", 0, totals=Totals(rows=1)).to_json()
+)
+FAILURE = {"unit": UNIT, "path": "in", "start": 0, "rows": 1, "attempts": 3, "error": "no"}
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    return Storage(str(tmp_path / "out"))
+
+
+def _commit(**changes: Any) -> bytes:
+    return json.dumps(COMMIT | changes).encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 500 + b"1" + b"}" * 500,
+        _commit(file="../victim"), _commit(file="/dev/zero"), _commit(file="data/../../victim.parquet"),
+        _commit(file=f"data/{UNIT}-a.parquet\n"), _commit(file="data/other-a.parquet"),
+        _commit(unit="../../victim"), _commit(unit="00001-000000000"), _commit(unit=None), _commit(size=-1),
+        _commit(start=10**30), _commit(totals=None), _commit(totals={"rows": "x"}),
+        _commit(totals={"seconds": float("nan")}), _commit().replace(b'"seconds": 0.0', b'"seconds": 1e999'),
+        _commit().replace(b'"rows": 1', b'"rows": ' + b"9" * 5_000), b" " * 2**21, b"[" + b"0," * 10**6 + b"0]",
+    ],
+)  # fmt: skip
+def test_a_damaged_commit_is_one_sentence_with_its_name_and_the_way_out(storage: Storage, content: bytes) -> None:
+    name = f"_commits/{UNIT}.json"
+    storage.write(name, content)
+    with pytest.raises(JobError, match=rf"^{name} of .* is damaged \(.*\): delete it, and its unit is done again$"):
+        read_commits(storage)
+
+
+@pytest.mark.parametrize("name", ["_run.json", f"_commits/{UNIT}.json", f"_failed/{UNIT}.json", "_SUCCESS.json"])
+def test_a_record_that_is_a_link_to_endless_zeros_or_a_pipe_is_not_read(storage: Storage, name: str) -> None:
+    path = Path(storage.path(name))
+    path.parent.mkdir(parents=True)
+    read = {"_run": read_run, "_com": read_commits, "_fai": read_failures, "_SUC": read_manifest}[name[:4]]
+    for make in (lambda: path.symlink_to("/dev/zero"), lambda: os.mkfifo(path)):
+        make()
+        started = time.monotonic()
+        with pytest.raises(JobError, match=r"damaged .it is no file"):
+            read(storage)
+        assert time.monotonic() - started < 5
+        path.unlink()
+
+
+def test_no_more_of_a_record_is_fetched_than_one_may_hold(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    storage = Storage("s3://corpus/records")
+    storage.write("_run.json", b"")
+    with pytest.raises(JobError, match=r"_run\.json of .* is damaged"):
+        read_run(storage)
+    storage.write("_run.json", b"0123456789")
+    assert storage.read("_run.json", 10) == b"0123456789"
+    with pytest.raises(JobError, match="more than 9 bytes"):
+        storage.read("_run.json", 9)
+
+
+@pytest.mark.parametrize("unit", ["../../victim", "/etc/victim", "a/b", "other", 7, None])
+def test_a_failures_record_leads_to_no_other_file(storage: Storage, tmp_path: Path, unit: object) -> None:
+    victim = tmp_path / "victim.json"
+    victim.write_text("mine")
+    storage.write("_failed/x.json", json.dumps({**FAILURE, "unit": unit}).encode())
+    with pytest.raises(JobError, match=r"^_failed/x\.json of .* is damaged .*: delete it, and start the job again"):
+        read_failures(storage)
+    forget_failures(storage, keep=[])
+    assert victim.read_text() == "mine"
+
+
+def test_a_field_of_a_later_version_is_ignored(storage: Storage) -> None:
+    storage.write(f"_failed/{UNIT}.json", json.dumps({**FAILURE, "colour": "red"}).encode())
+    (failed,) = read_failures(storage)
+    assert failed.error == "no"
+
+
+@pytest.mark.parametrize(
+    "text", ["NaN", "-Infinity", "[1e999]", '{"a": -1e999}', "9" * 5000, "[" * 80 + "]" * 80, "\ufeff1"]
+)
+def test_json_is_what_every_program_reads_alike(text: str) -> None:
+    for given in (text, text.encode()):
+        with pytest.raises(ValueError, match=r"."):
+            parse_json(given)
+    assert parse_json('{"a": [1.5, null, "\\ud83d\\ude00"]}') == {"a": [1.5, None, "😀"]}
