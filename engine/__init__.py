@@ -3,6 +3,7 @@
 from engine.batch import BatchStats
 from engine.bridge import Bridge
 from engine.checkpoint import check_files as check_model_files
+from engine.checkpoint import check_weights as check_model_weights
 from engine.checkpoint import differences as model_differences
 from engine.checkpoint import files as model_files
 from engine.checkpoint import identity as model_identity
@@ -44,6 +45,7 @@ __all__ = [
     "Tokenizer",
     "Unit",
     "check_model_files",
+    "check_model_weights",
     "checkpoint_directory",
     "decode_flop_speedup",
     "describe",

@@ -9,17 +9,17 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from filelock import FileLock
-from safetensors import SafetensorError, safe_open
 
 from engine.digests import cache_directory, file_digest
 from engine.errors import ModelError
+from engine.gguf_file import check_gguf
+from engine.weight_files import Weights, check_not_quantised
 
 # Importing transformers takes seconds; much of what imports the engine, such as a --help, reads no model.
 if TYPE_CHECKING:
@@ -96,12 +96,30 @@ def read_config(model: str) -> PreTrainedConfig:
     path = locate(model)
     if path.is_file() and _converted_directory(path).exists():
         path = _converted_directory(path)
+    if path.is_file():
+        check_gguf(path)
     try:
         if path.is_file():
             return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"the config of model {model!r} cannot be read: {error}") from error
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # libraries raise much at a damaged file
+        raise ModelError(f"the config of model {model!r} cannot be read: {_one_line(error)}") from error
+    check_not_quantised(config.to_dict(), model)
+    return config
+
+
+def check_weights(model: str) -> None:
+    """Look over the weight files, by their headers. Raises ModelError: one is missing, damaged, or quantised."""
+    path = locate(model)
+    if path.is_file():
+        check_gguf(path)
+    else:
+        Weights(path, torch.float32)
+
+
+def _one_line(error: Exception) -> str:
+    said = " ".join(str(error).split())
+    return said[:300] or type(error).__name__
 
 
 def resolve(model: str) -> str:
@@ -170,52 +188,6 @@ def _kind(name: str) -> str:
     return {"config.json": "config", "generation_config.json": "generation config"}.get(name, "tokenizer")
 
 
-class Weights:
-    """Tensors of a checkpoint directory by name, read on demand and converted to one dtype on the CPU."""
-
-    def __init__(self, directory: Path, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        index = directory / "model.safetensors.index.json"
-        if index.is_file():
-            files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            self._file_of = {name: directory / file for name, file in files.items()}
-        else:
-            self._file_of = {}
-            for file in sorted(directory.glob("*.safetensors")):
-                with _open_weights(file) as opened:
-                    self._file_of |= dict.fromkeys(opened.keys(), file)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._file_of
-
-    def take(self, name: str) -> torch.Tensor:
-        """A copy of one tensor; raises ModelError if the checkpoint lacks it.
-
-        The file is opened anew each time: a mapping that stays open would keep every page read so far resident, and
-        loading would peak at twice the weights.
-        """
-        if name not in self._file_of:
-            raise ModelError(f"the checkpoint has no tensor {name!r}: it is incomplete or of another family")
-        with _open_weights(self._file_of[name]) as opened:
-            tensor: torch.Tensor = opened.get_tensor(name)
-            return tensor.to(self.dtype, copy=True)
-
-    def size(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape, without reading it."""
-        with _open_weights(self._file_of[name]) as opened:
-            return tuple(opened.get_slice(name).get_shape())
-
-
-@contextmanager
-def _open_weights(file: Path) -> Iterator[Any]:
-    """An open safetensors file; raises ModelError naming one that is missing or damaged."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            yield opened
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"weight file {str(file)!r} cannot be read ({error}): fetch the checkpoint again") from error
-
-
 def _packaged_file(model: str) -> Path:
     package, file = PACKAGED[model]
     # find_spec does not import the package: its own dependencies need not be installed.
@@ -255,12 +227,13 @@ def _convert_gguf(gguf: Path, directory: Path) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # in a replica's log they are noise
+    check_gguf(gguf)
     where = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     try:
         model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(**where)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"GGUF file {str(gguf)!r} cannot be converted: {error}") from error
+    except Exception as error:  # libraries raise much at a damaged file
+        raise ModelError(f"GGUF file {str(gguf)!r} cannot be converted: {_one_line(error)}") from error
     # The weights are plain float32 now; with the mark left on, transformers refuses to save them.
     model.hf_quantizer = None
     model.is_quantized = False

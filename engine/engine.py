@@ -30,6 +30,7 @@ from engine.stopping import Stopping
 from engine.teacher_forcing import Answer, AnswerPass
 from engine.tokenizer import Tokenizer
 from engine.unit import Unit
+from engine.weight_files import Weights
 from engine.workspace import Workspaces
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -109,7 +110,8 @@ class Engine:
         chosen = kernels or kernels_for(where, precision)
         family = family_of(config)
         with torch.no_grad():  # no inference tensors: bridges are trained through these weights
-            weights = checkpoint.Weights(directory, precision)
+            weights = Weights(directory, precision)
+            weights.check_shapes(config)
             decoder = family.decoder(config, family.shape(config), weights, chosen, where)
         return cls(decoder, Tokenizer(directory), chosen, precision, where)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from engine import checkpoint
+from engine.control_tokens import ControlTokens, is_marked
 from engine.errors import ModelError
 
 
@@ -21,7 +23,7 @@ class Tokenizer:
         self._now = now
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # libraries raise much at a damaged file
             raise ModelError(f"the tokenizer in {str(directory)!r} cannot be read: {error}") from error
 
         # Tokens that end a generation: the generation config's, else the tokenizer's. Read now, with all else.
@@ -51,9 +53,16 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._tokenizer.chat_template is not None
 
+    def as_text(self, text: str) -> str:
+        """A text for use in prompts and messages whose control tokens, such as <|im_end|>, are to be plain text."""
+        return self._control_tokens.mark(text)
+
     def encode(self, text: str) -> list[int]:
         """Raw text with the special tokens that the tokenizer itself adds."""
-        return list(self._tokenizer(text)["input_ids"])
+        if not is_marked(text):
+            return list(self._tokenizer(text)["input_ids"])
+        before, after = self._added
+        return [*before, *self._control_tokens.encode(text), *after]
 
     def encode_chat(self, user: str, system: str | None = None) -> list[int]:
         """A chat of one user turn, ready for the assistant's. Raises ModelError without a chat template."""
@@ -64,7 +73,19 @@ class Tokenizer:
         """A chat of messages with role and content, ready for the assistant's next. Raises as `encode_chat`."""
         if not self.has_chat_template:
             raise ModelError("the model has no chat template: use raw prompts, or an instruction-tuned model")
-        return list(self._tokenizer(self._rendered(messages), add_special_tokens=False)["input_ids"])
+        return self.encode_plain(self._rendered(messages))
+
+    @cached_property
+    def _control_tokens(self) -> ControlTokens:
+        return ControlTokens(self._tokenizer)
+
+    @cached_property
+    def _added(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer puts before and after a text."""
+        whole, bare = self._tokenizer("a")["input_ids"], self._tokenizer("a", add_special_tokens=False)["input_ids"]
+        starts = [at for at in range(len(whole)) if whole[at : at + len(bare)] == bare]
+        at = starts[0] if starts else 0
+        return list(whole[:at]), list(whole[at + len(bare) :])
 
     def _rendered(self, messages: Sequence[Mapping[str, str]]) -> str:
         """A chat as text, control tokens written out."""
@@ -86,7 +107,9 @@ class Tokenizer:
         )
 
     def encode_plain(self, text: str) -> list[int]:
-        """Text alone, without special tokens."""
+        """Text alone, without the special tokens that the tokenizer itself adds."""
+        if is_marked(text):
+            return self._control_tokens.encode(text)
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, tokens: Sequence[int]) -> str:

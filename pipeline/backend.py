@@ -66,6 +66,7 @@ class SkipDecodeBackend:
         return engine.describe(config.model)
 
     def identity(self, config: GenerationConfig) -> ModelIdentity:
+        engine.check_model_weights(config.model)
         return ModelIdentity(engine.model_files(config.model), _dtype(config))
 
     def held_to(self, identity: ModelIdentity, began: str) -> Self:

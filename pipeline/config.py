@@ -37,6 +37,12 @@ class AnswerConfig(BaseModel):
         "truncate", description="over-long prompts: cut {text} and set prompt_truncated, or make the row an error"
     )
 
+    parse_control_tokens: bool = Field(
+        False,
+        description="let what looks like a control token of the model in a row's text, such as <|im_end|>, be one; "
+        "default it stays text, and only the chat template and --prompt make control tokens",
+    )
+
     model: str = Field(
         DEFAULT_MODEL,
         description=f"checkpoint directory, hub id (owner/name), GGUF file, or {DEFAULT_MODEL} (packaged)",
@@ -67,7 +73,7 @@ class AnswerConfig(BaseModel):
 
     def template(self) -> PromptTemplate:
         """What makes a prompt of a row. Raises JobError for a malformed one."""
-        return PromptTemplate(self.prompt, self.system, self.prompt_format, self.overlong)
+        return PromptTemplate(self.prompt, self.system, self.prompt_format, self.overlong, self.parse_control_tokens)
 
     def sampling(self) -> Sampling:
         """The engine's view of how tokens are chosen."""

@@ -73,7 +73,9 @@ _RECORD: Record[dict[str, Any]] = Record(_Run, "discard the run with --fresh", L
 
 def describe_run(config: JobConfig, plan: Plan, schedule: Schedule, model: ModelIdentity) -> dict[str, Any]:
     """The parts of the fingerprint, in words a person can compare."""
-    prompt_fields = ("text_column", "system", "prompt", "prompt_format", "max_prompt_tokens", "overlong")
+    prompt_fields = (
+        "text_column", "system", "prompt", "prompt_format", "max_prompt_tokens", "overlong", "parse_control_tokens"
+    )  # fmt: skip
     return {
         "model": [config.model, model.digest, model.dtype],
         "model_files": dict(model.files),

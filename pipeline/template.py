@@ -15,9 +15,14 @@ from pipeline.errors import JobError
 _PROBES = ("a", "The", "7", "é", "\u4e2d", "(", '"', "#", "\n", "")  # beginnings of texts
 
 
+# A template may make a control token of a role: of these names it does so rightly.
+ROLES = {"system", "developer", "user", "assistant", "model", "tool", "function", "ipython"}
+
+
 class PromptTokenizer(Protocol):
     """What a template needs of the engine's tokenizer."""
 
+    def as_text(self, text: str) -> str: ...
     def encode(self, text: str) -> list[int]: ...
     def encode_chat(self, user: str, system: str | None = None) -> list[int]: ...
     def encode_messages(self, messages: list[dict[str, str]]) -> list[int]: ...
@@ -42,6 +47,7 @@ class PromptTemplate:
     system: str | None = None
     format: Literal["chat", "raw", "messages"] = "chat"
     overlong: Literal["truncate", "reject"] = "truncate"
+    parse_control_tokens: bool = False  # those in rows; those of the template itself always are what they say
 
     def __post_init__(self) -> None:
         if "text" not in self.fields:
@@ -100,7 +106,7 @@ class PromptTemplate:
             return Prompt(tokens)
         if self.overlong == "reject" or self.format == "messages":  # there is no telling what of a chat to cut
             raise RowError(f"prompt has {len(tokens)} tokens, the limit is {longest}")
-        text_tokens = tokenizer.encode_plain(text)
+        text_tokens = tokenizer.encode_plain(text if self.parse_control_tokens else tokenizer.as_text(text))
         while excess > 0:
             # Cut pieces may tokenise into a few more tokens than were kept, so this can take another round.
             text_tokens = text_tokens[: max(0, len(text_tokens) - excess)]
@@ -122,11 +128,22 @@ class PromptTemplate:
         return [tokens[0] for tokens in takewhile(lambda tokens: len(set(tokens)) == 1, in_step)]
 
     def _render(self, values: Mapping[str, str], tokenizer: PromptTokenizer) -> list[int]:
+        if self.format == "messages":
+            messages = _messages(self.user.format_map(values))
+            if not self.parse_control_tokens:
+                messages = [
+                    {
+                        name: text if text in ROLES and name == "role" else tokenizer.as_text(text)
+                        for name, text in m.items()
+                    }
+                    for m in messages
+                ]
+            return tokenizer.encode_messages(messages)
+        if not self.parse_control_tokens:
+            values = {name: tokenizer.as_text(text) for name, text in values.items()}
         user = self.user.format_map(values)
         if self.format == "raw":
             return tokenizer.encode(user if self.system is None else self.system.format_map(values) + user)
-        if self.format == "messages":
-            return tokenizer.encode_messages(_messages(user))
         return tokenizer.encode_chat(user, None if self.system is None else self.system.format_map(values))
 
 

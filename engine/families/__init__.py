@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from engine.checkpoint import Weights
 from engine.decoder import Decoder
 from engine.errors import ModelError
 from engine.families import gemma2, gemma3, llama, mistral, opt, qwen2, qwen3, smollm3
 from engine.kernels import Kernels
 from engine.shape import ModelShape
+from engine.weight_files import Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

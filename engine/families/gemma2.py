@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoint import Weights
 from engine.decoder import Attend, Rotations
 from engine.families import llama
 from engine.families.llama import LlamaDecoder
 from engine.kernels import Kernels
 from engine.shape import ModelShape
+from engine.weight_files import Weights
 
 
 def shape(config: Any) -> ModelShape:

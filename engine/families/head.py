@@ -7,8 +7,8 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from engine.checkpoint import Weights
 from engine.kernels import Linear
+from engine.weight_files import Weights
 
 
 class Headed:

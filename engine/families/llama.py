@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.activations import activation
-from engine.checkpoint import Weights
 from engine.decoder import Attend, Rotations
 from engine.families.head import Headed
 from engine.families.projections import Layout, Projected, Projections
 from engine.kernels import Kernels
 from engine.rotary import Rotary, interleave
 from engine.shape import AttentionKind, ModelShape
+from engine.weight_files import Weights
 
 LAYOUTS = {
     "a": Layout({name: f"self_attn.{name}_proj" for name in "qkv"}, {"o": "self_attn.o_proj"}),

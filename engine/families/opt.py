@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.activations import activation
-from engine.checkpoint import Weights
 from engine.decoder import Attend, Rotations
 from engine.families.head import Headed
 from engine.families.projections import Layout, Projected, Projections
 from engine.kernels import Kernels, Linear
 from engine.shape import ModelShape
+from engine.weight_files import Weights
 
 LAYOUTS = {
     "a": Layout({name: f"self_attn.{name}_proj" for name in "qkv"}, {"o": "self_attn.out_proj"}),

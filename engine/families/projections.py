@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from engine.adapter import Adapter, LowRank
-from engine.checkpoint import Weights
 from engine.errors import ScheduleError
 from engine.kernels import Kernels, Linear
 from engine.unit import Unit
+from engine.weight_files import Weights
 
 Modules = Mapping[str, str]  # projection -> where the checkpoint has it within a layer
 Arrange = Callable[[Tensor], Tensor]  # of a projection's rows [out, ...]

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoint import Weights
 from engine.decoder import Rotations
 from engine.families.llama import LlamaDecoder
 from engine.families.qwen2 import shape
 from engine.kernels import Kernels
 from engine.shape import ModelShape
+from engine.weight_files import Weights
 
 __all__ = ["SmolLM3Decoder", "shape"]
 

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 import engine
 from engine import Engine, ModelError, Sampling, Tokenizer, checkpoint, describe, digests
+from engine.weight_files import Weights
 
 MakeCheckpoint = Callable[..., Path]
 
@@ -371,7 +372,7 @@ def test_the_engine_imports_torch_and_the_hugging_face_stack_and_nothing_else() 
 
 
 def test_weights_come_in_the_dtype_asked_for(whole: Path) -> None:
-    weights = checkpoint.Weights(whole, torch.bfloat16)
+    weights = Weights(whole, torch.bfloat16)
     assert weights.take("model.norm.weight").dtype == torch.bfloat16
     assert "model.norm.weight" in weights
     assert "model.norm.bias" not in weights

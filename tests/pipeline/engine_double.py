@@ -33,6 +33,9 @@ class ByteTokenizer:
 
     encode_plain = encode
 
+    def as_text(self, text: str) -> str:
+        return text
+
     def encode_chat(self, user: str, system: str | None = None) -> list[int]:
         return [1, *(system or "").encode(), *user.encode(), 2]
 

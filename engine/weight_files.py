@@ -1,0 +1,121 @@
+"""The safetensors files of a checkpoint directory: looked over by their headers, then read tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from engine.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+INDEX = "model.safetensors.index.json"
+COMPUTABLE = {"F64", "F32", "F16", "BF16"}
+# Buffers that some checkpoints keep, none of which is read.
+IGNORED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "position_ids")
+_WAY_OUT = "this engine computes float32, bfloat16 and float16 weights: name the model that it was made from"
+
+
+class Weights:
+    """Tensors of a checkpoint directory by name, read on demand and converted to one dtype on the CPU."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype) -> None:
+        """Raises ModelError: a file is missing or damaged, or holds quantised tensors."""
+        self.dtype = dtype
+        self._file_of: dict[str, Path] = {}
+        index = _read_index(directory)
+        files = sorted(set(index.values())) if index is not None else sorted(directory.glob("*.safetensors"))
+        for file in files:
+            with open_weights(file) as opened:
+                names = list(opened.keys())
+                for name in names:
+                    _check_computable(file, name, opened.get_slice(name).get_dtype())
+            self._file_of |= dict.fromkeys(names, file)
+        for name, file in (index or {}).items():
+            if self._file_of.get(name) is None:
+                raise ModelError(f"weight file {str(file)!r} has no tensor {name!r}: fetch the checkpoint again")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def take(self, name: str) -> torch.Tensor:
+        """A copy of one tensor; raises ModelError if the checkpoint lacks it.
+
+        The file is opened anew each time: a mapping that stays open would keep every page read so far resident, and
+        loading would peak at twice the weights.
+        """
+        if name not in self._file_of:
+            raise ModelError(f"the checkpoint has no tensor {name!r}: it is incomplete or of another family")
+        with open_weights(self._file_of[name]) as opened:
+            tensor: torch.Tensor = opened.get_tensor(name)
+            return tensor.to(self.dtype, copy=True)
+
+    def size(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, without reading it."""
+        with open_weights(self._file_of[name]) as opened:
+            return tuple(opened.get_slice(name).get_shape())
+
+    def check_shapes(self, config: PreTrainedConfig) -> None:
+        """Raises ModelError, naming a tensor whose shape is not what the config asks for."""
+        from transformers import AutoModelForCausalLM
+
+        try:
+            with torch.device("meta"):
+                expected = AutoModelForCausalLM.from_config(config).state_dict()
+        except Exception:  # a config that nothing can be built of: the model's family says what of it
+            return
+        for name, tensor in expected.items():
+            if name in self and (found := self.size(name)) != tuple(tensor.shape):
+                raise ModelError(
+                    f"tensor {name!r} of {str(self._file_of[name])!r} has shape {list(found)}, config.json asks for "
+                    f"{list(tensor.shape)}: fetch the checkpoint again"
+                )
+
+
+@contextmanager
+def open_weights(file: Path) -> Iterator[Any]:
+    """An open safetensors file; raises ModelError naming one that is missing or damaged."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (OSError, SafetensorError, ValueError, OverflowError, MemoryError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"weight file {str(file)!r} cannot be read ({error}): fetch the checkpoint again") from error
+
+
+def check_not_quantised(config: Mapping[str, Any], model: str) -> None:
+    """Raises ModelError, naming the method, for a config that says its weights are quantised."""
+    said = config.get("quantization_config") or config.get("compression_config")
+    if said:
+        method = said.get("quant_method") if isinstance(said, Mapping) else None
+        raise ModelError(f"model {model!r} is quantised ({method or 'by a method it does not name'}): {_WAY_OUT}")
+
+
+def _check_computable(file: Path, name: str, dtype: str) -> None:
+    if dtype not in COMPUTABLE and not name.endswith(IGNORED):
+        raise ModelError(f"tensor {name!r} of {str(file)!r} is {dtype}, the model is quantised: {_WAY_OUT}")
+    if name.endswith(("_scale", "_scale_inv", ".qweight", ".scales", ".SCB", ".absmax", "_packed", ".weight_scale_2")):
+        raise ModelError(f"tensor {name!r} of {str(file)!r} scales others, the model is quantised: {_WAY_OUT}")
+
+
+def _read_index(directory: Path) -> dict[str, Path] | None:
+    """The file of each tensor, or None if there is no index. Raises ModelError."""
+    index = directory / INDEX
+    if not index.is_file():
+        return None
+    try:
+        found = json.loads(index.read_bytes())["weight_map"]
+        files = {str(name): str(file) for name, file in found.items()}
+        if not files or any(Path(file).name != file or not file.endswith(".safetensors") for file in files.values()):
+            raise ValueError("it names something that is no weight file beside it")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ModelError(f"the weights' index {str(index)!r} is damaged ({error!r}): fetch it again") from error
+    return {name: directory / file for name, file in files.items()}
