@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from pipeline.config import JobConfig
+from pipeline.dataset.patterns import finder
 
 
 class DatasetConfig(JobConfig):
@@ -26,8 +26,8 @@ class DatasetConfig(JobConfig):
     )
     min_chars: int = Field(1, ge=0, description="drop shorter generations")
     max_chars: int | None = Field(None, ge=1, description="drop longer generations")
-    require_pattern: str | None = Field(None, description="keep generations in which this regular expression is found")
-    forbid_pattern: str | None = Field(None, description="drop generations in which this regular expression is found")
+    require_pattern: str | None = Field(None, description="keep generations in which this RE2 expression is found")
+    forbid_pattern: str | None = Field(None, description="drop generations in which this RE2 expression is found")
     json_schema: str | None = Field(
         None, description="JSON Schema file: keep generations that are JSON and valid under it"
     )
@@ -54,9 +54,9 @@ class DatasetConfig(JobConfig):
     @classmethod
     def _is_pattern(cls, pattern: str | None) -> str | None:
         try:
-            re.compile(pattern or "")
-        except re.error as error:
-            raise ValueError(f"is no regular expression ({error})") from None
+            finder(pattern or "")
+        except ValueError as error:
+            raise ValueError(f"is no regular expression that can be used ({error})") from None
         return pattern
 
     @model_validator(mode="after")

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import re
 from collections import Counter
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import jsonschema
-from jsonschema.validators import validator_for
-
 from pipeline.dataset.config import DatasetConfig
-from pipeline.errors import JobError, one_line
+from pipeline.dataset.json_filter import json_filter, read_schema
+from pipeline.dataset.patterns import finder
 
 Row = Mapping[str, Any]
 ERROR, FINISH_REASON, LENGTH, PATTERN, JSON_SCHEMA, DUPLICATE = (
@@ -36,16 +31,16 @@ class Filters:
         self.dropped: Counter[str] = Counter()
         self._config = config
         self._seen: set[bytes] = set()
-        self._require = re.compile(config.require_pattern) if config.require_pattern is not None else None
-        self._forbid = re.compile(config.forbid_pattern) if config.forbid_pattern is not None else None
-        self._is_valid = _validator(config.json_schema) if config.json_schema is not None else None
+        self._require = finder(config.require_pattern) if config.require_pattern is not None else None
+        self._forbid = finder(config.forbid_pattern) if config.forbid_pattern is not None else None
+        self._is_valid = json_filter(config.json_schema) if config.json_schema is not None else None
 
     @property
     def described(self) -> dict[str, Any]:
         """All settings that decide what is kept; a JSON Schema by its content."""
         names = ("finish_reasons", "min_chars", "max_chars", "require_pattern", "forbid_pattern")
         schema = self._config.json_schema
-        content = json.loads(Path(schema).read_text()) if schema is not None else None
+        content = read_schema(schema) if schema is not None else None
         chosen = {name: getattr(self._config, name) for name in names}
         return {**chosen, "duplicates": self._config.duplicate_rule, "json_schema": content}
 
@@ -66,7 +61,7 @@ class Filters:
             return FINISH_REASON
         if len(text.strip()) < config.min_chars or (config.max_chars is not None and len(text) > config.max_chars):
             return LENGTH
-        if (self._require and not self._require.search(text)) or (self._forbid and self._forbid.search(text)):
+        if (self._require and not self._require(text)) or (self._forbid and self._forbid(text)):
             return PATTERN
         if self._is_valid is not None and not self._is_valid(text):
             return JSON_SCHEMA
@@ -81,22 +76,3 @@ class Filters:
             return True
         self._seen.add(digest)
         return False
-
-
-def _validator(path: str) -> Callable[[str], bool]:
-    try:
-        schema = json.loads(Path(path).read_text())
-        dialect = validator_for(schema, default=jsonschema.Draft202012Validator)
-        dialect.check_schema(schema)
-    except (OSError, ValueError, jsonschema.SchemaError) as error:
-        detail = error.message if isinstance(error, jsonschema.SchemaError) else one_line(error)
-        raise JobError(f"json_schema {path!r} is no JSON Schema ({detail}): repair it") from error
-    validator = dialect(schema)
-
-    def is_valid(text: str) -> bool:
-        try:
-            return bool(validator.is_valid(json.loads(text)))
-        except (ValueError, RecursionError):
-            return False
-
-    return is_valid

@@ -67,8 +67,8 @@ def test_a_damaged_record_is_named(storage: Storage, content: bytes) -> None:
 
 
 def test_a_changed_model_is_named_by_its_file(storage: Storage) -> None:
-    was = {"model": ["m", "digest", "float32"], "model_files": {"model.safetensors": "1", "tokenizer.json": "1"}}
-    now = {"model": ["m", "other", "float32"], "model_files": {"model.safetensors": "2", "tokenizer.json": "1"}}
+    was = RUN | {"model": ["m", "digest", "float32"], "model_files": {"model.safetensors": "1", "tokenizer.json": "1"}}
+    now = RUN | {"model": ["m", "other", "float32"], "model_files": {"model.safetensors": "2", "tokenizer.json": "1"}}
     claim_output(storage, was)
     with pytest.raises(
         JobError, match=r"which differs in model: the weights file model\.safetensors differs; name another output"

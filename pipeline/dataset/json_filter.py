@@ -1,0 +1,164 @@
+"""Which texts are JSON and valid under a JSON Schema, all of whose references are found before any text is read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+from jsonschema import ValidationError
+from jsonschema.validators import extend, validator_for
+from jsonschema_specifications import REGISTRY
+from referencing import Registry, Resource
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
+
+from pipeline.dataset.patterns import finder
+from pipeline.errors import JobError, one_line
+from pipeline.records import LARGE, parse_json
+
+log = logging.getLogger(__name__)
+
+MOST_SAID = 3  # texts on which validation itself fails
+REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+
+
+def read_schema(path: str) -> Any:
+    """The content of a schema file. Raises JobError."""
+    try:
+        with Path(path).open("rb") as file:
+            schema = parse_json(file.read(LARGE))
+        if not isinstance(schema, dict | bool):
+            raise ValueError("it is no object")
+        return schema
+    except (OSError, ValueError) as error:
+        raise JobError(f"json_schema {path!r} is no JSON Schema ({one_line(error)}): repair it") from error
+
+
+def json_filter(path: str) -> Callable[[str], bool]:
+    """Whether a text is JSON and valid under the schema in a file.
+
+    Raises JobError if the schema cannot be used: it is none, or refers to what is not in it, or has a pattern that
+    RE2 has not, or never ends.
+    """
+    schema = read_schema(path)
+    try:
+        dialect = validator_for(schema, default=jsonschema.Draft202012Validator)
+        dialect.check_schema(schema)
+        finders = {pattern: finder(pattern) for pattern in _check(schema)}
+    except jsonschema.SchemaError as error:
+        raise JobError(f"json_schema {path!r} is no JSON Schema ({one_line(_Message(error))}): repair it") from error
+    except Exception as error:  # of libraries, at whatever a file may hold
+        raise JobError(f"json_schema {path!r} cannot be used ({one_line(error)}): rewrite it") from error
+    validator = extend(dialect, _keywords(finders))(schema, registry=REGISTRY)
+    try:
+        for kind in ("null", "true", "0", "0.5", '""', "[]", "{}"):
+            validator.is_valid(parse_json(kind))
+    except RecursionError as error:
+        raise JobError(f"json_schema {path!r} refers to itself without end: let it descend into the value") from error
+    except Exception as error:
+        raise JobError(f"json_schema {path!r} cannot be used ({one_line(error)}): rewrite it") from error
+    return _Valid(validator)
+
+
+class _Valid:
+    """What a validator cannot decide is not valid, and is said: no text may stop the filter of a run that is paid."""
+
+    def __init__(self, validator: Any) -> None:
+        self._validator = validator
+        self._failed = 0
+
+    def __call__(self, text: str) -> bool:
+        try:
+            value = parse_json(text)
+        except ValueError:
+            return False
+        try:
+            return bool(self._validator.is_valid(value))
+        except Exception as error:
+            self._failed += 1
+            if self._failed <= MOST_SAID:
+                log.warning(
+                    "a generation is dropped under json_schema, for it could not be validated (%s: %s): %.80r",
+                    type(error).__name__, one_line(error), text,
+                )  # fmt: skip
+            return False
+
+
+class _Message(Exception):
+    """The first line of what jsonschema says."""
+
+    def __init__(self, error: jsonschema.SchemaError) -> None:
+        super().__init__(error.message)
+
+
+def _check(schema: Any) -> set[str]:
+    """All patterns of a schema and of what it refers to. Raises ValueError for a reference that leads nowhere."""
+    resource = Resource.from_contents(schema, default_specification=DRAFT202012)
+    base = resource.id() or ""
+    registry: Registry[Any] = REGISTRY.with_resource(base, resource).crawl()
+    left, seen, patterns, keywords = [(resource, registry.resolver(base))], set(), set[str](), set[str]()
+    while left:
+        resource, resolver = left.pop()
+        contents = resource.contents
+        if id(contents) in seen or not isinstance(contents, Mapping):
+            continue
+        seen.add(id(contents))
+        keywords |= contents.keys()
+        patterns |= {contents["pattern"]} if isinstance(contents.get("pattern"), str) else set()
+        patterns |= set(contents.get("patternProperties") or ())
+        for name in REFERENCES:
+            if name in contents:
+                found = _resolved(resolver, str(contents[name]))
+                left.append((Resource.from_contents(found.contents, default_specification=DRAFT202012), found.resolver))
+        left += [(part, resolver.in_subresource(part)) for part in resource.subresources()]
+    if "patternProperties" in keywords and keywords & {"unevaluatedProperties"}:
+        raise ValueError("patternProperties together with unevaluatedProperties is not supported")
+    return patterns
+
+
+def _resolved(resolver: Any, reference: str) -> Any:
+    try:
+        return resolver.lookup(reference)
+    except Unresolvable:
+        raise ValueError(
+            f"reference {reference!r} leads to nothing in the file, and nothing is fetched: put what it means in $defs"
+        ) from None
+
+
+def _keywords(finders: Mapping[str, Callable[[str], bool]]) -> dict[str, Any]:
+    """Keywords whose own implementation may take forever or fail."""
+
+    def pattern(validator: Any, wanted: str, value: Any, schema: Any) -> Iterator[ValidationError]:
+        if validator.is_type(value, "string") and not finders[wanted](value):
+            yield ValidationError(f"{value!r} does not match {wanted!r}")
+
+    def pattern_properties(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[ValidationError]:
+        if validator.is_type(value, "object"):
+            for expression, part in wanted.items():
+                for name, item in value.items():
+                    if finders[expression](name):
+                        yield from validator.descend(item, part, path=name, schema_path=expression)
+
+    def additional_properties(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[ValidationError]:
+        if not validator.is_type(value, "object"):
+            return
+        named, expressions = schema.get("properties", {}), schema.get("patternProperties", {})
+        for name, item in value.items():
+            if name not in named and not any(finders[expression](name) for expression in expressions):
+                yield from validator.descend(item, wanted, path=name)
+
+    def multiple_of(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[ValidationError]:
+        # As decimal numbers, which is what stands in the text: 0.07 is a multiple of 0.01.
+        if validator.is_type(value, "number") and Fraction(str(value)) % Fraction(str(wanted)):
+            yield ValidationError(f"{value!r} is not a multiple of {wanted}")
+
+    return {
+        "pattern": pattern,
+        "patternProperties": pattern_properties,
+        "additionalProperties": additional_properties,
+        "multipleOf": multiple_of,
+    }

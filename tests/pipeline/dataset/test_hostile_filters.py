@@ -1,0 +1,91 @@
+"""No schema and no generation can stop the filters of a run that is paid for, nor keep them busy for long."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from pipeline.dataset.config import DatasetConfig
+from pipeline.dataset.filters import Filters
+from pipeline.errors import JobError
+
+
+def _filters(folder: Path, schema: Any = None, **options: Any) -> Filters:
+    if schema is not None:
+        file = folder / "schema.json"
+        file.write_text(schema if isinstance(schema, str) else json.dumps(schema))
+        options["json_schema"] = str(file)
+    return Filters(DatasetConfig(input="in", output="out", **options))
+
+
+def _reason(filters: Filters, text: str) -> str | None:
+    return filters.reason_to_drop({"error": None, "generation": text, "finish_reason": "stop"})
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("0.07", None), ("19.99", None), ("0.005", "json_schema"), ("1e999", "json_schema"), ("-1e999", "json_schema"),
+     ("NaN", "json_schema"), ("Infinity", "json_schema"), ("9" * 400, None), ("1e308", None),
+     ("[" * 100_000, "json_schema"), ("9" * 5_000, "json_schema")],
+)  # fmt: skip
+def test_any_number_is_a_multiple_of_a_hundredth_or_is_not(tmp_path: Path, text: str, reason: str | None) -> None:
+    assert _reason(_filters(tmp_path, {"multipleOf": 0.01}), text) == reason
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ({"$ref": "#/$defs/missing"}, r"'#/\$defs/missing' leads to nothing in the file"),
+        ({"properties": {"a": {"items": {"$ref": "other.json"}}}}, "'other.json' leads to nothing"),
+        ({"$ref": "http://127.0.0.1:9/schema.json"}, "nothing is fetched: put what it means in"),
+        ({"$ref": "#/x", "x": {"$ref": "#/y"}}, "'#/y' leads to nothing"),
+        ({"$ref": "#"}, "refers to itself without end"),
+        ({"pattern": "(?=a)b"}, "patterns are RE2's"),
+        ({"patternProperties": {"(a)\\1": {}}}, "patterns are RE2's"),
+        ({"type": "nothing"}, "is no JSON Schema"),
+        ('{"maximum": NaN}', "NaN is no JSON"),
+        ("[" * 10_000, "is no JSON Schema"),
+        ("7", "json_schema"),
+    ],
+)
+def test_a_schema_that_cannot_be_used_is_refused_before_anything_is_generated(
+    tmp_path: Path, schema: Any, why: str
+) -> None:
+    with pytest.raises(JobError, match=why):
+        _filters(tmp_path, schema)
+
+
+def test_references_inside_the_file_are_followed(tmp_path: Path) -> None:
+    tree = {"$defs": {"tree": {"type": "object", "properties": {"left": {"$ref": "#/$defs/tree"}},
+                               "additionalProperties": False}}, "$ref": "#/$defs/tree"}  # fmt: skip
+    filters = _filters(tmp_path, tree)
+    assert _reason(filters, '{"left": {"left": {}}}') is None
+    assert _reason(filters, '{"left": {"left": 7}}') == "json_schema"
+    assert _reason(filters, '{"right": {}}') == "json_schema"
+    assert _reason(filters, '{"left":' * 60 + "{}" + "}" * 60) in (None, "json_schema")
+
+
+@pytest.mark.parametrize("where", ["require_pattern", "pattern", "patternProperties"])
+def test_no_pattern_takes_longer_than_its_text(tmp_path: Path, where: str) -> None:
+    slow, text = r"^(\w+\s?)+$", "aaaaaaaaaaaaaaaaaaaaaaaaaaaa!"
+    if where == "require_pattern":
+        filters, reason = _filters(tmp_path, require_pattern=slow), "pattern"
+    elif where == "pattern":
+        filters, text, reason = _filters(tmp_path, {"pattern": slow}), json.dumps(text), "json_schema"
+    else:
+        schema = {"patternProperties": {slow: {}}, "additionalProperties": False}
+        filters, text, reason = _filters(tmp_path, schema), json.dumps({text: 1}), "json_schema"
+    started = time.monotonic()
+    assert _reason(filters, text) == reason
+    assert time.monotonic() - started < 5  # 23 s by backtracking
+
+
+def test_a_pattern_that_is_not_in_linear_time_is_refused_by_name() -> None:
+    for pattern in (r"(?=a)b", r"(a)\1", "("):
+        with pytest.raises(ValidationError, match="patterns are RE2's, without look-around and back-references"):
+            DatasetConfig(input="in", output="out", forbid_pattern=pattern)
