@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Compiling what is never imported would double the time of an installation.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint infra/constraints.txt
 
-.PHONY: help install demo local test test-slow test-cluster chaos scale lint benchmark benchmark-gpu quality-report adapt-demo clean
+.PHONY: help install demo local test test-slow test-cluster test-stores chaos scale lint benchmark benchmark-gpu quality-report adapt-demo clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -45,6 +45,10 @@ chaos: install  ## 200 random fault schedules on real parts, an hour or two; rep
 scale: install  ## 10 million rows through the pipeline and 100,000 commits resumed, on an engine double; prints figures
 	PYTHONPATH=.:tests:tests/pipeline $(BIN)/python tests/pipeline/scale.py $(SCALE)
 
+test-stores: install  ## Azure's and Google's stores on emulators, a minute or two; Azure's needs npm and node
+	infra/stores/install.sh
+	.venv-stores/bin/python -m pytest tests/stores
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -74,4 +78,4 @@ quality-report: install  ## every rival and the schedules in SCHEDULES against f
 		$(addprefix --schedules ,$(SCHEDULES)) --output out/quality
 
 clean:  ## remove the environment and all outputs
-	rm -rf $(VENV) out build *.egg-info
+	rm -rf $(VENV) .venv-stores out build *.egg-info

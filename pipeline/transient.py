@@ -73,10 +73,12 @@ def is_transient(error: BaseException) -> bool:
             return _passes(status_of(cause) or 0) or status_of(cause) == 409 or code in _CODES
     if isinstance(error, _PERMANENT):
         return False
+    if isinstance(error, _CONNECTION) and not isinstance(error, aiohttp.ClientResponseError):
+        return True
     status = status_of(error)
     if status is not None:
         return _passes(status)
-    if isinstance(error, _CONNECTION) or not _CONNECTION_NAMES.isdisjoint(_names(error)):
+    if not _CONNECTION_NAMES.isdisjoint(_names(error)):
         return True
     return isinstance(error, OSError) and error.errno in _ERRNOS
 
@@ -86,6 +88,8 @@ def status_of(error: BaseException) -> int | None:
     for cause in _causes(error):
         if isinstance(cause, botocore.exceptions.ClientError):
             return int(cause.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) or None
+        if isinstance(cause, aiohttp.http_exceptions.HttpProcessingError):
+            continue  # an answer cut short has a code that no server sent
         # azure; aiohttp; gcsfs; requests and huggingface_hub
         answer = getattr(cause, "response", None)
         for holder, name in ((cause, "status_code"), (cause, "status"), (cause, "code"), (answer, "status_code")):

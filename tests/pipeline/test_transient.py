@@ -9,7 +9,9 @@ import time
 import aiohttp
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError
+from multidict import CIMultiDict, CIMultiDictProxy
 from s3fs.errors import translate_boto_error
+from yarl import URL
 
 from pipeline import transient
 from pipeline.transient import is_transient, patiently
@@ -21,6 +23,16 @@ def answered(code: str, status: int) -> Exception:
     error = ClientError(response, "PutObject")  # type: ignore[arg-type]
     translated: Exception = translate_boto_error(error)
     return translated
+
+
+def cut_short() -> Exception:
+    """Half of an answer's body, as aiohttp raises it."""
+    error = aiohttp.ClientPayloadError("Response payload is not completed")
+    error.__cause__ = aiohttp.http_exceptions.ContentLengthError("Not enough data")
+    return error
+
+
+REQUEST = aiohttp.RequestInfo(URL("http://127.0.0.1"), "GET", CIMultiDictProxy(CIMultiDict()))
 
 
 @pytest.mark.parametrize(
@@ -37,6 +49,8 @@ def answered(code: str, status: int) -> Exception:
         TimeoutError(),
         EndpointConnectionError(endpoint_url="http://127.0.0.1"),
         aiohttp.ClientPayloadError("cut short"),
+        cut_short(),
+        aiohttp.ClientResponseError(REQUEST, (), status=503),
         OSError(errno.ENOSPC, "No space left on device"),
     ],
 )
@@ -53,6 +67,8 @@ def test_throttling_resets_outages_and_full_disks_pass(error: Exception) -> None
         answered("InvalidBucketName", 400),
         answered("PreconditionFailed", 412),
         answered("PermanentRedirect", 301),
+        answered("NotImplemented", 501),
+        aiohttp.ClientResponseError(REQUEST, (), status=403),
         NoCredentialsError(),
         PermissionError(errno.EACCES, "denied"),
         FileNotFoundError(),
