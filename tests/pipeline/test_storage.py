@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 import subprocess
 import time
@@ -172,6 +174,21 @@ def test_a_refusal_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(StorageRefused, match="cannot be written to"):
         Storage(str(tmp_path)).write("data/unit", b"")
     assert time.monotonic() - began < 2.0
+
+
+def test_a_disk_without_hard_links_is_no_place_for_an_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(source: str, target: str) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")  # what FAT answers
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(StorageRefused, match="cannot hold an output, for its file system has no hard links"):
+        Storage(str(tmp_path)).prove_put_if_absent()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_put_if_absent_is_proven_on_a_disk_and_nothing_is_left(tmp_path: Path) -> None:
+    Storage(str(tmp_path)).prove_put_if_absent()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_reader_fetches_what_it_is_asked_for_and_no_more(tmp_path: Path) -> None:
