@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 from pipeline.errors import JobError
 from pipeline.flop_sums import FlopSums
 from pipeline.records import SMALL, Amount, Count, DataFile, Flops, Record, UnitName, parse_json
+from pipeline.redaction import redacted
 from pipeline.row_groups import to_parquet
 from pipeline.storage import Storage
 from pipeline.stores import Unfit
@@ -141,7 +142,7 @@ def commit_unit(
         file=f"{DATA}/{unit.id}-{attempt}.parquet",
         checksum=checksum(content),
         size=len(content),
-        path=unit.path,
+        path=redacted(unit.path),
         start=unit.start,
         run=run,
         sample=unit.sample,

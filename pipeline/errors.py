@@ -1,12 +1,20 @@
 """What ends a job. Each message is one sentence that names the bad value and the way out."""
 
+from pipeline.redaction import redacted
+
 
 class JobError(Exception):
     """The job cannot start or go on: the input, the output or the configuration has to change first."""
 
+    def __init__(self, message: object = "") -> None:
+        super().__init__(redacted(str(message)))
+
 
 class JobStopped(Exception):
     """The job ended before its end through nothing that its configuration could change; a rerun resumes it."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(redacted(str(message)))
 
 
 class UnitsFailed(Exception):
@@ -19,4 +27,4 @@ class NothingToDo(Exception):
 
 def one_line(error: BaseException) -> str:
     """What a library says in several lines, for use inside such a message."""
-    return " ".join(str(error).split()) or type(error).__name__
+    return redacted(" ".join(str(error).split())) or type(error).__name__

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
 from pipeline.records import Count, Record, UnitName
+from pipeline.redaction import redacted
 from pipeline.storage import Storage
 from pipeline.unit import WorkUnit
 
@@ -30,7 +31,7 @@ _RECORD: Record[FailedUnit] = Record(FailedUnit, "delete it, and start the job a
 
 def record_failure(storage: Storage, unit: WorkUnit, attempts: int, error: str) -> FailedUnit:
     """Write a unit's record, over that of an earlier session."""
-    failed = FailedUnit(unit.id, unit.path, unit.start, unit.rows, attempts, error)
+    failed = FailedUnit(unit.id, redacted(unit.path), unit.start, unit.rows, attempts, redacted(error))
     storage.write(f"{FAILED}/{unit.id}.json", json.dumps(asdict(failed), indent=1).encode())
     return failed
 

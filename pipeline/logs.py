@@ -12,6 +12,8 @@ from typing import Literal
 
 from pythonjsonlogger.json import JsonFormatter
 
+from pipeline.redaction import redacted
+
 LogFormat = Literal["text", "json"]
 PACKAGES = ("engine", "pipeline", "jobs")
 
@@ -34,16 +36,28 @@ class _About(logging.Filter):
 _about = _About()
 
 
+class _Text(logging.Formatter):
+    """Without what is secret in a URL, wherever a line has it from."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(super().format(record))
+
+
+class _Json(JsonFormatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(super().format(record))
+
+
 def set_up(format: LogFormat) -> None:
     """Send our own progress, and other packages' warnings, to stderr, in the format of the last call."""
     handler = logging.StreamHandler()
     if format == "json":
         names = {"levelname": "level", "name": "logger"}
         shown = " ".join(f"%({name})s" for name in (*names, "message"))
-        handler.setFormatter(JsonFormatter(shown, rename_fields=names, timestamp="time"))
+        handler.setFormatter(_Json(shown, rename_fields=names, timestamp="time"))
         handler.addFilter(_about)
     else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        handler.setFormatter(_Text("%(asctime)s %(message)s"))
     _about.machines = format == "json"
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     for package in PACKAGES:

@@ -18,6 +18,7 @@ from pipeline.errors import JobError, JobStopped, one_line
 from pipeline.input_files import find_input_files
 from pipeline.known_files import KnownFile, file_version
 from pipeline.read import open_parquet
+from pipeline.redaction import redacted
 from pipeline.show import is_text
 from pipeline.storage import Storage, stamp
 from pipeline.template import PromptTemplate
@@ -140,7 +141,7 @@ def _read_footers(storage: Storage, known: Mapping[str, KnownFile] | None) -> tu
 
 
 def _read_footer(storage: Storage, path: str, known: Mapping[str, KnownFile] | None) -> InputFile:
-    name, checksum, identity, version = storage.relative(path), None, "", ""
+    name, checksum, identity, version = redacted(storage.relative(path)), None, "", ""
     try:
         info = storage.info(path)
         identity = stamp(info)
@@ -155,7 +156,7 @@ def _read_footer(storage: Storage, path: str, known: Mapping[str, KnownFile] | N
         raise
     except Exception as error:  # libraries raise much at a damaged footer
         said = one_line(error) if isinstance(error, OSError | pa.ArrowException | JobError) else repr(error)
-        problem = f"input file {path!r} cannot be read as Parquet ({said}): repair it or take it out"
+        problem = f"input file {redacted(path)!r} cannot be read as Parquet ({said}): repair it or take it out"
         version = "" if known is None else file_version(name, identity)
         return InputFile(path, identity, (), pa.schema([]), name, None, version, problem)
     return InputFile(path, identity, groups, schema, name, checksum, version)

@@ -19,6 +19,7 @@ from pipeline.chart_style import ACCENT, INK, PALE, to_svg
 from pipeline.commit import Commit, Totals
 from pipeline.config import JobConfig
 from pipeline.forecast import Line
+from pipeline.redaction import redacted
 from pipeline.row_groups import open_parquet, read_batches
 from pipeline.rows import GENERATED
 from pipeline.show import shown
@@ -55,12 +56,13 @@ def write_report(
     charts = [_flops_chart(totals), _schedule_chart(schedule)]
     if looked.prompt_tokens:
         charts.insert(1, _lengths_chart(looked))
+    shown_config = config.model_dump(mode="json", exclude_none=True)
     environment = Environment(loader=PackageLoader("pipeline", "."), autoescape=True, trim_blocks=True)
     html = environment.get_template("report.html.jinja").render(
         run=run,
         shape=shape,
         totals=totals,
-        config=config.model_dump(mode="json", exclude_none=True),
+        config={name: redacted(str(value)) for name, value in shown_config.items()},
         facts=summary(totals, shape.layers) | bill(config, totals),
         planned=planned,
         stats=stats,

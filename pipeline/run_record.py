@@ -27,6 +27,7 @@ from pipeline.input_record import INPUT
 from pipeline.known_files import INPUTS_FILE
 from pipeline.plan import Plan
 from pipeline.records import LARGE, Count, Fingerprint, Record
+from pipeline.redaction import redacted
 from pipeline.report import REPORT_FILE
 from pipeline.storage import Storage
 
@@ -93,9 +94,9 @@ def _describe_input(config: JobConfig, plan: Plan) -> dict[str, Any]:
     if config.incremental:
         # Files may come, change and go; where they lie belongs to the run, for another input may have the same names in
         # it, and so do the types of their columns, for all of the output has one schema.
-        return {"incremental": True, "root": config.input, "kept": kept}
+        return {"incremental": True, "root": redacted(config.input), "kept": kept}
     # Which files these are is held apart, see `input_record`: one that can't be read yet must not name another run.
-    return {"root": config.input, "limit": config.limit, "kept": kept}
+    return {"root": redacted(config.input), "limit": config.limit, "kept": kept}
 
 
 def fingerprint(description: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.errors import JobError
+from pipeline.errors import JobError, one_line
+from pipeline.records import parse_json
 from pipeline.storage import Storage
 
 URL = "/v1/chat/completions"
@@ -23,6 +25,7 @@ ID, MESSAGES = "custom_id", "messages"
 REQUESTS_FILE = "_requests/requests.parquet"
 OUTPUT_FILE, ERRORS_FILE = "output.jsonl", "errors.jsonl"
 ANSWERED = [ID, "sample", "generation", "finish_reason", "prompt_tokens", "generated_tokens", "error"]  # columns
+_HALF = re.compile("[\ud800-\udfff]")
 SCHEMA = pa.schema([(ID, pa.string()), (MESSAGES, pa.string())])
 
 # Parameters of a request body -> options of the job.
@@ -149,9 +152,11 @@ def _lines(lines: Iterable[str]) -> str:
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
-        request = json.loads(line)
+        request = parse_json(line)
     except ValueError as error:
-        raise JobError(f"{where} is no JSON ({error}): repair it") from error
+        raise JobError(f"{where} is no JSON ({one_line(error)}): repair it") from error
+    if _HALF.search(json.dumps(request, ensure_ascii=False)):
+        raise JobError(f"{where} has half a surrogate pair, which is no text: repair it")
     if not isinstance(request, dict) or not isinstance(request.get(ID), str) or not request[ID]:
         raise JobError(f"{where} has no custom_id: give each request one")
     if request.get("method") != "POST" or request.get("url") != URL:

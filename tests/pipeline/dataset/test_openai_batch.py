@@ -72,6 +72,20 @@ def test_a_request_that_cannot_be_answered_is_named_by_its_line(
         read_requests(write(tmp_path / "in.jsonl", request("a"), second))
 
 
+@pytest.mark.parametrize(
+    "line",
+    [b"{", b"[]", b"null", b"7", b"\xff", b"[" * 100_000, b'{"custom_id": NaN}', b"9" * 5_000, b'\xef\xbb\xbf{}',
+     b'{"custom_id": "\\ud800", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [{}]}}',
+     b'{"custom_id": "b", "method": {}, "url": [], "body": 1}',
+     b'{"custom_id": "b", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [1], "seed": 1e999}}'],
+)  # fmt: skip
+def test_a_line_of_any_kind_ends_in_a_sentence_with_its_number(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_bytes(json.dumps(request()).encode() + b"\n" + line + b"\n")
+    with pytest.raises(JobError, match=r"^line 2 of '.*requests\.jsonl'"):
+        read_requests(Storage(str(path)))
+
+
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="no requests"):
         read_requests(write(tmp_path / "in.jsonl"))

@@ -1,0 +1,27 @@
+"""What lets whoever holds a URL in: signatures, tokens, keys. None of it is written anywhere."""
+
+from __future__ import annotations
+
+import re
+
+# Of presigned URLs (S3, Google), shared access signatures (Azure), and what else goes by such a name. Dates of expiry
+# go too: the same object under a fresh signature is the same input.
+_SECRET = re.compile(
+    r"([?&])(?:x-amz-[\w-]+|x-goog-[\w-]+|awsaccesskeyid|googleaccessid|signature|expires|policy|key-pair-id|key|code|"
+    r"sig|s[etpvrs]|srt|spr|sip|sk[a-z]+|(?:[\w-]*(?:token|secret|passw|credential|api[-_]?key|auth)[\w-]*))"
+    r"=[^&\s'\"<>]*",
+    re.IGNORECASE,
+)
+_USER = re.compile(r"(://)[^/\s@'\"]+:[^/\s@'\"]+@")
+_CUT = "\0"
+
+
+def redacted(text: str) -> str:
+    """A URL, or a text with URLs in it, less what is secret in them; anything else as it is."""
+    if "://" not in text:
+        return text
+    text = _USER.sub(r"\1", text)
+    while (shorter := _SECRET.sub(lambda found: found[1] + _CUT, text)) != text:
+        text = shorter
+    # "?CUT&CUT&name=value" leaves "?name=value"
+    return re.sub(r"[?&]\0", "", re.sub(r"([?&])(?:\0&)+", r"\1", text))

@@ -1,0 +1,36 @@
+"""Whatever columns and patterns are called, the card shows them and means nothing else."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pytest
+import yaml
+from markdown_it import MarkdownIt
+
+from pipeline.commit import Totals
+from pipeline.dataset.card import write_card
+from pipeline.dataset.config import DatasetConfig
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [HOSTILE, f"`{HOSTILE}`", f"a | b\n\n{HOSTILE}", f"```\n{HOSTILE}", f"</code>{HOSTILE}", f"---\nx: {HOSTILE}"],
+)
+def test_no_text_in_a_card_is_markup(text: str) -> None:
+    config = DatasetConfig(
+        input="in", output=f"out/{text}", prompt=f"{text.replace('{', '')} {{text}}", system=text, dataset_name=text,
+        dataset_license=text, forbid_pattern="x",
+    )  # fmt: skip
+    run = {"model": [text], "version": "1", "fingerprint": "0", "sampling": {"stop": [text]}}
+    manifest = {"dropped": {"pattern": 1}, "filters": {"forbid_pattern": text}}
+    schema = pa.schema([(text, pa.struct([(text, pa.string())]))])
+    card = write_card(config, run, Totals(rows=1), manifest, schema, [])
+    _, front, body = card.split("---\n", 2) if not text.startswith("---") else ("", *card[4:].split("\n---\n", 1))
+    assert yaml.safe_load(front)["pretty_name"] == text
+    html = MarkdownIt("commonmark").enable("table").render(body)
+    assert "<img" not in html
+    assert html.count("<table>") == 2
+    (columns,) = [part for part in html.split("<table>") if "column" in part and "type" in part and "<td" in part][-1:]
+    assert columns.count("<td") == 2

@@ -1,0 +1,62 @@
+"""A signature in a URL stands nowhere afterwards."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from pipeline import logs
+from pipeline.commit import commit_unit
+from pipeline.errors import JobError
+from pipeline.failed import record_failure
+from pipeline.redaction import redacted
+from pipeline.rows import GENERATED
+from pipeline.storage import Storage
+from pipeline.unit import WorkUnit
+
+SECRET = "5ecret"
+
+
+def test_what_is_secret_in_an_inputs_url_stands_in_no_record(tmp_path: Path) -> None:
+    url = f"https://h/x.parquet?X-Amz-Date=1&access_token={SECRET}&versionId=3"
+    storage, unit = Storage(str(tmp_path)), WorkUnit("00000-000000000", url, 0, 1)
+    record_failure(storage, unit, 1, f"reading {url} failed")
+    rows = [{"mean_active_layers": 1.0, "generated_tokens": 1}]
+    commit_unit(storage, unit, pa.Table.from_pylist(rows, schema=GENERATED), 0, 0.0)
+    written = [file for file in tmp_path.rglob("*.json") if file.is_file()]
+    assert len(written) == 2
+    for file in written:
+        assert SECRET not in file.read_text()
+        assert "https://h/x.parquet?versionId=3" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("https://h/x?X-Amz-Credential=a%2Fb&X-Amz-Signature=c&versionId=3", "https://h/x?versionId=3"),
+        ("'https://h/x?sv=1&sig=a%3D&se=3'", "'https://h/x'"),
+        ("https://h/x?a=b&access_token=c", "https://h/x?a=b"),
+        ("https://h/x?Signature=c&Expires=1&x=2", "https://h/x?x=2"),
+        ("https://user:word@h/x", "https://h/x"),
+        ("s3://b/part-?.parquet", "s3://b/part-?.parquet"),
+        ("is it a?sig=1", "is it a?sig=1"),
+    ],
+)
+def test_what_is_secret_in_a_url_is_taken_out_and_nothing_else(text: str, left: str) -> None:
+    assert redacted(text) == left
+    assert str(JobError(text)) == left
+
+
+@pytest.mark.parametrize("format", ["text", "json"])
+def test_no_line_of_the_log_repeats_a_signature(format: logs.LogFormat, capsys: pytest.CaptureFixture[str]) -> None:
+    logs.set_up(format)
+    try:
+        raise OSError("https://h/x?sig=5ecret")
+    except OSError:
+        logging.getLogger("pipeline").exception("reading %s", "https://h/x?sig=5ecret")
+    said = capsys.readouterr().err
+    assert "https://h/x" in said
+    assert SECRET not in said
