@@ -230,10 +230,14 @@ def _convert_gguf(gguf: Path, directory: Path) -> None:
     check_gguf(gguf)
     where = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     try:
-        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+        model, loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(**where)
     except Exception as error:  # libraries raise much at a damaged file
         raise ModelError(f"GGUF file {str(gguf)!r} cannot be converted: {_one_line(error)}") from error
+    # What it does not find is drawn at random, with a warning.
+    absent = sorted([*loaded["missing_keys"], *(str(key) for key in loaded["mismatched_keys"])])
+    if absent:
+        raise ModelError(f"GGUF file {str(gguf)!r} is damaged (it has no tensor for {absent[0]!r}): fetch it again")
     # The weights are plain float32 now; with the mark left on, transformers refuses to save them.
     model.hf_quantizer = None
     model.is_quantized = False

@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import pickle
+import random
+import resource
 import shutil
 import sys
 import time
@@ -450,3 +452,132 @@ def test_a_hub_id_means_one_revision(whole: Path, tmp_path: Path, monkeypatch: p
     assert checkpoint.resolve(pinned) == pinned
     assert checkpoint.resolve("somebody/some-model") == f"somebody/some-model@{later}"
     assert checkpoint.resolve(str(whole)) == str(whole)
+
+
+# --- quantised checkpoints ---
+
+
+@pytest.mark.parametrize(
+    "said", [{"quant_method": "fp8"}, {"quant_method": "bitsandbytes"}, {"quant_method": "gptq"}, {"bits": 4}]
+)
+def test_a_config_of_a_quantised_model_is_refused_by_its_method(copied: Path, said: dict[str, Any]) -> None:
+    edit_config(copied, quantization_config=said)
+    method = said.get("quant_method", "by a method it does not name")
+    for read in (Engine.load, describe):
+        with pytest.raises(ModelError, match=rf"copy' is quantised \({method}\): .* name the model that it was made"):
+            read(str(copied))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "said"),
+    [
+        ("model.layers.0.mlp.up_proj.weight", torch.zeros(48, 32, dtype=torch.float8_e4m3fn), "is F8_E4M3"),
+        ("model.layers.0.mlp.up_proj.weight", torch.zeros(48, 32, dtype=torch.int8), "is I8"),
+        ("model.layers.0.mlp.up_proj.qweight", torch.zeros(4, 48, dtype=torch.int32), "is I32"),
+        ("model.layers.0.mlp.up_proj.weight_scale_inv", torch.ones(1), "scales others"),
+    ],
+)
+def test_tensors_of_a_quantised_model_are_refused_though_the_config_is_silent(
+    copied: Path, name: str, tensor: torch.Tensor, said: str
+) -> None:
+    file = copied / "model.safetensors"
+    save_file({**load_file(file), name: tensor}, file)
+    for read in (Engine.load, checkpoint.check_weights):
+        with pytest.raises(ModelError, match=rf"'{name}' of .* {said}, the model is quantised"):
+            read(str(copied))
+
+
+# --- damaged checkpoints ---
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": 1}', '{"weight_map": {"a": "../../x.safetensors"}}'])
+def test_a_damaged_index_is_refused_by_name(copied: Path, content: str) -> None:
+    (copied / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json' is damaged"):
+        Engine.load(str(copied))
+
+
+def test_a_tensor_of_another_shape_is_refused_by_name(copied: Path) -> None:
+    file = copied / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({**tensors, name: tensors[name].T.contiguous()}, file)
+    with pytest.raises(ModelError, match=rf"'{name}' .* has shape \[32, 48\], config\.json asks for \[48, 32\]"):
+        Engine.load(str(copied))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
+def test_a_truncated_gguf_file_is_refused_by_name(
+    gguf_file: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    file, _ = gguf_file
+    content = file.read_bytes()
+    file.write_bytes(content[: int(len(content) * share)])
+    for read in (Engine.load, describe, checkpoint.check_weights):
+        with pytest.raises(ModelError, match=r"tiny\.gguf' is damaged \(.*\): fetch it again"):
+            read(str(file))
+
+
+def test_a_gguf_file_that_lacks_a_tensor_is_refused_by_name(
+    gguf_file: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    file, _ = gguf_file
+    file.write_bytes(file.read_bytes().replace(b"blk.2.ffn_gate.weight", b"blk.2.ffn_gaXe.weight"))
+    with pytest.raises(ModelError, match=r"tiny\.gguf' is damaged \(it has no tensor for 'model\.layers\.2\.mlp\.gate"):
+        Engine.load(str(file))
+
+
+def damaged(content: bytes, header: int, draw: random.Random) -> bytes:
+    """One to three changes to a file's header, or its end cut off."""
+    found = bytearray(content)
+    if draw.random() < 0.15:
+        return bytes(found[: draw.randrange(len(found))])
+    for _ in range(draw.randint(1, 3)):
+        at = draw.randrange(header)
+        kind = draw.randrange(4)
+        if kind == 0:
+            found[at] = draw.randrange(256)
+        elif kind == 1:
+            found[at] ^= 1 << draw.randrange(8)
+        elif kind == 2:
+            width = draw.choice([2, 4, 8])
+            found[at : at + width] = draw.choice([b"\xff", b"\x00", b"\x7f", b"9"]) * width
+        else:
+            other = draw.randrange(header)
+            found[at : at + 8] = found[other : other + 8]
+    return bytes(found)
+
+
+# Each kind is damaged so often; SKIPDECODE_FUZZ asks for more.
+TIMES = int(os.environ.get("SKIPDECODE_FUZZ", "15"))
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+def test_a_damaged_header_ends_in_one_sentence_or_is_read(
+    copied: Path, gguf_file: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    file, model = (gguf_file[0], gguf_file[0]) if kind == "gguf" else (copied / "model.safetensors", copied)
+    content = file.read_bytes()
+    header = content.index(b"token_embd.weight") + 3000 if kind == "gguf" else 8 + int.from_bytes(content[:8], "little")
+    Engine.load(str(model), device="cpu")
+    before, slowest, read = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0.0, 0
+    said: list[str] = []
+    for seed in range(TIMES):
+        file.write_bytes(damaged(content, min(header, len(content)), random.Random(seed)))
+        start = time.monotonic()
+        try:
+            Engine.load(str(model), device="cpu")
+            read += 1
+        except ModelError as error:
+            said.append(str(error))
+        slowest = max(slowest, time.monotonic() - start)
+        shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    names = (file.name, "no tensor", "tokenizer")
+    assert [each for each in said if "\n" in each or not any(name in each for name in names)] == []
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    print(f"{kind}: {TIMES} damaged, {read} read, slowest {slowest:.2f} s, {grown >> 20} MiB more at the peak")
+    assert slowest < 60
+    assert grown < 1 << 30
