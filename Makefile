@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Compiling what is never imported would double the time of an installation.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint infra/constraints.txt
 
-.PHONY: help install demo local test test-slow test-cluster test-stores chaos scale lint benchmark benchmark-gpu quality-report adapt-demo clean
+.PHONY: help install demo local test test-slow test-cluster test-stores fuzz chaos scale lint benchmark benchmark-gpu quality-report adapt-demo clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -38,6 +38,9 @@ test-slow: install  ## tests of real jobs and clusters that take minutes each
 
 test-cluster: install  ## the local cluster with a second node: nightly incremental jobs, overlapping ones, output read back
 	$(BIN)/python -m pytest -m slow tests/e2e/test_cluster.py
+
+fuzz: install  ## thousands of damaged input files, each read right or refused in one sentence
+	$(BIN)/python -m pytest -m slow -s tests/fuzz
 
 chaos: install  ## 200 random fault schedules on real parts, an hour or two; replay one with CHAOS='--schedules 1 --seed N'
 	PYTHONPATH=.:tests:tests/pipeline:tests/faults $(BIN)/python tests/faults/chaos.py $(CHAOS)

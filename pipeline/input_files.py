@@ -187,13 +187,20 @@ def _expand(folder: str, parts: list[str], again: Callable[[str], None]) -> Iter
     else:
         wanted = re.compile(glob_translate(part))
         with os.scandir(folder or "/") as entries:
-            found = sorted((entry.name, entry.is_dir()) for entry in entries if wanted.match(entry.name))
+            found = sorted((entry.name, _is_directory(entry)) for entry in entries if wanted.match(entry.name))
         matches = [(f"{folder}/{name}", is_directory) for name, is_directory in found]
     for path, is_directory in matches:
         if not rest:
             yield path, is_directory
         elif is_directory:
             yield from _expand(path, rest, again)
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link that goes round in a circle, or is closed
+        return False
 
 
 def _walk(folder: str, again: Callable[[str], None]) -> Iterator[tuple[str, bool]]:
@@ -214,7 +221,7 @@ def _walk(folder: str, again: Callable[[str], None]) -> Iterator[tuple[str, bool
         if here != folder:
             yield here, True
         with os.scandir(here) as entries:
-            found = sorted((entry.name, entry.is_dir(), entry.is_symlink()) for entry in entries)
+            found = sorted((entry.name, _is_directory(entry), entry.is_symlink()) for entry in entries)
         for name, is_directory, is_link in found:
             path = f"{here.rstrip('/')}/{name}"
             if not is_directory or _is_hidden(name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import stat
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,10 @@ from pipeline.storage import Storage, stamp
 from pipeline.template import PromptTemplate
 from pipeline.unit import WorkUnit
 
+log = logging.getLogger(__name__)
+
 FOOTER_THREADS = 16
+MOST_ROWS_PER_BYTE = 8  # of a file, before its count of them is checked
 SPAN_ROWS = 8192  # rows one read task covers at least, where a file has them: a row group is decoded only once
 
 
@@ -100,7 +104,8 @@ def make_plan(config: JobConfig, template: PromptTemplate, known: Mapping[str, K
         template: of its prompts.
         known: the files that an incremental run has met before, None for any other run.
 
-    A file that cannot be read, or whose columns do not fit, is part of the plan with its problem and without rows.
+    A file that cannot be read, or whose columns do not fit, is part of the plan with its problem and without rows; the
+    log says so.
 
     Raises:
         JobError: no input, none that can be read, columns that no file has, columns whose types differ. StorageGone.
@@ -128,6 +133,9 @@ def make_plan(config: JobConfig, template: PromptTemplate, known: Mapping[str, K
     types = {name: _column_type(files, name) for name in read}
     kept = pa.schema([(name, types[name]) for name in keep])
     files = _within_limit(files, config.limit)
+    for file in files:
+        if file.problem:
+            log.warning("%s; all other files are processed", file.problem)
     units = _units(files, config.rows_per_unit, config.limit, config.samples_per_row)
     return Plan(files, tuple(read), kept, tuple(units))
 
@@ -148,7 +156,7 @@ def _read_footer(storage: Storage, path: str, known: Mapping[str, KnownFile] | N
         if info["type"] not in ("file", "other") or (storage.is_local and not stat.S_ISREG(info["mode"])):
             raise OSError(f"it is no file but a {info['type']}")
         with open_parquet(storage, path, identity) as footer:
-            groups, schema = _row_groups(footer.metadata), footer.schema_arrow
+            groups, schema = _row_groups(footer, info["size"]), footer.schema_arrow
         if known is not None:
             checksum = _checksum(storage, path, info, known.get(name))
             version = file_version(name, checksum or identity)
@@ -162,18 +170,21 @@ def _read_footer(storage: Storage, path: str, known: Mapping[str, KnownFile] | N
     return InputFile(path, identity, groups, schema, name, checksum, version)
 
 
-def _row_groups(footer: pq.FileMetaData) -> tuple[int, ...]:
-    """Rows of each. Raises OSError for counts that cannot be."""
-    groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
-    for group in groups:
-        values = [group.column(i).num_values for i in range(group.num_columns)]
-        if not 0 <= group.num_rows <= min(values, default=0):
-            raise OSError(
-                f"a row group has {group.num_rows} rows and a column of {min(values, default=0)} values in it"
-            )
-    rows = tuple(group.num_rows for group in groups)
-    if sum(rows) != footer.num_rows:
+def _row_groups(file: pq.ParquetFile, size: int) -> tuple[int, ...]:
+    """Rows of each, of a file of so many bytes. Raises OSError for counts that cannot be, and what pyarrow does.
+
+    It does not ask the footer about columns: where their statistics are damaged, that would end the process.
+    """
+    footer = file.metadata
+    rows = tuple(footer.row_group(group).num_rows for group in range(footer.num_row_groups))
+    if min(rows, default=0) < 0 or sum(rows) != footer.num_rows:
         raise OSError(f"its row groups have {sum(rows)} rows, the file {footer.num_rows}")
+    for group, claimed in enumerate(rows):
+        if claimed > MOST_ROWS_PER_BYTE * size:  # a lie, or a text over and over: more units than there is memory for
+            names = file.schema_arrow.names[:1]
+            found = sum(batch.num_rows for batch in file.iter_batches(2**16, row_groups=[group], columns=names))
+            if found != claimed:
+                raise OSError(f"a row group claims {claimed} rows and has {found}")
     return rows
 
 

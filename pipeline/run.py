@@ -141,8 +141,6 @@ def _begin(job: Preparation, storage: Storage) -> _Begun:
     if history is not None and (begun.new.units or job.plan.unreadable):
         storage.remove([SUCCESS_FILE])  # or it would tell readers and schedulers that nothing is left to do
     _say_begun(begun)
-    for _, why in job.plan.unreadable:
-        log.warning("%s; all other files are processed", why)
     return begun
 
 

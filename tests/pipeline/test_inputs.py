@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pyarrow as pa
@@ -214,10 +217,81 @@ def test_at_night_a_file_replaced_while_it_is_read_is_done_the_next_night(
     assert committed(config) == [*texts("a"), *texts("b", "new")]
 
 
-def test_a_plan_is_made_of_the_files_that_can_be_read(work: Job, put: Put, place: str, echo: EchoBackend) -> None:
+def test_a_plan_is_made_of_the_files_that_can_be_read_and_says_which_cannot_and_which_are_left_out(
+    work: Job, put: Put, place: str, echo: EchoBackend, caplog: pytest.LogCaptureFixture
+) -> None:
     put("a")
-    Storage(place).write("b.parquet", b"PAR1 half")
-    assert forecast_run(work(), echo).rows == ROWS
+    put(".hidden")
+    put("_tools/own")
+    for name in ("b.PARQUET", "empty.parquet", "notes.txt"):
+        Storage(place).write(name, b"PAR1 half" * (name != "empty.parquet"))
+    with caplog.at_level(logging.INFO):
+        assert forecast_run(work(), echo).rows == ROWS
+    for file in ("b.PARQUET", "empty.parquet"):
+        assert f"{file}' cannot be read as Parquet" in caplog.text
+    assert '2 names that begin with "_" or "."' in caplog.text
+    assert "1 files that do not end in .parquet, .parq or .pq (such as" in caplog.text
+
+
+@pytest.mark.parametrize("when", ["after the plan", "half read"])
+def test_a_file_that_vanishes_during_the_run_fails_its_own_units_by_name(
+    work: Job, put: Put, place: str, echo: EchoBackend, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    for name in "abc":
+        put(name)
+    config = work()
+    storage = Storage(place)
+    begun = InlineSession.begin_unit
+
+    def vanish(session: InlineSession, unit: Any) -> None:
+        begun(session, unit)
+        if unit.id == ("00000-000000000" if when == "after the plan" else "00001-000000002"):
+            storage.fs.rm_file(f"{storage.root}/b.parquet")
+
+    monkeypatch.setattr(InlineSession, "begin_unit", vanish)
+    with pytest.raises(UnitsFailed, match=r"b\.parquet"):
+        run_job(config, echo)
+    assert {*texts("a"), *texts("c")} <= set(committed(config)) < {*texts("a"), *texts("b"), *texts("c")}
+    assert {unit.path.rsplit("/")[-1] for unit in read_failures(Storage(config.output))} == {"b.parquet"}
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_what_is_no_readable_file_fails_alone(
+    tmp_path: Path, job: Job, echo: EchoBackend, monkeypatch: pytest.MonkeyPatch, incremental: bool
+) -> None:
+    without_ray(monkeypatch)
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.table({"text": ["yes"]}), tmp_path / "in/a.parquet")
+    os.mkfifo(tmp_path / "in/fifo.parquet")  # which would be waited for
+    os.symlink("nowhere", tmp_path / "in/dangling.parquet")
+    os.symlink("round.parquet", tmp_path / "in/round.parquet")
+    os.symlink("a.parquet", tmp_path / "in/twice.parquet")
+    (tmp_path / "in/empty.parquet").touch()
+    config = job(incremental=incremental)
+    with pytest.raises(UnitsFailed, match="4 whole files failed"):
+        run_job(config, echo)
+    assert committed(config) == ["yes"]
+    failed = [unit.path.rsplit("/")[-1] for unit in read_failures(Storage(config.output))]
+    assert sorted(failed) == ["dangling.parquet", "empty.parquet", "fifo.parquet", "round.parquet"]
+
+
+def test_a_file_without_permission_fails_alone(write_parquet: Callable[..., Path]) -> None:
+    root = os.geteuid() == 0
+    with TemporaryDirectory() as folder:  # no parent of which is closed to other users
+        for name in "ab":
+            write_parquet(Path(folder, f"{name}.parquet"), {"text": ["x"]}).chmod(0o644)
+        Path(folder).chmod(0o755)
+        Path(folder, "b.parquet").chmod(0)
+        if root:
+            os.seteuid(65534)  # one to whom permissions apply
+        try:
+            plan = make_plan(JobConfig(input=folder, output=""), PromptTemplate("{text}"))
+        finally:
+            if root:
+                os.seteuid(0)
+    assert [bool(file.problem) for file in plan.files] == [False, True]
+    assert "b.parquet' cannot be read as Parquet" in plan.files[1].problem
+    assert "Permission denied" in plan.files[1].problem
 
 
 def test_columns_whose_types_differ_are_cast_and_the_output_has_one_schema(
