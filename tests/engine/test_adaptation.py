@@ -25,6 +25,8 @@ RECIPE = Recipe(
     steps=40, tokens_per_step=120, learning_rate=3e-3, warmup_steps=5, gate_width=8, adapter_rank=0, judge_every=10
 )
 
+STORED = 1e-3  # relative error of what is kept in half precision
+
 
 def quiet(stage: str, done: int, total: int) -> None:
     """Nobody watches."""
@@ -94,7 +96,10 @@ def test_training_brings_held_out_answers_closer_and_leaves_the_model_alone(
     ((best, quality),) = trainer.best()
     assert points[0].step == 0
     assert points[-1].loss < 0.9 * points[0].loss
-    assert quality.mean_kl == pytest.approx(min(point.kl for point in points))
+    # Judged as stored, in half precision: no longer to the last digit what the best point was.
+    nearest = min(points, key=lambda point: abs(point.kl - quality.mean_kl))
+    assert nearest.kl == min(point.kl for point in points)
+    assert quality.mean_kl == pytest.approx(nearest.kl, rel=STORED)
     assert quality.mean_kl < 0.96 * points[0].kl  # a random model has little that carries over
     assert [g.tokens for g in engine.generate(prompts, Sampling(max_new_tokens=10))] == before
     assert best.bridges.keys() == schedule.bridges.keys()
@@ -102,7 +107,10 @@ def test_training_brings_held_out_answers_closer_and_leaves_the_model_alone(
     assert {tensor.dtype for bridge in best.bridges.values() for tensor in bridge.tensors.values()} == {torch.float16}
     with torch.no_grad():
         judge = Judge(engine.teacher_forced(answers[:6]), engine.shape.layers)
-        assert torch.allclose(judge.judge(best, engine.compiled(best)).kl, quality.kl, rtol=1e-6, atol=1e-6)
+        found, untrained = (judge.judge(one, engine.compiled(one)).kl for one in (best, schedule))
+    # A judge keeps full depth in half precision, where a last bit of the logits may turn into a thousandth.
+    assert torch.allclose(found, quality.kl, rtol=STORED, atol=STORED)
+    assert not torch.allclose(untrained, quality.kl, rtol=10 * STORED, atol=10 * STORED)
 
 
 def test_an_adapter_learns_what_bridges_alone_cannot(engine: Engine, schedule: Schedule, answers: list[Answer]) -> None:
