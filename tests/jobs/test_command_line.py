@@ -30,6 +30,7 @@ VALUES: dict[str, Any] = {
     "prompt_format": "raw",
     "max_prompt_tokens": 100,
     "overlong": "reject",
+    "parse_control_tokens": True,
     "model": "some/model",
     "device": "cuda",
     "dtype": "bfloat16",
