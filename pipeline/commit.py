@@ -11,10 +11,11 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Annotated, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from pydantic import StringConstraints
 
 from pipeline.errors import JobError
 from pipeline.flop_sums import FlopSums
@@ -85,7 +86,7 @@ class Commit:
     size: Count  # in bytes
     path: str  # of the input file
     start: Count
-    run: str = ""  # its claim on the output
+    run: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{0,200}\z")] = ""  # its claim on the output
     sample: Count = 0  # which of its rows' samples
     totals: Totals = field(default_factory=Totals)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict  # pydantic's demand before Python 3.12
 
-from pipeline.commit import SUCCESS_FILE, Totals
+from pipeline.commit import SUCCESS_FILE
 from pipeline.records import LARGE, Count, DataFile, Fingerprint, Record, UnitName
 from pipeline.storage import Storage
 
@@ -26,7 +26,7 @@ class _Manifest(TypedDict):
     model: Annotated[list[Any], Field(min_length=1)]
     sampling: dict[str, Any]
     version: str
-    totals: Totals
+    totals: dict[str, Any]
     commits: list[_Listed]
 
 
