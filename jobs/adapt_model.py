@@ -26,6 +26,7 @@ from pipeline import logs
 from pipeline.evaluation.charts import learning_curve
 from pipeline.evaluation.contender import ending
 from pipeline.fit import read_schedule, read_schedules
+from pipeline.ownership import claim_directory
 
 PROGRAM = "adapt_model.py"
 CURVE_FILE, FIGURE_FILE, CARD_FILE = "curve.json", "curve.svg", "README.md"
@@ -42,10 +43,10 @@ def main() -> int:
 def adapt(config: AdaptModel) -> None:
     """Raises JobError, JobStopped, ModelError, ScheduleError."""
     start = time.monotonic()
+    output = claim_directory(config.output, PROGRAM, [config.input, config.schedule])
     shape = engine.describe(config.model)
     schedules = _read(config, shape)
     prompts_stop(list(schedules.values()))
-    output = command_line.make_directory(config.output)
     done = (train if config.workers == 1 else train_on_cluster)(config, list(schedules.values()))
     for (name, before), (after, quality) in zip(schedules.items(), done.trained, strict=True):
         provenance = {

@@ -35,6 +35,7 @@ from jobs.engine_benchmark.floor import MachineRates, decode_floor, measure_rate
 from jobs.engine_benchmark.split import time_split
 from jobs.engine_benchmark.timing import Contender, compare, take_turns
 from pipeline.errors import JobError
+from pipeline.ownership import claim_directory
 from pipeline.template import PromptTemplate
 
 PROGRAM = "benchmark_engine.py"
@@ -72,6 +73,7 @@ def benchmark(config: BenchmarkEngine) -> None:
     """Raises JobError if a baseline is not installed, ModelError."""
     if "ctranslate2" in config.baselines and importlib.util.find_spec("ctranslate2") is None:
         raise JobError("ctranslate2 is not installed: pip install ctranslate2, or --baselines transformers")
+    claim_directory(config.output, PROGRAM)
     console = Console()
     torch.set_num_threads(config.threads)
     rates = measure_rates()
@@ -101,7 +103,6 @@ def benchmark(config: BenchmarkEngine) -> None:
                 results[-1]["without"] = without
                 console.print(ablation_table(f"batch {len(prompts)}: what each optimisation brings", without))
     machine = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__, **asdict(rates)}
-    config.output.mkdir(parents=True, exist_ok=True)
     report = {"config": config.model_dump(mode="json"), "machine": machine, "results": results}
     (config.output / "engine.json").write_text(json.dumps(report, indent=1))
     write_chart(config.output / "engine.svg", results)

@@ -33,7 +33,10 @@ from jobs.engine_benchmark.gpu_peers import VLLM, random_reference, time_continu
 from jobs.engine_benchmark.host_syncs import WAITS, events_per_step
 from jobs.engine_benchmark.random_model import SHAPES, RandomWeights, config_of, random_engine, random_prompts
 from jobs.engine_benchmark.timing import Contender, Timing, compare, take_turns
+from pipeline.errors import JobError
+from pipeline.ownership import claim_directory
 
+PROGRAM = "benchmark_gpu"
 FULL_DEPTH = "full depth"
 PEERS = ("transformers", "continuous batching", "vllm")
 PACKAGED = "smollm2-135m-instruct"
@@ -46,6 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         print("benchmark_gpu: error: torch sees no CUDA device; --device cpu --shapes tiny tries it out")
+        return 1
+    try:
+        claim_directory(options.output, PROGRAM)
+    except JobError as error:
+        print(f"{PROGRAM}: error: {error}")
         return 1
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     dtype = DTYPES[default_dtype(device)]
@@ -64,7 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     print(f"greedy tokens in float32 as on the CPU: {report['equality']}")
     path = options.output / f"{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}.json"
-    options.output.mkdir(parents=True, exist_ok=True)
     for shape in options.shapes:
         for batch_size in options.batch_sizes:
             result = {"shape": shape, "batch_size": batch_size}
@@ -209,7 +216,7 @@ def show(result: dict[str, Any]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     # Not `jobs.command_line`: this job has to run where pydantic and the rest are not installed.
-    parser = argparse.ArgumentParser("benchmark_gpu", description="Engine speed on a GPU.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(PROGRAM, description="Engine speed on a GPU.", allow_abbrev=False)
     parser.add_argument("--device", default="auto", help="auto, cuda, cuda:1, cpu (default: auto)")
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=["qwen2.5-1.5b", "llama-3.1-8b", "opt-1.3b"])
     parser.add_argument("--batch-sizes", nargs="*", type=int, default=[64, 256])

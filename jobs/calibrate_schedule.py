@@ -19,6 +19,7 @@ from jobs import command_line
 from jobs.answers import AnswersConfig, answer_corpus
 from pipeline import logs
 from pipeline.evaluation.charts import schedule_maps
+from pipeline.ownership import claim_directory
 from pipeline.stage_progress import StageProgress
 
 PROGRAM = "calibrate_schedule.py"
@@ -53,7 +54,7 @@ def main() -> int:
 
 def calibrate(config: CalibrateSchedule) -> None:
     start, progress = time.monotonic(), StageProgress(log)
-    output = command_line.make_directory(config.output)
+    output = claim_directory(config.output, PROGRAM, [config.input])
     model = config.load_engine()
     drawn = answer_corpus(config, model, progress)
     targets = sorted(set(config.target_speedups))

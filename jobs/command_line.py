@@ -78,15 +78,6 @@ def _ended(program: str, how: str, code: int) -> int:
     return code
 
 
-def make_directory(path: str) -> Path:
-    """For output, before any work is done for it. Raises JobError."""
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise JobError(f"output {path!r} cannot be written: {error}") from error
-    return Path(path)
-
-
 def _parser(config_class: type[BaseModel], program: str, positional: str | None) -> argparse.ArgumentParser:
     """Flags are passed on as the strings they are: pydantic converts them."""
     parser = argparse.ArgumentParser(program, description=config_class.__doc__, allow_abbrev=False)

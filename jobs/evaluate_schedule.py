@@ -39,6 +39,7 @@ from pipeline.evaluation.shorter_prompts import with_shorter_prompts
 from pipeline.evaluation.solved import SolvedRivals
 from pipeline.evaluation.study import Prompt, Study
 from pipeline.fit import longest_prompt, read_schedules
+from pipeline.ownership import claim_directory
 from pipeline.rows import check_text, text_values
 from pipeline.show import names, shown, texts
 from pipeline.template import RowError
@@ -104,6 +105,7 @@ def main() -> int:
 
 def evaluate(config: EvaluateSchedule) -> None:
     """Raises JobError, ModelError, ScheduleError; all before the model is loaded."""
+    claim_directory(config.output, PROGRAM, [config.input])
     shape = describe(config.model)
     for layers in config.prompt_layers:
         check_prompt_layers(layers, shape)

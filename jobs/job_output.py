@@ -13,14 +13,22 @@ from pipeline.forecast import FORECAST_FILE, write_forecast
 from pipeline.forecaster import forecast_run
 from pipeline.report import summary
 from pipeline.run import RunResult
+from pipeline.run_record import read_run
 
 
 def show_plan(config: JobConfig) -> None:
-    """Print what a run is expected to take, and store it in the output. Raises as `forecast_run`."""
+    """Print what a run is expected to take, and store it in the output unless that is another run's.
+
+    Raises as `forecast_run`.
+    """
     forecast = forecast_run(config)
     storage = config.output_storage()
-    write_forecast(storage.at_first(), forecast)
+    run = read_run(storage.at_first())
     show(f"{config.output}: plan", forecast.facts())
+    if run is not None and not forecast.run.startswith(run["fingerprint"]):
+        print(f"not kept: the output belongs to run {run['fingerprint']}, and this plan is another run's")
+        return
+    write_forecast(storage.at_first(), forecast)
     Console().print(f"figures: {storage.url.rstrip('/')}/{FORECAST_FILE}", soft_wrap=True)
 
 

@@ -19,6 +19,7 @@ from pydantic import StringConstraints
 
 from pipeline.errors import JobError
 from pipeline.flop_sums import FlopSums
+from pipeline.ownership import Kind, own, remove
 from pipeline.records import SMALL, Amount, Count, DataFile, Flops, Record, UnitName, parse_json
 from pipeline.redaction import redacted
 from pipeline.row_groups import to_parquet
@@ -242,17 +243,17 @@ def _foreign(storage: Storage, commit: Commit, run: str) -> JobError:
 
 
 def sweep_orphans(storage: Storage, commits: Collection[Commit], is_over: Callable[[str], bool] | None = None) -> int:
-    """Remove data files that no commit names: what attempts left that died or came second. Returns how many.
+    """Remove data files of ours that no commit names: what attempts left that died or came second. Returns how many.
 
     With `is_over`, only those of units that are committed, so that no other attempt can be any more, and those of which
     it says that they never will be.
     """
     committed, units = {commit.file for commit in commits}, {commit.unit for commit in commits}
-    orphans = [name for name in storage.names(DATA) if name not in committed]
+    orphans = [name for name in own(Kind.RUN, storage.names(DATA)) if name not in committed]
     if is_over is not None:
         unit_of = {name: name.removeprefix(f"{DATA}/").rpartition("-")[0] for name in orphans}
         orphans = [name for name, unit in unit_of.items() if unit in units or is_over(unit)]
-    storage.remove(orphans)
+    remove(storage, Kind.RUN, orphans)
     return len(orphans)
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
+from pipeline.ownership import Kind, own, remove
 from pipeline.records import Count, Record, UnitName
 from pipeline.redaction import redacted
 from pipeline.storage import Storage
@@ -49,4 +50,4 @@ def read_failures(storage: Storage) -> list[FailedUnit]:
 def forget_failures(storage: Storage, keep: Collection[str]) -> None:
     """Remove the records of all units but those that a session has just given up: the others are committed, or gone."""
     kept = {f"{FAILED}/{unit}.json" for unit in keep}
-    storage.remove([name for name in storage.names(FAILED, ".json") if name not in kept])
+    remove(storage, Kind.RUN, [name for name in own(Kind.RUN, storage.names(FAILED)) if name not in kept])

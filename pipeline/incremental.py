@@ -11,6 +11,7 @@ from dataclasses import replace
 from pipeline.commit import COMMITS, SUCCESS_FILE, Commit, read_commits
 from pipeline.errors import NothingToDo
 from pipeline.known_files import KnownFile, version_of, write_known_files
+from pipeline.ownership import Kind, remove
 from pipeline.plan import InputFile
 from pipeline.preparation import Preparation
 from pipeline.run_record import claim_name, read_run
@@ -55,8 +56,8 @@ class History:
         if stale:
             log.info("%d units are of versions of files that were replaced since: taken out", len(stale))
             # The manifest lists them; their data is swept at the end.
-            self._storage.remove([SUCCESS_FILE])
-            self._storage.remove([f"{COMMITS}/{commit.unit}.json" for commit in stale])
+            remove(self._storage, Kind.RUN, [SUCCESS_FILE])
+            remove(self._storage, Kind.RUN, [f"{COMMITS}/{commit.unit}.json" for commit in stale])
         return [commit for commit in commits if not self.is_replaced(commit.unit)]
 
     def describe(self, commits: Sequence[Commit]) -> dict[str, int]:

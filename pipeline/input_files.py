@@ -8,12 +8,12 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import product
 
 from fsspec.utils import glob_translate
 
 from pipeline.errors import JobError, one_line
-from pipeline.storage import BRACES, Storage, fixed_part
+from pipeline.patterns import fixed_part, without_braces
+from pipeline.storage import Storage
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class _Listing:
         if kind == "directory" or fixed_part(root) == root:
             return list(self._below(root))
         found: list[str] = []
-        for pattern in _without_braces(root):
+        for pattern in without_braces(root):
             kind = self._kind(pattern) if pattern != root else ""
             if kind == "directory":
                 matched = list(self._below(pattern))
@@ -149,15 +149,6 @@ class _Listing:
                     break
                 parts[place] = part.replace("[", "[[]")
         return "/".join(parts)
-
-
-def _without_braces(pattern: str) -> list[str]:
-    """A pattern's braces written out, those within others first."""
-    parts = BRACES.split(pattern)
-    if len(parts) == 1:
-        return [pattern]
-    choices = [part.split(",") if place % 2 else [part] for place, part in enumerate(parts)]
-    return [each for choice in product(*choices) for each in _without_braces("".join(choice))]
 
 
 def _is_asked_for(pattern: str, path: str) -> bool:

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 
 from pipeline.errors import JobError, JobStopped, NothingToDo
+from pipeline.ownership import Kind, remove
 from pipeline.records import SMALL, Count, Record, parse_json
 from pipeline.storage import Storage
 from pipeline.stores import Unfit
@@ -118,9 +119,9 @@ class Lease:
                 continue
             if max(_numbers(storage), default=0) > self._number:
                 # Between look and write others took this number, left it, and a later holder removed it.
-                storage.remove([name])
+                remove(storage, Kind.RUN, [name])
                 continue
-            storage.remove([_name(number) for number in numbers])
+            remove(storage, Kind.RUN, [_name(number) for number in numbers])
             return
 
     def _keep(self) -> None:

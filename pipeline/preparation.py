@@ -11,6 +11,7 @@ from pipeline.backend import Backend, ModelIdentity, SkipDecodeBackend
 from pipeline.config import JobConfig
 from pipeline.fit import choose_schedule, longest_prompt
 from pipeline.known_files import KnownFile, read_known_files
+from pipeline.ownership import Kind, check_files, check_place
 from pipeline.plan import Plan, make_plan
 from pipeline.rows import output_schema
 from pipeline.run_record import describe_run, fingerprint
@@ -42,9 +43,12 @@ def prepare_run(config: JobConfig, backend: Backend | None = None) -> Preparatio
     """Raises JobError, ModelError, ScheduleError: input, model, schedule or columns do not fit."""
     backend = backend or SkipDecodeBackend()
     config = absolute_paths(config)
+    output, source = config.output_storage().at_first(), config.input_storage()
+    check_place(output, Kind.RUN, source)
     template = config.template()
-    known = read_known_files(config.output_storage().at_first()) if config.incremental else None
+    known = read_known_files(output) if config.incremental else None
     plan = make_plan(config, template, known)
+    check_files(output, source, (file.path for file in plan.files))
     output_schema(plan.kept)
     config = config.model_copy(update={"model": backend.pinned(config.model)})
     shape = backend.shape(config)

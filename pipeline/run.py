@@ -21,10 +21,11 @@ from pipeline.incremental import History, work_name
 from pipeline.input_record import hold_input
 from pipeline.interruption import Interruption
 from pipeline.lease import Lease
+from pipeline.ownership import Kind, check_place, discard_run, remove
 from pipeline.plan import Plan
 from pipeline.preparation import Preparation, prepare_run
 from pipeline.report import REPORT_FILE, is_reported, write_report
-from pipeline.run_record import Claim, claim_output, discard_run
+from pipeline.run_record import Claim, claim_output
 from pipeline.session import Done, Session
 from pipeline.stages import Task
 from pipeline.storage import Storage
@@ -59,8 +60,12 @@ def run_job(config: JobConfig, backend: Backend | None = None) -> RunResult:
 
 
 def leased(config: JobConfig) -> AbstractContextManager[Lease | None]:
-    """The lease on the output of an incremental run; other runs need none. Entering it raises NothingToDo."""
+    """The lease on the output of an incremental run; other runs need none. Entering it raises NothingToDo.
+
+    Raises JobError, before a lease is written, if the output is not the run's to write to.
+    """
     if config.incremental:
+        check_place(config.output_storage().at_first(), Kind.RUN, config.input_storage())
         return Lease(config.output_storage())
     return nullcontext()
 
@@ -139,7 +144,7 @@ def _begin(job: Preparation, storage: Storage) -> _Begun:
         hold_input(storage, job.plan, begun=bool(commits))
     begun = _Begun(job, claim, history, commits, job.plan.without({commit.unit for commit in commits}))
     if history is not None and (begun.new.units or job.plan.unreadable):
-        storage.remove([SUCCESS_FILE])  # or it would tell readers and schedulers that nothing is left to do
+        remove(storage, Kind.RUN, [SUCCESS_FILE])  # or it would tell readers and schedulers that nothing is left to do
     _say_begun(begun)
     return begun
 

@@ -19,16 +19,11 @@ from typing_extensions import TypedDict
 import engine
 from engine import Schedule
 from pipeline.backend import ModelIdentity
-from pipeline.commit import COMMITS, DATA, SNAPSHOT_FILE, SUCCESS_FILE
 from pipeline.config import JobConfig
 from pipeline.errors import JobError
-from pipeline.failed import FAILED
-from pipeline.input_record import INPUT
-from pipeline.known_files import INPUTS_FILE
 from pipeline.plan import Plan
 from pipeline.records import LARGE, Count, Fingerprint, Record
 from pipeline.redaction import redacted
-from pipeline.report import REPORT_FILE
 from pipeline.storage import Storage
 
 RUN_FILE = "_run.json"
@@ -155,14 +150,6 @@ def claim_output(storage: Storage, description: dict[str, Any]) -> Claim:
         f"output {storage.url!r} belongs to run {existing.get('fingerprint')}, which differs in {', '.join(parts)}: "
         f"{details}; name another output, go back to that run's settings to resume it, or discard it with --fresh"
     )
-
-
-def discard_run(storage: Storage) -> None:
-    """Delete whatever run an output holds, so that dying on the way leaves nothing that looks committed."""
-    storage.remove([SUCCESS_FILE, SNAPSHOT_FILE])
-    for folder in (COMMITS, FAILED, DATA, INPUT):  # commits before the data they name
-        storage.remove(storage.names(folder))
-    storage.remove([REPORT_FILE, INPUTS_FILE, RUN_FILE])
 
 
 def _differences(was: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], str]:

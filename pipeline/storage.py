@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,17 +13,17 @@ import botocore.exceptions
 import fsspec
 
 from pipeline.errors import JobError, JobStopped, one_line
+from pipeline.patterns import fixed_part
 from pipeline.storage_settings import StorageSettings
 from pipeline.stores import MOST_REMOVED, LocalStore, NoPutIfAbsent, ObjectChanged, Opened, changed, stamp, store_of
 from pipeline.transient import is_storage_error, is_transient, patiently
 
-__all__ = ["BRACES", "ObjectChanged", "Storage", "StorageGone", "StorageRefused", "absolute", "fixed_part", "stamp"]
+__all__ = ["ObjectChanged", "Storage", "StorageGone", "StorageRefused", "absolute", "stamp"]
 
 Result = TypeVar("Result")
 
 FIRST_PATIENCE_S = 30.0
 PROBE = "_probe-"  # begins the name of an object that is there for a moment when a run begins
-BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")  # of a glob
 
 
 class StorageRefused(JobError):
@@ -125,6 +124,27 @@ class Storage:
     def names(self, folder: str, suffix: str = "") -> list[str]:
         """Names (with their folder) of the objects in a folder, sorted; [] if there is no such folder."""
         return list(self._objects(folder, suffix))
+
+    def entries(self) -> list[str]:
+        """Names of what lies right below the root, sorted, folders with a "/" behind; [] if there is nothing.
+
+        Hidden ones are left out. Raises JobError if the root is a file.
+        """
+        try:
+            found = self.attempt("listing", lambda: self.fs.ls(self.root, detail=True, refresh=True))
+        except FileNotFoundError:
+            return []
+        if any(info["name"] == self.root and info["type"] != "directory" and info["size"] for info in found):
+            raise JobError(f"output {self.url!r} is a file: name a directory")
+        names = {info["name"].rstrip("/")[len(self.root) + 1 :]: info["type"] == "directory" for info in found}
+        return [name + "/" * names[name] for name in sorted(names) if name and not name.startswith(".")]
+
+    def exists(self, name: str) -> bool:
+        try:
+            self.info(self.path(name))
+        except FileNotFoundError:
+            return False
+        return True
 
     def read(self, name: str, limit: int | None = None) -> bytes | None:
         """An object's content, None if there is none. Raises Unfit for what is no file or larger than `limit` bytes."""
@@ -253,9 +273,3 @@ def _without_condition(url: str, why: str) -> StorageRefused:
 def _is_visible(name: str, suffix: str) -> bool:
     """Not a scratch file."""
     return bool(name) and not name.startswith(".") and name.endswith(suffix)
-
-
-def fixed_part(root: str) -> str:
-    """The directories of a glob before its first pattern; any other path itself."""
-    first = re.search(rf"[*?\[]|{BRACES.pattern}", root)
-    return root if first is None else root[: first.start()].rpartition("/")[0]

@@ -10,12 +10,13 @@ from typing import Any
 import pyarrow as pa
 import yaml
 
-from pipeline.commit import Totals
+from pipeline.commit import Totals, checksum
 from pipeline.dataset.config import DatasetConfig
 from pipeline.dataset.shards import FOLDER, SPLIT, Shard
 from pipeline.redaction import redacted
 
 SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (1_000_000, "100K<n<1M"))
+_SIGNATURE = "\n<!-- written by skipdecode, and written anew with the data set unless edited: "
 _MARKUP = re.compile(r"[`|<>&\x00-\x1f\x7f]")
 LARGER = ((10_000_000, "1M<n<10M"), (100_000_000, "10M<n<100M"), (1_000_000_000, "100M<n<1B"))
 
@@ -39,7 +40,7 @@ def write_card(
     dropped = "\n".join(f"| {reason} | {count:,} |" for reason, count in manifest["dropped"].items())
     columns = "\n".join(f"| {_inline(field.name)} | {_inline(field.type)} |" for field in schema)
     sampling = ", ".join(f"{key} {_inline(value)}" for key, value in run["sampling"].items() if value not in ([], None))
-    return f"""---
+    return _signed(f"""---
 {yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip()}
 ---
 
@@ -79,7 +80,18 @@ Filters: {_inline(manifest["filters"])}
 | column | type |
 |---|---|
 {columns}
-"""
+""")
+
+
+def is_signed(card: bytes) -> bool:
+    """Whether a card is as `write_card` made it, to the byte."""
+    text = card.decode(errors="replace")
+    return _signed(text[: text.rfind(_SIGNATURE)]) == text
+
+
+def _signed(card: str) -> str:
+    """A card with a last line that no reader shows; it tells whether the card was edited since."""
+    return f"{card}{_SIGNATURE}{checksum(card.encode())} -->\n"
 
 
 def _size(rows: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -15,20 +16,24 @@ from typing_extensions import TypedDict  # pydantic's demand before Python 3.12
 from pipeline.backend import Backend
 from pipeline.commit import SUCCESS_FILE, Commit, checksum, read_commits
 from pipeline.dataset import openai_batch
-from pipeline.dataset.card import write_card
+from pipeline.dataset.card import is_signed, write_card
 from pipeline.dataset.config import DatasetConfig
 from pipeline.dataset.filters import FILTERED, Filters
 from pipeline.dataset.shards import ShardWriter
 from pipeline.errors import JobError, one_line
 from pipeline.manifest import read_manifest
+from pipeline.ownership import Kind, check_place, remove
 from pipeline.records import LARGE, Count, Fingerprint, PublishedFile, Record
 from pipeline.row_groups import read_parquet
 from pipeline.rows import chosen
 from pipeline.run import RunResult, leased, run_leased
 from pipeline.storage import Storage
+from pipeline.stores import Unfit
+
+log = logging.getLogger(__name__)
 
 GENERATION = "_generation"  # the run's own output, below the data set's directory
-MANIFEST, CARD = "_DATASET.json", "README.md"
+MANIFEST, CARD, CARD_BESIDE = "_DATASET.json", "README.md", "_README.md"
 LEFT_OUT = ("error", "shared_prefix_tokens")  # columns that are the same in every row that is kept
 SAMPLE = "sample"
 
@@ -67,15 +72,17 @@ def generation_config(config: DatasetConfig) -> DatasetConfig:
     """The run behind a data set: its output, and for a file of requests its input and options.
 
     Raises:
-        JobError: the requests cannot be answered.
+        JobError: the output is not the data set's to write to, or the requests cannot be answered.
     """
     output = config.output.rstrip("/")
+    storage = config.output_storage().at_first()
+    check_place(storage, Kind.DATA_SET, config.input_storage())
     update: dict[str, Any] = {"output": f"{output}/{GENERATION}"}
+    requests: openai_batch.Requests | None = None
     if config.input_format == "openai-batch":
         requests = openai_batch.read_requests(config.input_storage().at_first())
-        openai_batch.write_requests(config.storage(output), requests)
         update |= {
-            "input": f"{output}/{openai_batch.REQUESTS_FILE}",
+            "input": f"{output}/{openai_batch.REQUESTS}",
             "s3_anonymous_input": False,
             "text_column": openai_batch.MESSAGES,
             "id_column": openai_batch.ID,
@@ -86,11 +93,14 @@ def generation_config(config: DatasetConfig) -> DatasetConfig:
             **requests.options,
         }
     try:
-        return DatasetConfig(**{**config.model_dump(), **update})
+        job = DatasetConfig(**{**config.model_dump(), **update})
     except ValidationError as error:
         first = error.errors()[0]
         name = first["loc"][0] if first["loc"] else "options"
         raise JobError(f"the requests ask for {name} {first['input']!r}: {first['msg']}") from error
+    if requests is None:
+        return job
+    return job.model_copy(update={"input": f"{output}/{openai_batch.write_requests(storage, requests)}"})
 
 
 def generate_dataset(config: DatasetConfig, backend: Backend | None = None) -> DatasetResult:
@@ -104,7 +114,7 @@ def generate_dataset(config: DatasetConfig, backend: Backend | None = None) -> D
     with leased(job) as lease:
         storage = config.output_storage()
         if config.fresh:
-            storage.at_first().remove([MANIFEST])  # what it lists will have been made by another run
+            remove(storage.at_first(), Kind.DATA_SET, [MANIFEST])  # what it lists will have been made by another run
         result = run_leased(job, backend, lease)
         manifest = _publish(config, job, storage, result)
     return DatasetResult(
@@ -125,7 +135,7 @@ def _publish(config: DatasetConfig, job: DatasetConfig, storage: Storage, result
     ))  # fmt: skip
     manifest = _RECORD.read(storage, MANIFEST) or {}
     if {name: manifest.get(name) for name in wanted} != wanted:
-        storage.remove([MANIFEST])  # what it lists is about to be replaced
+        remove(storage, Kind.DATA_SET, [MANIFEST])  # what it lists is about to be replaced
         publish = _publish_responses if config.output_format == "openai-batch" else _publish_shards
         manifest = {**wanted, **publish(config, job, storage, filters, success, result)}
         storage.write(MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -150,8 +160,21 @@ def _publish_shards(
     described = {"filters": filters.described, **found}
     card = write_card(job.model_copy(update={"output": config.output}), success, result.totals, described,
                       writer.schema, shards)  # fmt: skip
-    storage.write(CARD, card.encode())
+    storage.write(CARD if _may_write_card(storage) else CARD_BESIDE, card.encode())
     return found
+
+
+def _may_write_card(storage: Storage) -> bool:
+    """Whether there is no card, or one as this project wrote it. Who has edited it keeps it."""
+    try:
+        standing = storage.read(CARD, LARGE)
+    except Unfit:
+        return False
+    if standing is None or is_signed(standing):
+        return True
+    log.warning("%s of %r was not written by this job, or edited since: it stays, the new card is %s",
+                CARD, storage.url, CARD_BESIDE)  # fmt: skip
+    return False
 
 
 def _publish_responses(

@@ -22,7 +22,7 @@ from pipeline.storage import Storage
 
 URL = "/v1/chat/completions"
 ID, MESSAGES = "custom_id", "messages"
-REQUESTS_FILE = "_requests/requests.parquet"
+REQUESTS = "_requests"
 OUTPUT_FILE, ERRORS_FILE = "output.jsonl", "errors.jsonl"
 ANSWERED = [ID, "sample", "generation", "finish_reason", "prompt_tokens", "generated_tokens", "error"]  # columns
 _HALF = re.compile("[\ud800-\udfff]")
@@ -83,13 +83,14 @@ def read_requests(storage: Storage) -> Requests:
     return Requests(pa.Table.from_pylist(rows, SCHEMA), options or {})
 
 
-def write_requests(storage: Storage, requests: Requests) -> None:
-    """As the Parquet file that a job reads. An equal file is left alone, for its time identifies a job's input."""
+def write_requests(storage: Storage, requests: Requests) -> str:
+    """As the Parquet file that a job reads; its name, which is one for these requests and no others."""
     sink = pa.BufferOutputStream()
     pq.write_table(requests.table, sink)
     content = sink.getvalue().to_pybytes()
-    if storage.read(REQUESTS_FILE) != content:
-        storage.write(REQUESTS_FILE, content)
+    name = f"{REQUESTS}/{hashlib.sha256(content).hexdigest()[:16]}.parquet"
+    storage.write_if_absent(name, content)  # its time may be what tells a job that its input has not changed
+    return name
 
 
 def responses(rows: Sequence[Mapping[str, Any]], run: str, model: str, created: int) -> tuple[str, str]:

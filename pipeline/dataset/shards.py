@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from pipeline.commit import checksum
+from pipeline.ownership import Kind, own, remove
 from pipeline.row_groups import to_parquet
 from pipeline.storage import Storage
 
@@ -48,8 +49,8 @@ class ShardWriter:
         if self._rows or not self.shards:
             self._flush()
         written = {shard.file for shard in self.shards}
-        stale = [name for name in self._storage.names(FOLDER, ".parquet") if name not in written]
-        self._storage.remove(stale)
+        stale = [name for name in own(Kind.DATA_SET, self._storage.names(FOLDER)) if name not in written]
+        remove(self._storage, Kind.DATA_SET, stale)
         return self.shards
 
     def _flush(self) -> None:

@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import engine.batch
-from engine import Block, Bridge, Engine, Generation, Sampling, Schedule, Unit, decays, orders, recipes
+from engine import Block, Bridge, Engine, Generation, Sampling, Schedule, Unit, checkpoint, decays, orders, recipes
 from engine.sampling import Sampler
+from tests.conftest import PACKAGED
 from tests.engine.adapters import adapted
 from tests.engine.prompts import random_prompts
 
@@ -244,7 +245,7 @@ def test_a_bridge_of_zeros_is_a_bare_skip(tiny: tuple[Engine, LlamaForCausalLM])
 
 
 def test_the_packaged_model_under_skipdecode(packaged: Engine, chats: list[list[int]]) -> None:
-    model = reference(packaged.tokenizer.directory)
+    model = reference(checkpoint.prepare(PACKAGED))
     schedule = recipes.skipdecode(layers=30, warmup=4, max_active=28, min_active=14, horizon=12)
     prompts = sorted(chats, key=len)[::33]
     sampling = Sampling(max_new_tokens=20)

@@ -58,7 +58,7 @@ def calibrated(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
 def test_each_target_gets_a_schedule_that_the_engine_runs(model: Path, calibrated: tuple[Path, str]) -> None:
     output, said = calibrated
-    assert sorted(written.name for written in output.iterdir()) == ["1.02x", "1.05x", "schedules.svg"]
+    assert sorted(written.name for written in output.iterdir()) == ["1.02x", "1.05x", "_job.json", "schedules.svg"]
     engine = Engine.load(str(model), device="cpu")
     for target in (1.02, 1.05):
         schedule = Schedule.read(output / f"{target}x")

@@ -103,7 +103,7 @@ def test_an_output_without_commits_has_none(storage: Storage) -> None:
 def test_the_sweep_removes_what_no_commit_names_and_nothing_else(storage: Storage, rows: pa.Table) -> None:
     kept = commit_unit(storage, UNIT, rows, 0, 0.0)
     commit_unit(storage, UNIT, rows, 0, 0.0)  # comes second
-    storage.write("data/00007-000000000-dead.parquet", b"died before its commit")
+    storage.write("data/00007-000000000-00000000dead.parquet", b"died before its commit")
     storage.write("report.html", b"")
     assert sweep_orphans(storage, [kept]) == 2
     assert storage.names("data") == [kept.file]

@@ -10,8 +10,9 @@ import pytest
 
 from pipeline.commit import commit_unit, read_commits
 from pipeline.errors import JobError
+from pipeline.ownership import discard_run
 from pipeline.rows import GENERATED
-from pipeline.run_record import claim_output, discard_run
+from pipeline.run_record import claim_output
 from pipeline.storage import Storage
 from pipeline.unit import WorkUnit
 
