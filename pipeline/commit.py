@@ -91,6 +91,11 @@ class Commit:
     sample: Count = 0  # which of its rows' samples
     totals: Totals = field(default_factory=Totals)
 
+    @property
+    def place(self) -> tuple[str, str, int, int]:
+        """Sorts commits as their rows lie in the input; two files may have had one name, one after the other."""
+        return self.path, self.unit.partition("-")[0], self.start, self.sample
+
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), indent=1).encode()
 

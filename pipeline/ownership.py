@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # benchmarks claim their directories on machines without what
     from pipeline.storage import Storage
 
 CLAIM_FILE = "_job.json"
-_UNIT = r"([0-9a-f]{16}|[0-9]{5,})-[0-9]{9,}(-[0-9]{3,})?"
+_UNIT = r"([0-9a-f]{32}|[0-9]{5,})-[0-9]{9,}(-[0-9]{3,})?"
 _WAY_OUT = "name a new or an empty directory; nothing was written or removed there"
 
 

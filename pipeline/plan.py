@@ -17,11 +17,12 @@ from pipeline.column_types import common_type
 from pipeline.config import JobConfig
 from pipeline.errors import JobError, JobStopped, one_line
 from pipeline.input_files import find_input_files
-from pipeline.known_files import KnownFile, file_version
+from pipeline.known_files import KnownFile, name_versions
 from pipeline.read import open_parquet
 from pipeline.redaction import redacted
 from pipeline.show import is_text
 from pipeline.storage import Storage, stamp
+from pipeline.stores import is_of_content
 from pipeline.template import PromptTemplate
 from pipeline.unit import WorkUnit
 
@@ -48,6 +49,13 @@ class InputFile:
     @property
     def rows(self) -> int:
         return sum(self.row_groups)
+
+    @property
+    def content(self) -> str | None:
+        """Alike for files of the same content, as far as the file system lets one tell; None if nothing is known."""
+        if self.problem:
+            return None
+        return self.checksum or (self.identity if is_of_content(self.identity) else f"{self.name}\0{self.identity}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +153,14 @@ def _read_footers(storage: Storage, known: Mapping[str, KnownFile] | None) -> tu
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
         files = tuple(pool.map(lambda path: _read_footer(storage, path, known), paths))
     _check_some_readable(files)
-    return files
+    if known is None:
+        return files
+    versions = name_versions({file.name: file.content for file in files}, known)
+    return tuple(replace(file, version=versions[file.name]) for file in files)
 
 
 def _read_footer(storage: Storage, path: str, known: Mapping[str, KnownFile] | None) -> InputFile:
-    name, checksum, identity, version = redacted(storage.relative(path)), None, "", ""
+    name, checksum, identity = redacted(storage.relative(path)), None, ""
     try:
         info = storage.info(path)
         identity = stamp(info)
@@ -159,15 +170,13 @@ def _read_footer(storage: Storage, path: str, known: Mapping[str, KnownFile] | N
             groups, schema = _row_groups(footer, info["size"]), footer.schema_arrow
         if known is not None:
             checksum = _checksum(storage, path, info, known.get(name))
-            version = file_version(name, checksum or identity)
     except JobStopped:
         raise
     except Exception as error:  # libraries raise much at a damaged footer
         said = one_line(error) if isinstance(error, OSError | pa.ArrowException | JobError) else repr(error)
         problem = f"input file {redacted(path)!r} cannot be read as Parquet ({said}): repair it or take it out"
-        version = "" if known is None else file_version(name, identity)
-        return InputFile(path, identity, (), pa.schema([]), name, None, version, problem)
-    return InputFile(path, identity, groups, schema, name, checksum, version)
+        return InputFile(path, identity, (), pa.schema([]), name, problem=problem)
+    return InputFile(path, identity, groups, schema, name, checksum)
 
 
 def _row_groups(file: pq.ParquetFile, size: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from engine import ModelShape, Schedule
 from pipeline.backend import Backend, ModelIdentity, SkipDecodeBackend
 from pipeline.config import JobConfig
 from pipeline.fit import choose_schedule, longest_prompt
-from pipeline.known_files import KnownFile, read_known_files
+from pipeline.known_files import KnownFile, recall_files
 from pipeline.ownership import Kind, check_files, check_place
 from pipeline.plan import Plan, make_plan
 from pipeline.rows import output_schema
@@ -46,7 +46,9 @@ def prepare_run(config: JobConfig, backend: Backend | None = None) -> Preparatio
     output, source = config.output_storage().at_first(), config.input_storage()
     check_place(output, Kind.RUN, source)
     template = config.template()
-    known = read_known_files(output) if config.incremental else None
+    known: dict[str, KnownFile] | None = None
+    if config.incremental:
+        known = {} if config.fresh else recall_files(output, source)
     plan = make_plan(config, template, known)
     check_files(output, source, (file.path for file in plan.files))
     output_schema(plan.kept)

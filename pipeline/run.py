@@ -84,7 +84,7 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
     commits = [*begun.commits, *session.commits]
     if begun.history is not None:
         commits = begun.history.settle(commits)
-    commits.sort(key=lambda commit: (commit.path, commit.start, commit.sample))
+    commits.sort(key=lambda commit: commit.place)
     totals = total(commits)
     if begun.claim.resuming:
         forget_failures(storage, keep={unit.unit for unit in session.failed})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import uuid
 from collections.abc import Callable, Coroutine
@@ -68,6 +69,11 @@ def stamp(info: dict[str, Any]) -> str:
     elif isinstance(time, float):
         time = round(time * 1e9)
     return f"{info['size']}:time:{time}"
+
+
+def is_of_content(stamp: str) -> bool:
+    """Whether it says nothing but what the object's content is: an ETag that is an MD5, of the object or its parts."""
+    return re.fullmatch("[0-9]+:etag:[0-9a-f]{32}(-[0-9]+)?", stamp) is not None
 
 
 class Opened(Protocol):

@@ -198,7 +198,7 @@ def _committed(storage: Storage, success: dict[str, Any]) -> Iterator[pa.Table]:
     """Rows of the run's manifest in input order, with the number of their sample."""
     listed = {entry["file"] for entry in success["commits"]}
     commits = [commit for commit in read_commits(storage) if commit.file in listed]
-    for commit in sorted(commits, key=lambda commit: (commit.path, commit.start, commit.sample)):
+    for commit in sorted(commits, key=lambda commit: commit.place):
         yield _read(storage, commit)
 
 

@@ -24,14 +24,14 @@ from servers import BUCKET, S3Server, wait_until
 
 from jobs import inspect_run, summarize_corpus
 from pipeline import incremental, lease, run
-from pipeline.commit import COMMITS, read_commits
+from pipeline.commit import COMMITS, Commit, read_commits
 from pipeline.config import JobConfig
 from pipeline.errors import JobError, JobStopped, NothingToDo, UnitsFailed
 from pipeline.failed import read_failures, record_failure
 from pipeline.forecast import write_forecast
 from pipeline.forecaster import forecast_run
 from pipeline.inspection import inspect, verify
-from pipeline.known_files import read_known_files
+from pipeline.known_files import INPUTS_FILE, read_known_files
 from pipeline.lease import Holder, Lease
 from pipeline.run import run_job
 from pipeline.storage import Storage, stamp
@@ -89,6 +89,12 @@ def generations(output: str) -> list[str]:
     return sorted(row["generation"] for row in rows)
 
 
+def in_order(output: str) -> list[Commit]:
+    """The commits that a manifest lists, in its order."""
+    commits = {commit.file: commit for commit in read_commits(Storage(output))}
+    return [commits[entry["file"]] for entry in json.loads(Path(output, "_SUCCESS.json").read_text())["commits"]]
+
+
 def texts(by: str, name: str, rows: int, version: str = "v1") -> list[str]:
     return [f"{by}: {name} {version} {row}" for row in range(rows)]
 
@@ -131,8 +137,7 @@ def test_progress_messages_and_manifest_say_what_is_new_and_what_is_there(
     manifest = json.loads(Path(nightly().output, "_SUCCESS.json").read_text())
     assert (manifest["input"]["files"], manifest["input"]["rows"], manifest["totals"]["rows"]) == (2, 15, 15)
     # Files in the order of their names, rows in order.
-    commits = {commit.file: commit for commit in read_commits(Storage(nightly().output))}
-    listed = [(Path(commits[entry["file"]].path).stem, commits[entry["file"]].start) for entry in manifest["commits"]]
+    listed = [(Path(commit.path).stem, commit.start) for commit in in_order(nightly().output)]
     assert listed == [("a", 0), ("a", 4), ("a", 8), ("b", 0), ("b", 4)]
 
 
@@ -163,7 +168,7 @@ def test_a_file_that_was_copied_again_is_not_new_and_is_read_but_once(
     path = tmp_path / "in/a.parquet"
     os.utime(path, (1e9, 1e9))
     run_job(nightly(), NoEngineBackend())
-    assert read_known_files(storage)["a.parquet"].stamp == stamp(storage.info(str(path)))
+    assert (read_known_files(storage) or {})["a.parquet"].stamp == stamp(storage.info(str(path)))
     monkeypatch.setattr("pipeline.plan.hashlib.file_digest", None)
     run_job(nightly(), NoEngineBackend())
 
@@ -265,6 +270,196 @@ def test_a_file_that_changes_back_is_done_again(nightly: Job, put: Put, inline: 
     put("a", 0)
     run_job(config, NoEngineBackend())
     assert generations(config.output) == []
+
+
+@pytest.fixture
+def move(tmp_path: Path) -> Callable[[str, str], None]:
+    """Renames an input file."""
+
+    def move(old: str, new: str) -> None:
+        to = tmp_path / f"in/{new}.parquet"
+        to.parent.mkdir(exist_ok=True)
+        (tmp_path / f"in/{old}.parquet").rename(to)
+
+    return move
+
+
+Move = Callable[[str, str], None]
+
+
+def lose_record(output: str, how: str) -> None:
+    path = Path(output, INPUTS_FILE)
+    if how == "lost":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-9] if how == "cut short" else b'{"format": 1, "files": {"a.parquet": 7}}')
+
+
+LOSSES = ("lost", "cut short", "nonsense")
+
+
+@pytest.mark.usefixtures("inline")
+def test_a_renamed_file_keeps_its_rows_and_is_not_done_again(
+    nightly: Job, put: Put, move: Move, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "pipeline")
+    config = nightly()
+    put("a", 6)
+    put("b", 5)
+    run_job(config, by("one"))
+    move("a", "older/a")
+    run_job(config, NoEngineBackend())
+    assert "1 input files were renamed, such as 'a.parquet', which is 'older/a.parquet' now" in caplog.text
+    expected = everything(texts("one", "a", 6), texts("one", "b", 5))
+    assert generations(config.output) == expected
+    assert list(read_known_files(Storage(config.output)) or {}) == ["b.parquet", "older/a.parquet"]
+    move("older/a", "c")
+    move("b", "a")
+    run_job(config, NoEngineBackend())
+    assert generations(config.output) == expected
+    put("c", 3)
+    run_job(config, by("two"))
+    assert generations(config.output) == everything(texts("one", "b", 5), texts("two", "c", 3))
+
+
+@pytest.mark.usefixtures("inline")
+def test_files_that_move_up_one_name_a_night_are_each_done_once(nightly: Job, put: Put, move: Move) -> None:
+    """As logs do: the newest is always called the same."""
+    config = nightly()
+    parts = []
+    for night in range(5):
+        for old in reversed(range(1, night)):
+            move(f"log.{old}", f"log.{old + 1}")
+        if night:
+            move("log", "log.1")
+        put("log", 6, f"v{night}")
+        run_job(config, by(f"night {night}"))
+        parts.append(texts(f"night {night}", "log", 6, f"v{night}"))
+        assert generations(config.output) == everything(*parts)
+        listed = [commit.start for commit in in_order(config.output)]
+        assert listed == [0, 4] * (night + 1)
+
+
+@pytest.mark.usefixtures("inline")
+def test_a_file_that_was_moved_over_another_replaces_its_rows(nightly: Job, put: Put, move: Move) -> None:
+    config = nightly()
+    put("a", 6)
+    put("b", 9)
+    run_job(config, by("one"))
+    move("a", "b")
+    run_job(config, NoEngineBackend())
+    assert generations(config.output) == texts("one", "a", 6)
+
+
+@pytest.mark.usefixtures("inline")
+def test_copies_are_files_of_their_own_whatever_their_originals_were_called(
+    nightly: Job, put: Put, move: Move, tmp_path: Path
+) -> None:
+    config = nightly()
+    put("a", 6)
+    run_job(config, by("one"))
+    shutil.copy(tmp_path / "in/a.parquet", tmp_path / "in/b.parquet")
+    run_job(config, by("two"))
+    assert generations(config.output) == everything(texts("one", "a", 6), texts("two", "a", 6))
+    move("a", "c")
+    run_job(config, NoEngineBackend())
+    shutil.copy(tmp_path / "in/b.parquet", tmp_path / "in/a.parquet")  # under a name that its content once had
+    run_job(config, by("three"))
+    expected = everything(*[texts(night, "a", 6) for night in ("one", "two", "three")])
+    assert generations(config.output) == expected
+    (tmp_path / "in/a.parquet").unlink()
+    run_job(config, NoEngineBackend())
+    assert generations(config.output) == expected
+
+
+def test_a_file_that_is_renamed_half_done_is_finished_under_its_new_name(
+    nightly: Job, put: Put, move: Move, inline: type[InlineSession]
+) -> None:
+    config = nightly()
+    put("b", 5)
+    run_job(config, by("one"))
+    put("b", 10, "v2")
+    inline.stop_after = 1
+    with pytest.raises(JobStopped):
+        run_job(config, by("two"))
+    move("b", "c")
+    with pytest.raises(JobStopped):
+        run_job(config, by("three"))
+    assert len(read_commits(Storage(config.output))) == 2 + 2
+    found = inspect(Storage(config.output))
+    assert (found.rows, found.totals.rows, sum(commit.totals.rows for commit in found.replaced)) == (10, 8, 5)
+    inline.stop_after = None
+    run_job(config, by("four"))
+    b = texts("x", "b", 10, "v2")
+    nights = ["two"] * 4 + ["three"] * 4 + ["four"] * 2
+    assert generations(config.output) == sorted(row.replace("x", night) for row, night in zip(b, nights, strict=True))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.usefixtures("inline")
+def test_without_the_record_of_files_what_is_done_is_told_from_the_commits(
+    nightly: Job, put: Put, move: Move, tmp_path: Path, caplog: pytest.LogCaptureFixture, loss: str
+) -> None:
+    config = nightly()
+    for name in ("same", "renamed", "changed", "gone"):
+        put(name, 6)
+    run_job(config, by("one"))
+    move("renamed", "other")
+    run_job(config, NoEngineBackend())
+    before = generations(config.output)
+    lose_record(config.output, loss)
+    assert generations(config.output) == before  # for an inspection
+    move("other", "third")
+    put("changed", 9, "v2")
+    (tmp_path / "in/gone.parquet").unlink()
+    run_job(config, by("two"))
+    assert "_inputs.json" in caplog.text
+    kept = [texts("one", name, 6) for name in ("same", "renamed", "gone")]
+    assert generations(config.output) == everything(*kept, texts("two", "changed", 9, "v2"))
+    lose_record(config.output, loss)
+    run_job(config, NoEngineBackend())
+    assert generations(config.output) == everything(*kept, texts("two", "changed", 9, "v2"))
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_without_the_record_a_half_done_change_is_finished_or_forgotten(
+    nightly: Job, put: Put, inline: type[InlineSession], tmp_path: Path, gone: bool
+) -> None:
+    config = nightly()
+    put("a", 6)
+    put("b", 9)
+    run_job(config, by("one"))
+    put("b", 10, "v2")
+    inline.stop_after = 1
+    with pytest.raises(JobStopped):
+        run_job(config, by("two"))
+    inline.stop_after = None
+    lose_record(config.output, "lost")
+    if gone:
+        (tmp_path / "in/b.parquet").unlink()
+        run_job(config, NoEngineBackend())
+        b = texts("one", "b", 9)
+    else:
+        run_job(config, by("three"))
+        b = texts("two", "b", 10, "v2")[:4] + texts("three", "b", 10, "v2")[4:]
+    assert generations(config.output) == everything(texts("one", "a", 6), b)
+
+
+@pytest.mark.usefixtures("inline")
+def test_with_an_older_record_put_back_old_and_new_rows_of_a_file_are_never_both_there(
+    nightly: Job, put: Put, tmp_path: Path
+) -> None:
+    config = nightly()
+    put("a", 6)
+    run_job(config, by("one"))
+    shutil.copy(Path(config.output, INPUTS_FILE), tmp_path / "older")
+    put("a", 7, "v2")
+    put("b", 2)
+    run_job(config, by("two"))
+    shutil.copy(tmp_path / "older", Path(config.output, INPUTS_FILE))
+    put("a", 8, "v3")
+    run_job(config, by("three"))
+    assert generations(config.output) == everything(texts("three", "a", 8, "v3"), texts("two", "b", 2))
 
 
 class Killed(BaseException):
@@ -434,7 +629,7 @@ def test_the_sweep_leaves_alone_what_another_job_may_be_about_to_commit(
     (commit, _) = read_commits(Storage(config.output))
     data = Path(config.output, "data")
     (data / f"{commit.unit}-0123456789ab.parquet").write_bytes(b"came second: its unit is committed")
-    (data / f"{'f' * 16}-000000000-0123456789ab.parquet").write_bytes(b"of a file that this job does not know")
+    (data / f"{'f' * 32}-000000000-0123456789ab.parquet").write_bytes(b"of a file that this job does not know")
     run_job(config, NoEngineBackend())
     assert len(list(data.iterdir())) == 2 + 1
 
@@ -510,9 +705,9 @@ def test_fresh_forgets_what_was_done(nightly: Job, put: Put) -> None:
     run_job(nightly(fresh=True, rows_per_unit=3), by("two"))
     assert generations(nightly().output) == texts("two", "a", 6)
     storage = Storage(nightly().output)
-    assert list(read_known_files(storage)) == ["a.parquet"]
+    assert list(read_known_files(storage) or {}) == ["a.parquet"]
     run_job(nightly(fresh=True, incremental=False), by("three"))
-    assert read_known_files(storage) == {}
+    assert read_known_files(storage) is None
     assert verify(storage, inspect(storage)) == []
 
 
@@ -685,4 +880,4 @@ def test_on_object_storage_a_file_is_known_by_its_etag_and_is_not_read_for_it(
     run_job(config, NoEngineBackend())
     storage = Storage(config.output)
     assert verify(storage, inspect(storage)) == []
-    assert {file.checksum for file in read_known_files(storage).values()} == {None}
+    assert {file.checksum for file in (read_known_files(storage) or {}).values()} == {None}
