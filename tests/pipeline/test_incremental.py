@@ -75,11 +75,11 @@ def by(name: str) -> EchoBackend:
     return EchoBackend(Echo(f"{name}: "))
 
 
-def generations(output: str) -> list[str]:
-    """What a reader finds through the manifest, sorted; nothing else lies beside it."""
+def generations(output: str, leftovers: bool = False) -> list[str]:
+    """What a reader finds through the manifest, sorted; no data lies beside it, unless there may be leftovers."""
     manifest = json.loads(Path(output, "_SUCCESS.json").read_text())
     files = [entry["file"] for entry in manifest["commits"]]
-    assert {f"data/{path.name}" for path in Path(output, "data").iterdir()} == set(files)
+    assert leftovers or Storage(output).names("data") == sorted(files)
     rows = [row for file in files for row in pq.read_table(Path(output, file)).to_pylist()]
     assert manifest["totals"]["rows"] == manifest["input"]["rows"] == len(rows)
     found = inspect(Storage(output))
@@ -539,6 +539,44 @@ def test_dying_at_any_step_while_a_version_is_replaced_leaves_every_row_once(
             assert generations(output) == expected
             break
     assert step > 15
+
+
+@pytest.mark.usefixtures("plain_report", "inline")
+@pytest.mark.parametrize("loses_record", [False, True])
+def test_a_night_that_dies_at_any_write_and_is_started_again_ends_as_one_that_did_not(
+    nightly: Job, put: Put, move: Move, tmp_path: Path, loses_record: bool
+) -> None:
+    """With a new file, a changed one, a renamed one, one moved over another and one that vanished."""
+    first = nightly()
+    for name, rows in (("same", 2), ("changed", 6), ("renamed", 5), ("moved", 4), ("under", 7), ("gone", 3)):
+        put(name, rows)
+    run_job(first, by("x"))
+    put("new", 6)
+    put("changed", 5, "v2")
+    move("renamed", "other")
+    move("moved", "under")
+    (tmp_path / "in/gone.parquet").unlink()
+    kept = [texts("x", name, rows) for name, rows in (("same", 2), ("renamed", 5), ("moved", 4), ("gone", 3))]
+    expected = everything(*kept, texts("x", "new", 6), texts("x", "changed", 5, "v2"))
+    for step in count():
+        output = str(tmp_path / f"killed at {step}")
+        shutil.copytree(first.output, output)
+        config = first.model_copy(update={"output": output})
+        done = False
+        try:
+            with DeathAt(step):
+                run_job(config, by("x"))
+            done = True
+        except Killed:
+            if loses_record:
+                Path(output, INPUTS_FILE).unlink()
+            run_job(config, by("x"))
+        # Without the record nobody knows that no job will commit what was already taken out.
+        assert generations(output, leftovers=loses_record) == expected
+        shutil.rmtree(output)
+        if done:
+            break
+    assert step > 4 * 5 + 8  # of each of four units there are five, beside those of records and removals
 
 
 NAMES = ("a", "b", "c")
