@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 import ray
-from fault_proxy import Action, Fault
-from servers import BUCKET
+from fault_proxy import Action, Fault, FaultProxy
+from servers import BUCKET, S3Server
 from trial import Trial, kill_replicas, own_processes
 
 from jobs.command_line import STOPPED_EXIT
@@ -74,6 +75,26 @@ def test_a_killed_driver_costs_at_most_its_units_in_flight(
     assert driver.returncode == -signal.SIGKILL
     result = trial.run()
     assert result.rows_resumed >= 4 * committed
+    trial.check()
+    assert trial.tokens_generated <= trial.tokens_of_one_pass + 3 * UNIT_TOKENS
+
+
+def test_a_nightly_driver_killed_and_started_again_at_once_waits_takes_over_and_finishes(
+    s3: S3Server, proxy: FaultProxy, tmp_path: Path
+) -> None:
+    trial = Trial(s3, proxy, tmp_path, rows=40)
+    times = {"LEASE_S": 20.0, "RENEW_S": 2.0, "LOOK_S": 1.0}
+    drivers = [trial.start(0.3, times, ray_address=cluster(), incremental=True)]
+    trial.proxy.arm(trial.name, [Fault("PUT _commits", 4, "call before", call=drivers[0].kill)])
+    ended(drivers[0])
+    assert drivers[0].returncode == -signal.SIGKILL
+    assert not any("_SUCCESS" in path for path in s3.files.find(f"{BUCKET}/{trial.name}/out"))
+    drivers.append(trial.start(0.3, times, ray_address=cluster(), incremental=True))
+    said = ended(drivers[1])
+    assert drivers[1].returncode == 0, said
+    assert "has not renewed its lease" in said
+    assert "nothing to do" not in said
+    assert said.strip().splitlines()[-1] == "40"
     trial.check()
     assert trial.tokens_generated <= trial.tokens_of_one_pass + 3 * UNIT_TOKENS
 

@@ -103,11 +103,14 @@ class Trial:
         """A session inside this process."""
         return run_job(self.config(**options), counting_backend(self.folder, seconds_per_batch))
 
-    def start(self, seconds_per_batch: float = 0.0, **options: Any) -> subprocess.Popen[str]:
-        """A session in a process of its own, on a Ray of its own unless told otherwise."""
+    def start(
+        self, seconds_per_batch: float = 0.0, lease: dict[str, float] | None = None, **options: Any
+    ) -> subprocess.Popen[str]:
+        """A session in a process of its own, on a Ray of its own unless told otherwise; `lease` are times of its."""
         told = {
             "folder": str(self.folder),
             "seconds_per_batch": seconds_per_batch,
+            "lease": lease or {},
             "job": self.options(**{"ray_address": "local", **options}),
         }
         return subprocess.Popen(
