@@ -11,10 +11,11 @@ from engine.checkpoint import prepare as checkpoint_directory
 from engine.checkpoint import resolve as pinned_model
 from engine.early_exit import EarlyExit
 from engine.engine import Engine, describe, resolve_device, resolve_dtype
-from engine.errors import ModelError, PromptError, ScheduleError
+from engine.errors import ModelError, PromptError, ScheduleError, brief
 from engine.flops import Ledger
 from engine.generation import Generation
 from engine.head_preview import HeadPreview
+from engine.json_text import check_is_file, parse_json, read_json
 from engine.prompt_bridge import PromptBridge
 from engine.sampling import Sampling
 from engine.schedule import Plateau, Schedule
@@ -44,6 +45,8 @@ __all__ = [
     "ScheduleError",
     "Tokenizer",
     "Unit",
+    "brief",
+    "check_is_file",
     "check_model_files",
     "check_model_weights",
     "checkpoint_directory",
@@ -53,7 +56,9 @@ __all__ = [
     "model_differences",
     "model_files",
     "model_identity",
+    "parse_json",
     "pinned_model",
+    "read_json",
     "resolve_device",
     "resolve_dtype",
 ]

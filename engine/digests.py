@@ -11,6 +11,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from engine.json_text import read_json
+
 # A file written to again within one tick of its file system's clock looks unchanged: one so young is not remembered.
 SETTLED_AFTER_S = 3.0
 
@@ -48,8 +50,8 @@ def _state(path: Path) -> str:
 def _read(kept: Path, state: str) -> str | None:
     """None if there is nothing of use, be it damaged or not there."""
     try:
-        said, digest = json.loads(kept.read_bytes()[:65536])
-    except (OSError, ValueError, TypeError, RecursionError):
+        said, digest = read_json(kept, 2**16)
+    except (OSError, ValueError, TypeError):
         return None
     sound = said == state and isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)
     return digest if sound else None

@@ -1,12 +1,26 @@
 """What can go wrong before generation starts. Each message names the bad value and the way out."""
 
+MOST_SAID = 1500  # characters
+
+
+def brief(message: object) -> str:
+    """A message in one line; of one that quotes something very long, the beginning and the end."""
+    text = " ".join(str(message).splitlines())
+    return text if len(text) <= MOST_SAID else f"{text[: MOST_SAID - 500]} ... {text[-500:]}"
+
 
 class ModelError(ValueError):
     """The model cannot be found, read, or run by this engine."""
 
+    def __init__(self, message: object = "") -> None:
+        super().__init__(brief(message))
+
 
 class ScheduleError(ValueError):
     """The schedule is malformed, does not fit the model, or cannot meet its target."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(brief(message))
 
 
 class PromptError(ValueError):

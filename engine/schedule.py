@@ -24,12 +24,14 @@ from engine.described_parts import (
 )
 from engine.errors import ScheduleError
 from engine.head_preview import HeadPreview
+from engine.json_text import parse_json, read_json
 from engine.prompt_bridge import PromptBridge
 from engine.shape import ModelShape
 from engine.unit import Unit, all_units
 
 FORMAT = 1
 SCHEDULE_FILE = "schedule.json"
+MOST_LAYERS, MOST_PLATEAUS = 10_000, 10_000  # far beyond any model and any use
 
 
 class Plateau(NamedTuple):
@@ -59,8 +61,8 @@ class Schedule:
     head_preview: HeadPreview | None = None  # stands in for the vocabulary head of decode tokens
 
     def __post_init__(self) -> None:
-        if self.layers < 1:
-            raise ScheduleError(f"layers must be at least 1, got {self.layers}")
+        if not 1 <= self.layers <= MOST_LAYERS:
+            raise ScheduleError(f"layers must be 1 to {MOST_LAYERS:,}, got {self.layers}")
         if len(set(self.skip_order)) != len(self.skip_order):
             raise ScheduleError("skip_order names a unit twice")
         for unit in self.skip_order:
@@ -68,6 +70,8 @@ class Schedule:
                 raise ScheduleError(f"skip_order names {unit}, but the model ends at layer {self.layers - 1}")
             if unit.layer == 0:
                 raise ScheduleError(f"skip_order names {unit}, but layer 0 always runs")
+        if len(self.plateaus) > MOST_PLATEAUS:
+            raise ScheduleError(f"a schedule has {MOST_PLATEAUS:,} plateaus at most, got {len(self.plateaus):,}")
         if not self.plateaus or self.plateaus[0].first_step != 0:
             raise ScheduleError("skipped must start with a plateau at step 0")
         for before, after in zip(self.plateaus, self.plateaus[1:], strict=False):
@@ -313,7 +317,7 @@ class Schedule:
         path = Path(path)
         file = path / SCHEDULE_FILE if path.is_dir() else path
         try:
-            data = _parse(file.read_text())
+            data = read_json(file)
             bridged = isinstance(data, dict) and any(data.get(key) for key in ("bridges", "prompts", "head"))
             adapted = isinstance(data, dict) and data.get("adapter")
             return cls.from_dict(
@@ -321,10 +325,10 @@ class Schedule:
                 read_tensors(file.parent / BRIDGES_FILE) if bridged else None,
                 Adapter.read(file.parent / ADAPTER_FILE) if adapted else None,
             )
-        except (OSError, UnicodeDecodeError) as error:
-            raise ScheduleError(f"the schedule {str(file)!r} cannot be read: {error}") from None
         except ScheduleError as error:
             raise ScheduleError(f"{str(file)!r}: {error}") from None
+        except (OSError, ValueError) as error:
+            raise ScheduleError(f"the schedule {str(file)!r} cannot be read: {error}") from None
 
 
 _OWN_KEYS = ("format", "layers", "skip_order", "skipped", "bridges", "bridged", "prompts", "adapter", "head")
@@ -332,6 +336,6 @@ _OWN_KEYS = ("format", "layers", "skip_order", "skipped", "bridges", "bridged", 
 
 def _parse(text: str) -> object:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError as error:
         raise ScheduleError(f"the schedule is not JSON: {error}") from None

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from engine.errors import ScheduleError
+from engine.json_text import check_is_file
 
 
 def write_tensor_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -30,6 +31,7 @@ def read_tensor_file(path: Path, what: str, belong: str) -> dict[str, Tensor]:
         ScheduleError: it is missing or damaged.
     """
     try:
+        check_is_file(path)
         return dict(load_file(path))
     except (OSError, SafetensorError) as error:
         raise ScheduleError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from engine.errors import ScheduleError
@@ -29,7 +30,7 @@ class Unit(NamedTuple):
     @classmethod
     def parse(cls, text: object) -> Unit:
         """Read "a4" or "m12"; raises ScheduleError on anything else."""
-        if not isinstance(text, str) or text[:1] not in ("a", "m") or not text[1:].isdecimal():
+        if not isinstance(text, str) or not re.fullmatch("[am][0-9]{1,6}", text):
             raise ScheduleError(f"{text!r} is not a unit: write 'a' or 'm' and a layer number, as in 'a4'")
         return cls(text[0], int(text[1:]))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +11,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import ModelError
+from engine.json_text import check_is_file, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 INDEX = "model.safetensors.index.json"
+MOST_INDEX = 2**27  # bytes
 COMPUTABLE = {"F64", "F32", "F16", "BF16"}
 # Buffers that some checkpoints keep, none of which is read.
 IGNORED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "position_ids")
@@ -83,6 +84,7 @@ class Weights:
 def open_weights(file: Path) -> Iterator[Any]:
     """An open safetensors file; raises ModelError naming one that is missing or damaged."""
     try:
+        check_is_file(file)
         with safe_open(file, framework="pt") as opened:
             yield opened
     except (OSError, SafetensorError, ValueError, OverflowError, MemoryError) as error:
@@ -112,10 +114,10 @@ def _read_index(directory: Path) -> dict[str, Path] | None:
     if not index.is_file():
         return None
     try:
-        found = json.loads(index.read_bytes())["weight_map"]
+        found = read_json(index, MOST_INDEX)["weight_map"]
         files = {str(name): str(file) for name, file in found.items()}
         if not files or any(Path(file).name != file or not file.endswith(".safetensors") for file in files.values()):
             raise ValueError("it names something that is no weight file beside it")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ModelError(f"the weights' index {str(index)!r} is damaged ({error!r}): fetch it again") from error
     return {name: directory / file for name, file in files.items()}

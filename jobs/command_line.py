@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import reprlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,9 @@ log = logging.getLogger(__name__)
 
 Config = TypeVar("Config", bound=BaseModel)
 
+MOST_CONFIG = 2**16  # characters; YAML takes a second for them
+_SHORT = reprlib.Repr()  # of values given: YAML's aliases make gigabytes of little
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 300, 300
 FAILED_EXIT, USAGE_EXIT, UNITS_FAILED_EXIT, STOPPED_EXIT = 1, 2, 3, 4
 
 
@@ -111,8 +115,17 @@ def _help(field: FieldInfo) -> str:
 
 
 def _read(file: str) -> dict[str, Any]:
-    options = yaml.safe_load(Path(file).read_text())
-    if not isinstance(options, dict):
+    if not Path(file).is_file():
+        raise FileNotFoundError("there is no such file")
+    with Path(file).open(encoding="utf-8") as opened:
+        text = opened.read(MOST_CONFIG + 1)
+    if len(text) > MOST_CONFIG:
+        raise ValueError(f"it has more than {MOST_CONFIG:,} characters")
+    try:
+        options = yaml.safe_load(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
         raise ValueError("it is no mapping of options to values")
     return options
 
@@ -127,5 +140,5 @@ def _mistake(part: Any) -> str:
         return f"{name} is required"
     if part["type"] == "extra_forbidden":
         return f"{name} is not an option"
-    given = f", got {part['input']!r}" if name else ""
+    given = f", got {_SHORT.repr(part['input'])}" if name else ""
     return f"{name} {part['msg'].removeprefix('Value error, ')}{given}".strip()

@@ -8,8 +8,9 @@ import io
 import json
 import uuid
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any
 
@@ -17,10 +18,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import StringConstraints
 
-from pipeline.errors import JobError
+from engine import parse_json
+from pipeline.errors import JobError, one_line
 from pipeline.flop_sums import FlopSums
 from pipeline.ownership import Kind, own, remove
-from pipeline.records import SMALL, Amount, Count, DataFile, Flops, Record, UnitName, parse_json
+from pipeline.records import SMALL, Amount, Count, DataFile, Flops, Record, RecordDamaged, UnitName
 from pipeline.redaction import redacted
 from pipeline.row_groups import to_parquet
 from pipeline.storage import Storage
@@ -30,7 +32,7 @@ from pipeline.unit import WorkUnit
 DATA, COMMITS, SUCCESS_FILE = "data", "_commits", "_SUCCESS.json"
 SNAPSHOT_FILE = "_snapshot.json.gz"  # commit records once more, in one object
 SNAPSHOT_EVERY = 5_000  # commits
-MOST_SNAPSHOT = 2**29  # bytes, compressed
+MOST_SNAPSHOT = 2**27  # bytes, compressed
 LISTING_THREADS = 32
 
 
@@ -207,19 +209,22 @@ def _write_snapshot(storage: Storage, stamps: dict[str, str], commits: dict[str,
 def _read_snapshot(storage: Storage, stamps: Mapping[str, str]) -> dict[str, Commit]:
     """Those of its copies that the records themselves still bear out, by name of the record.
 
-    None of a snapshot that is not there, or from where it is damaged: the records themselves are what counts.
+    None of a snapshot that is not there or not sound to its end, where its check sum is: the records themselves count.
     """
     held: dict[str, Commit] = {}
     try:
         content = storage.read(SNAPSHOT_FILE, MOST_SNAPSHOT)
         with gzip.open(io.BytesIO(content or b"")) as lines:
-            while line := lines.readline(SMALL):
+            # Not much more than there can be of use, for gzip makes gigabytes of little.
+            for _ in range(2 * len(stamps) + SNAPSHOT_EVERY):
+                if not (line := lines.readline(SMALL)):
+                    return held
                 copy = _COPY.checked(parse_json(line))
                 if stamps.get(copy.name) == copy.stamp and _is_of(copy.name, copy.commit):
                     held[copy.name] = copy.commit
     except (Unfit, OSError, EOFError, zlib.error, ValueError):
         pass
-    return held
+    return {}
 
 
 def _record_name(unit: str) -> str:
@@ -233,6 +238,21 @@ def _read_commit(storage: Storage, name: str) -> Commit:
     if not _is_of(name, commit):
         raise _COMMIT.damaged(storage, name, f"it is of unit {commit.unit} and names {commit.file}")
     return commit
+
+
+def damaged(storage: Storage, commit: Commit, why: str) -> RecordDamaged:
+    """What is to be said of a commit's record that is not as it should be."""
+    return _COMMIT.damaged(storage, _record_name(commit.unit), why)
+
+
+@contextmanager
+def open_rows(storage: Storage, commit: Commit) -> Iterator[Any]:
+    """A commit's open data file. Raises JobError where it, or what is read of it meanwhile, is damaged."""
+    try:
+        with storage.open(commit.file) as stream:
+            yield stream
+    except (OSError, pa.ArrowException) as error:
+        raise damaged(storage, commit, f"{commit.file} cannot be read: {one_line(error)}") from error
 
 
 def _is_of(name: str, commit: Commit) -> bool:
@@ -264,9 +284,13 @@ def sweep_orphans(storage: Storage, commits: Collection[Commit], is_over: Callab
 
 def write_success(storage: Storage, run: dict[str, Any], commits: Iterable[Commit], totals: Totals) -> None:
     """The manifest: present once every unit is committed. Lists the files a reader should read."""
-    files = [{"unit": c.unit, "file": c.file, "rows": c.totals.rows, "checksum": c.checksum} for c in commits]
-    manifest = {"format": 1, **run, "totals": asdict(totals), "commits": files}
+    manifest = {"format": 1, **run, "totals": asdict(totals), "commits": listed(commits)}
     storage.write(SUCCESS_FILE, json.dumps(manifest, indent=1).encode())
+
+
+def listed(commits: Iterable[Commit]) -> list[dict[str, Any]]:
+    """Commits as a manifest lists them."""
+    return [{"unit": c.unit, "file": c.file, "rows": c.totals.rows, "checksum": c.checksum} for c in commits]
 
 
 def _totals(output: pa.Table, flops_padding: int, seconds: float) -> Totals:

@@ -1,5 +1,6 @@
 """What ends a job. Each message is one sentence that names the bad value and the way out."""
 
+from engine import brief
 from pipeline.redaction import redacted
 
 
@@ -7,18 +8,21 @@ class JobError(Exception):
     """The job cannot start or go on: the input, the output or the configuration has to change first."""
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(redacted(str(message)))
+        super().__init__(brief(redacted(str(message))))
 
 
 class JobStopped(Exception):
     """The job ended before its end through nothing that its configuration could change; a rerun resumes it."""
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(redacted(str(message)))
+        super().__init__(brief(redacted(str(message))))
 
 
 class UnitsFailed(Exception):
     """All units were tried and some are recorded under `_failed/`; a rerun tries those again."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(brief(message))
 
 
 class NothingToDo(Exception):

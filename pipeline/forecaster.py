@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from engine import BatchStats, Generation, Ledger
 from engine.prompt_pass import shared_tokens
 from pipeline.backend import Backend
-from pipeline.commit import Commit, read_commits, total
+from pipeline.commit import Commit, open_rows, read_commits, total
 from pipeline.config import JobConfig
 from pipeline.errors import JobError
 from pipeline.forecast import Forecast
@@ -24,7 +24,7 @@ from pipeline.preparation import Preparation, prepare_run
 from pipeline.read import read_units
 from pipeline.row_generator import RowGenerator
 from pipeline.rows import TOKENS, prepare
-from pipeline.run_record import read_run
+from pipeline.run_record import claim_name, read_run
 from pipeline.sample_prompts import shuffled
 from pipeline.storage import Storage
 from pipeline.template import PromptTokenizer
@@ -177,7 +177,7 @@ def _earlier(job: Preparation) -> Outputs | None:
     record, wanted = read_run(storage), json.loads(json.dumps(job.description))
     if record is None or any(record.get(part) != wanted[part] for part in SAME_ANSWERS):
         return None
-    commits = read_commits(storage)
+    commits = read_commits(storage, claim_name(record))
     totals = total(commits)
     lengths = _lengths(storage, commits)
     if not lengths or not totals.flops:
@@ -191,7 +191,7 @@ def _lengths(storage: Storage, commits: Sequence[Commit]) -> list[int]:
     """Output lengths, spread evenly over an earlier run's sorted ones."""
     found: list[int] = []
     for commit in commits[:: max(1, len(commits) // MOST_FILES)]:
-        with storage.open(commit.file) as stream:
+        with open_rows(storage, commit) as stream:
             rows = pq.read_table(stream, columns=["generated_tokens", "error"])
         found += rows.filter(pa.compute.is_null(rows["error"]))["generated_tokens"].to_pylist()
     found.sort()

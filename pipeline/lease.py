@@ -25,9 +25,10 @@ import uuid
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 
+from engine import parse_json
 from pipeline.errors import JobError, JobStopped, NothingToDo
 from pipeline.ownership import Kind, remove
-from pipeline.records import SMALL, Count, Record, parse_json
+from pipeline.records import SMALL, Count, Record
 from pipeline.storage import Storage
 from pipeline.stores import Unfit
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict  # pydantic's demand before Python 3.12
 
-from pipeline.commit import SUCCESS_FILE
-from pipeline.records import LARGE, Count, DataFile, Fingerprint, Record, UnitName
+from pipeline.commit import SUCCESS_FILE, Commit, listed
+from pipeline.records import LARGE, Count, DataFile, Fingerprint, Record, RecordDamaged, UnitName
 from pipeline.storage import Storage
 
 
@@ -38,3 +39,12 @@ _RECORD: Record[dict[str, Any]] = Record(
 def read_manifest(storage: Storage) -> dict[str, Any] | None:
     """None if the run is not finished. Raises RecordDamaged; StorageGone, StorageRefused."""
     return _RECORD.read(storage, SUCCESS_FILE)
+
+
+def is_manifest_of(storage: Storage, run: str, commits: Iterable[Commit]) -> bool:
+    """Whether a sound manifest lists just these commits of this run. Raises StorageGone, StorageRefused."""
+    try:
+        manifest = read_manifest(storage)
+    except RecordDamaged:
+        return False
+    return manifest is not None and manifest["fingerprint"] == run and manifest["commits"] == listed(commits)

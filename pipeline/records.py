@@ -7,13 +7,12 @@ does not know is ignored: a newer version may have written it.
 
 from __future__ import annotations
 
-import json
-import math
 from functools import cached_property
-from typing import Annotated, Any, Generic, NoReturn, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
+from engine import parse_json
 from pipeline.errors import JobError, one_line
 from pipeline.storage import Storage
 from pipeline.stores import Unfit
@@ -21,8 +20,6 @@ from pipeline.stores import Unfit
 T = TypeVar("T")
 
 SMALL, LARGE = 2**20, 2**27  # bytes: of a record of one thing, of one that lists many
-MOST_VALUES = 4_000_000  # in one text: as Python objects they take some 500 MB
-DEEPEST = 64
 
 UnitName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,200}\z")]
 DataFile = Annotated[str, StringConstraints(pattern=r"^data/[A-Za-z0-9_-]{1,240}\.parquet\z")]
@@ -79,33 +76,3 @@ class Record(Generic[T]):
     @cached_property
     def _adapter(self) -> TypeAdapter[Any]:
         return TypeAdapter(self._type)
-
-
-def parse_json(text: str | bytes) -> Any:
-    """JSON that every program reads alike. Raises ValueError for what is none, too deep, too much, or out of range."""
-    try:
-        decoded = text.decode() if isinstance(text, bytes) else text
-        # At most so many values are made of it: what little a value takes is none without one of these.
-        if sum(map(decoded.count, ",[{")) > MOST_VALUES:
-            raise ValueError(f"more than {MOST_VALUES:,} values")
-        value = json.loads(decoded, parse_constant=_refuse)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    level = [value]
-    for _ in range(DEEPEST):
-        deeper: list[Any] = []
-        for item in level:
-            if isinstance(item, dict):
-                deeper += item.values()
-            elif isinstance(item, list):
-                deeper += item
-            elif isinstance(item, float) and not math.isfinite(item):
-                raise ValueError("a number is beyond what a double holds")
-        if not deeper:
-            return value
-        level = deeper
-    raise ValueError(f"nested deeper than {DEEPEST} levels")
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")

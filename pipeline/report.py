@@ -19,11 +19,13 @@ from pipeline.chart_style import ACCENT, INK, PALE, to_svg
 from pipeline.commit import Commit, Totals
 from pipeline.config import JobConfig
 from pipeline.forecast import Line
+from pipeline.records import LARGE
 from pipeline.redaction import redacted
 from pipeline.row_groups import open_parquet, read_batches
 from pipeline.rows import GENERATED
 from pipeline.show import shown
 from pipeline.storage import Storage
+from pipeline.stores import Unfit
 
 REPORT_FILE = "report.html"
 MAX_FILES = 20  # output files looked into for lengths and samples, spread over the run
@@ -53,7 +55,7 @@ def write_report(
     label, looked = None, _Looked()
     for commit in commits[::stride]:
         label = _look_into(storage, commit, config.id_column, looked)
-    charts = [_flops_chart(totals), _schedule_chart(schedule)]
+    charts = [_flops_chart(totals), _schedule_chart(schedule, config.max_new_tokens)]
     if looked.prompt_tokens:
         charts.insert(1, _lengths_chart(looked))
     shown_config = config.model_dump(mode="json", exclude_none=True)
@@ -77,7 +79,10 @@ def write_report(
 
 def is_reported(storage: Storage, commits: Iterable[Commit]) -> bool:
     """Whether the report of just these commits is there."""
-    return _subject(commits).encode() in (storage.read(REPORT_FILE) or b"")
+    try:
+        return _subject(commits).encode() in (storage.read(REPORT_FILE, LARGE) or b"")
+    except Unfit:
+        return False
 
 
 def _subject(commits: Iterable[Commit]) -> str:
@@ -198,9 +203,9 @@ def _lengths_chart(looked: _Looked) -> str:
     return to_svg(figure)
 
 
-def _schedule_chart(schedule: Schedule) -> str:
+def _schedule_chart(schedule: Schedule, longest: int) -> str:
     """Steps x layers: dark where both units run, pale where one does, white where the layer is skipped."""
-    steps = max(2, schedule.plateaus[-1].first_step * 4 // 3 + 1)
+    steps = max(2, min(longest, schedule.plateaus[-1].first_step * 4 // 3 + 1))
     grid = np.zeros((schedule.layers, steps))
     for step in range(steps):
         for unit in schedule.active(step):

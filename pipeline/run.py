@@ -12,7 +12,17 @@ from pipeline import logs
 from pipeline.backend import Backend
 from pipeline.ceiling import check_ceiling
 from pipeline.cluster import connect
-from pipeline.commit import SUCCESS_FILE, Commit, Totals, read_commits, sweep_orphans, total, write_success
+from pipeline.commit import (
+    DATA,
+    SUCCESS_FILE,
+    Commit,
+    Totals,
+    damaged,
+    read_commits,
+    sweep_orphans,
+    total,
+    write_success,
+)
 from pipeline.config import JobConfig
 from pipeline.errors import JobError, JobStopped, UnitsFailed, one_line
 from pipeline.failed import FAILED, FailedUnit, forget_failures, record_failure
@@ -21,6 +31,7 @@ from pipeline.incremental import History, work_name
 from pipeline.input_record import hold_input
 from pipeline.interruption import Interruption
 from pipeline.lease import Lease
+from pipeline.manifest import is_manifest_of
 from pipeline.ownership import Kind, check_place, discard_run, remove
 from pipeline.plan import Plan
 from pipeline.preparation import Preparation, prepare_run
@@ -91,12 +102,12 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
     if session.failed:
         _report(begun, storage, session, commits, totals)
         raise UnitsFailed(_say_failed(session.failed, begun.work, job.config.output))
-    _check_complete(job.plan, commits)
+    _check_complete(job.plan, commits, storage)
     begun.claim.check(storage)
     swept = sweep_orphans(storage, commits, begun.history.is_replaced if begun.history is not None else None)
     if swept:
         log.info("removed %d data files that no commit names", swept)
-    if begun.new.units or storage.read(SUCCESS_FILE) is None:
+    if begun.new.units or not is_manifest_of(storage, job.fingerprint, commits):
         held = {"files": len(job.plan.files), "rows": job.plan.rows}
         if begun.history is not None:
             held = begun.history.describe(commits)
@@ -181,11 +192,22 @@ def _generate(begun: _Begun, lease: Lease | None) -> Done:
         return Session(task, plan, begun.commits, interruption, lease).run(list(begun.new.units))
 
 
-def _check_complete(plan: Plan, commits: list[Commit]) -> None:
-    committed = {commit.unit: commit.totals.rows for commit in commits}
-    rows = sum(committed.get(unit.id, 0) for unit in plan.units)
-    if rows != plan.rows:
-        raise JobError(f"{rows} of {plan.rows} rows are committed: start the job again to resume it")
+def _check_complete(plan: Plan, commits: list[Commit], storage: Storage) -> None:
+    """Raises JobError, naming the unit, where the commits or their files are not all of the plan."""
+    rows = {unit.id: unit.rows for unit in plan.units}
+    committed = {commit.unit for commit in commits}
+    missing = sum(unit not in committed for unit in rows)
+    if missing:
+        raise JobError(f"{missing} of {len(rows)} units are not committed: start the job again to resume it")
+    there = set(storage.names(DATA))
+    for commit in commits:
+        if commit.file not in there:
+            why = f"its file {commit.file} is not there"
+        elif commit.totals.rows != rows.get(commit.unit, commit.totals.rows):
+            why = f"it says {commit.totals.rows} rows of a unit of {rows[commit.unit]}"
+        else:
+            continue
+        raise damaged(storage, commit, why)
 
 
 def _report(begun: _Begun, storage: Storage, session: Done, commits: list[Commit], totals: Totals) -> None:

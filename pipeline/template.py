@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import string
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Literal, NamedTuple, Protocol
 
+from engine import parse_json
 from pipeline.errors import JobError
 
 _PROBES = ("a", "The", "7", "é", "\u4e2d", "(", '"', "#", "\n", "")  # beginnings of texts
@@ -150,7 +150,7 @@ class PromptTemplate:
 def _messages(text: str) -> list[dict[str, str]]:
     """A chat's messages from JSON. Raises RowError."""
     try:
-        messages = json.loads(text)
+        messages = parse_json(text)
     except ValueError as error:
         raise RowError(f"messages are no JSON: {error}") from None
     if not isinstance(messages, list) or not messages:

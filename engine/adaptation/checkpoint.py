@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,6 +18,7 @@ from torch import Tensor
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainable import Trainable
 from engine.errors import ScheduleError
+from engine.json_text import check_is_file, parse_json
 from engine.schedule import Schedule
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
@@ -70,12 +72,19 @@ def read_state(
     Raises ScheduleError if the file is damaged or of another training.
     """
     try:
+        check_is_file(path)
         with safe_open(path, "pt") as file:
-            facts = json.loads((file.metadata() or {})["state"])
+            facts = parse_json((file.metadata() or {}).get("state", ""))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        if not isinstance(facts, dict):
+            raise ValueError("its state is no object")
+        is_of_this = facts.get("of") == json.loads(json.dumps(_identity(recipe, schedules)))
+        if is_of_this:
+            _check_tensors(tensors, trainable)
+            state = _state(facts, _named(tensors, "best"))
+    except (OSError, SafetensorError, ValueError) as error:
         raise ScheduleError(f"the checkpoint {str(path)!r} cannot be read ({error}): delete it to start anew") from None
-    if facts.pop("of") != _identity(recipe, schedules):
+    if not is_of_this:
         raise ScheduleError(
             f"the checkpoint {str(path)!r} is of another training (other schedule, bridges or recipe): "
             "delete it to start anew, or write elsewhere"
@@ -83,9 +92,39 @@ def read_state(
     trainable.restore(_named(tensors, "now"))
     for name, parameter in trainable.parameters.items():
         moments = {moment: tensors[f"{moment}.{name}"].to(parameter.device) for moment in MOMENTS}
-        optimizer.state[parameter] = {"step": torch.tensor(float(facts["step"])), **moments}
-    facts["curve"] = [tuple(point) for point in facts["curve"]]
-    return TrainingState(_named(tensors, "best"), **facts)
+        optimizer.state[parameter] = {"step": torch.tensor(float(state.step)), **moments}
+    return state
+
+
+def _check_tensors(tensors: dict[str, Tensor], trainable: Trainable) -> None:
+    """Raises ValueError unless they are those that `write_state` makes of these parameters."""
+    for name, parameter in trainable.parameters.items():
+        for prefix in ("best", "now", *MOMENTS):
+            tensor = tensors.get(f"{prefix}.{name}")
+            if tensor is None or tensor.shape != parameter.shape or tensor.dtype != parameter.dtype:
+                raise ValueError(f"{prefix}.{name} is not there, or of another shape or type")
+            if not bool(tensor.isfinite().all()):
+                raise ValueError(f"{prefix}.{name} holds something that is no finite number")
+
+
+def _state(facts: dict[str, Any], best: dict[str, Tensor]) -> TrainingState:
+    """Raises ValueError."""
+    counts, numbers = [facts.get(name) for name in ("step", "waiting")], [facts.get(n) for n in ("best_kl", "seconds")]
+    points = facts.get("curve")
+    if not all(type(count) is int and 0 <= count < 2**53 for count in counts) or not all(map(_is_number, numbers)):
+        raise ValueError("its state is damaged")
+    if not isinstance(points, list) or not all(
+        isinstance(point, list) and len(point) == 5 and type(point[0]) is int and all(map(_is_number, point))
+        for point in points
+    ):
+        raise ValueError("its curve is damaged")
+    names = ("best_kl", "step", "waiting", "seconds")
+    curve = [(point[0], point[1], point[2], point[3], point[4]) for point in points]
+    return TrainingState(best, **{name: facts[name] for name in names}, curve=curve)
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)
 
 
 def _identity(recipe: Recipe, schedules: Sequence[Schedule]) -> dict[str, object]:

@@ -14,13 +14,13 @@ from pydantic import ConfigDict, ValidationError
 from typing_extensions import TypedDict  # pydantic's demand before Python 3.12
 
 from pipeline.backend import Backend
-from pipeline.commit import SUCCESS_FILE, Commit, checksum, read_commits
+from pipeline.commit import SUCCESS_FILE, Commit, checksum, open_rows, read_commits
 from pipeline.dataset import openai_batch
 from pipeline.dataset.card import is_signed, write_card
 from pipeline.dataset.config import DatasetConfig
 from pipeline.dataset.filters import FILTERED, Filters
 from pipeline.dataset.shards import ShardWriter
-from pipeline.errors import JobError, one_line
+from pipeline.errors import JobError
 from pipeline.manifest import read_manifest
 from pipeline.ownership import Kind, check_place, remove
 from pipeline.records import LARGE, Count, Fingerprint, PublishedFile, Record
@@ -203,13 +203,8 @@ def _committed(storage: Storage, success: dict[str, Any]) -> Iterator[pa.Table]:
 
 
 def _read(storage: Storage, commit: Commit) -> pa.Table:
-    try:
-        with storage.open(commit.file) as stream:
-            table = read_parquet(stream)
-    except (OSError, pa.ArrowException) as error:
-        raise JobError(
-            f"{commit.file} of {storage.url!r} cannot be read ({one_line(error)}): start over with --fresh"
-        ) from error
+    with open_rows(storage, commit) as stream:
+        table = read_parquet(stream)
     place = table.column_names.index("generation")
     return table.add_column(place, pa.field(SAMPLE, pa.int32()), pa.repeat(pa.scalar(commit.sample, pa.int32()),
                                                                           table.num_rows))  # fmt: skip

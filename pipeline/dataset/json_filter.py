@@ -16,9 +16,10 @@ from referencing import Registry, Resource
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
+from engine import parse_json, read_json
 from pipeline.dataset.patterns import finder
 from pipeline.errors import JobError, one_line
-from pipeline.records import LARGE, parse_json
+from pipeline.records import LARGE
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +30,7 @@ REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 def read_schema(path: str) -> Any:
     """The content of a schema file. Raises JobError."""
     try:
-        with Path(path).open("rb") as file:
-            schema = parse_json(file.read(LARGE))
+        schema = read_json(Path(path), LARGE)
         if not isinstance(schema, dict | bool):
             raise ValueError("it is no object")
         return schema

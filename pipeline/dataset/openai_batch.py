@@ -7,17 +7,20 @@ All requests of a file share one set of sampling parameters here, as they share 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from engine import parse_json
 from pipeline.errors import JobError, one_line
-from pipeline.records import parse_json
+from pipeline.records import LARGE
 from pipeline.storage import Storage
 
 URL = "/v1/chat/completions"
@@ -52,17 +55,10 @@ class Requests:
 
 def read_requests(storage: Storage) -> Requests:
     """Read a JSONL file. Raises JobError naming the line that cannot be answered; StorageGone, StorageRefused."""
-    try:
-        with storage.open_path(storage.root) as stream:
-            content = bytes(stream.read())
-    except (FileNotFoundError, IsADirectoryError) as error:
-        raise JobError(f"input {storage.url!r} is no file: name one JSONL file of requests") from error
     rows: list[dict[str, str]] = []
     options: dict[str, Any] | None = None
     seen: set[str] = set()
-    for number, line in enumerate(content.splitlines(), start=1):
-        if not line.strip():
-            continue
+    for number, line in _lines_of(storage):
         where = f"line {number} of {storage.url!r}"
         request = _parse(line, where)
         if request[ID] in seen:
@@ -81,6 +77,22 @@ def read_requests(storage: Storage) -> Requests:
     if not rows:
         raise JobError(f"input {storage.url!r} holds no requests")
     return Requests(pa.Table.from_pylist(rows, SCHEMA), options or {})
+
+
+def _lines_of(storage: Storage) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not empty, with their numbers. Raises JobError for what is no file, or a line beyond all use."""
+    try:
+        with io.BufferedReader(storage.open_path(storage.root)) as stream:
+            for number in count(1):
+                line = stream.readline(LARGE + 1)
+                if len(line) > LARGE:
+                    raise JobError(f"line {number} of {storage.url!r} has more than {LARGE:,} bytes: repair it")
+                if line.strip():
+                    yield number, line
+                elif not line:
+                    return
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise JobError(f"input {storage.url!r} is no file: name one JSONL file of requests") from error
 
 
 def write_requests(storage: Storage, requests: Requests) -> str:

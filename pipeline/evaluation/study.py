@@ -16,8 +16,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from engine import BatchStats, EarlyExit, Engine, Generation, Sampling, Schedule
+from engine import BatchStats, EarlyExit, Engine, Generation, Sampling, Schedule, check_is_file, parse_json
+from pipeline.errors import JobError, one_line
 from pipeline.evaluation.contender import Contender
+from pipeline.records import Amount, Count, Record
+from pipeline.row_groups import read_parquet
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +62,11 @@ class Timing:
     """How long one batch of prompts decoded under one contender."""
 
     session: str  # only times of one session compare
-    decode_passes: int
-    decode_seconds: float
+    decode_passes: Count
+    decode_seconds: Amount
+
+
+_TIMING: Record[Timing] = Record(Timing, "delete it")
 
 
 @dataclass(frozen=True)
@@ -77,11 +83,12 @@ class Study:
     prompts: Sequence[Prompt]
 
     def run(self, engine: Engine, contenders: Sequence[Contender]) -> None:
-        """Compute what is missing. The first contender is full depth."""
+        """Compute what is missing. The first contender is full depth. Raises JobError: what is there is damaged."""
         session = uuid.uuid4().hex
         batches = list(self._batches())
         missing = {
-            number: [c for c in contenders if not self._file(c, batch).exists()] for number, batch in enumerate(batches)
+            number: [c for c in contenders if not _is_there(self._file(c, batch))]
+            for number, batch in enumerate(batches)
         }
         left = sum(map(len, missing.values()))
         log.info(
@@ -102,14 +109,11 @@ class Study:
 
     def outputs(self, contender: Contender) -> pa.Table:
         """All of a contender's rows, in the prompts' order."""
-        return pa.concat_tables(
-            pq.read_table(self._file(contender, batch), schema=OUTPUTS) for batch in self._batches()
-        )
+        return pa.concat_tables(self._read(contender, batch) for batch in self._batches())
 
     def timings(self, contender: Contender) -> list[Timing]:
         """One per batch of prompts."""
-        metadata = [pq.read_schema(self._file(contender, batch)).metadata[TIMING] for batch in self._batches()]
-        return [Timing(**json.loads(text)) for text in metadata]
+        return [_timing(self._file(contender, batch)) for batch in self._batches()]
 
     def _run_batch(
         self, engine: Engine, batch: Sequence[Prompt], full: Contender, missing: Sequence[Contender], session: str
@@ -144,7 +148,7 @@ class Study:
         """Full depth's tokens for each prompt: of this session, or of an earlier one."""
         for generations in computed:
             return [list(generation.tokens) for generation in sorted(generations, key=lambda g: g.index)]
-        answers: list[list[int]] = pq.read_table(self._file(full, batch), columns=["tokens"])["tokens"].to_pylist()
+        answers: list[list[int]] = self._read(full, batch)["tokens"].to_pylist()
         return answers
 
     def _write(
@@ -172,6 +176,19 @@ class Study:
         pq.write_table(table, scratch)
         scratch.replace(file)
 
+    def _read(self, contender: Contender, batch: Sequence[Prompt]) -> pa.Table:
+        """Raises JobError."""
+        file = self._file(contender, batch)
+        try:
+            check_is_file(file)
+            table = read_parquet(file)
+            if table.schema.names != OUTPUTS.names or table["id"].to_pylist() != [prompt.id for prompt in batch]:
+                raise ValueError("it holds other rows")
+            table = table.cast(OUTPUTS)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise _damaged(file, error) from error
+        return table
+
     def _batches(self) -> Iterator[Sequence[Prompt]]:
         for first in range(0, len(self.prompts), self.batch_size):
             yield self.prompts[first : first + self.batch_size]
@@ -182,3 +199,24 @@ class Study:
         decided = json.dumps([OUTPUTS.names, self.model_identity, self.sampling.to_dict(), contender.identity, rows])
         name = hashlib.sha256(decided.encode()).hexdigest()[:16]
         return self.directory / contender.slug / f"{name}.parquet"
+
+
+def _is_there(file: Path) -> bool:
+    """Raises JobError where it is damaged: better now than once all others are computed."""
+    if not file.exists():
+        return False
+    _timing(file)
+    return True
+
+
+def _timing(file: Path) -> Timing:
+    """Of a file of outputs. Raises JobError."""
+    try:
+        check_is_file(file)
+        return _TIMING.checked(parse_json((pq.read_schema(file).metadata or {}).get(TIMING, b"")))
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise _damaged(file, error) from error
+
+
+def _damaged(file: Path, error: Exception) -> JobError:
+    return JobError(f"the outputs {str(file)!r} are damaged ({one_line(error)}): delete it, and they are made anew")

@@ -6,15 +6,9 @@ usage: parquet_files.py FIRST END      prints one line of JSON for each seed fro
 from __future__ import annotations
 
 import io
-import json
-import logging
 import random
-import resource
-import shutil
-import signal
-import sys
 import tempfile
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from engine_double import Echo, EchoBackend
 from inline_session import without_ray
+from trials import run, sentence
 
 from pipeline.config import JobConfig
 from pipeline.errors import JobError, JobStopped, UnitsFailed
@@ -32,7 +27,6 @@ from pipeline.storage import Storage
 KINDS = ("truncate", "footer bits", "page bits", "footer bytes", "huge", "insert", "cut", "footer length", "swap")
 WHOLE_FILES = 60
 GOOD_ROWS = 3
-MOST_S = 60  # for one file
 
 
 def table(rows: int) -> pa.Table:
@@ -119,40 +113,24 @@ def process(content: bytes, folder: Path) -> str:
     except JobError as error:  # before anything is generated: what all files have to agree on
         if Storage(config.output).names("data"):
             raise AssertionError("stopped half way") from error
-        return _sentence(str(error))
+        return sentence(str(error))
     found = inspect(Storage(config.output))
     assert verify(Storage(config.output), found) == []
     good = [commit for commit in found.commits if commit.path.endswith("good.parquet")]
     assert sum(commit.totals.rows for commit in good) == GOOD_ROWS
-    return _sentence(said)
+    return sentence(said)
 
 
-def _sentence(said: str) -> str:
-    assert "\n" not in said
-    assert len(said) < 2000
-    return said
+def trial(seed: int) -> tuple[str, Callable[[], str]]:
+    kind, content = damaged(seed)
 
+    def process_it() -> str:
+        with tempfile.TemporaryDirectory() as folder:
+            return process(content, Path(folder))
 
-def main() -> None:
-    logging.disable()
-    without_ray(pytest.MonkeyPatch())
-    for seed in range(int(sys.argv[1]), int(sys.argv[2])):
-        kind, content = damaged(seed)
-        print(json.dumps({"seed": seed, "kind": kind}), flush=True)  # in case this is its last word
-        signal.alarm(MOST_S)  # ends the process
-        folder = Path(tempfile.mkdtemp())
-        start, wrong, said = time.monotonic(), "", ""
-        try:
-            said = process(content, folder)
-        except BaseException as error:
-            wrong = f"{type(error).__name__}: {error}"
-        shutil.rmtree(folder)
-        seconds, memory = time.monotonic() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(
-            json.dumps({"seed": seed, "kind": kind, "said": said, "wrong": wrong, "s": seconds, "mib": memory}),
-            flush=True,
-        )
+    return kind, process_it
 
 
 if __name__ == "__main__":
-    main()
+    without_ray(pytest.MonkeyPatch())
+    run(trial)

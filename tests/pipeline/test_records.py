@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from servers import S3Server
 
+from engine import parse_json
 from pipeline.commit import Commit, Totals, read_commits
 from pipeline.errors import JobError
 from pipeline.failed import forget_failures, read_failures
 from pipeline.manifest import read_manifest
-from pipeline.records import parse_json
 from pipeline.run_record import read_run
 from pipeline.storage import Storage
 
