@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_double import EchoBackend
+from inline_session import without_ray
 from servers import S3Server
 
 from engine import parse_json
-from pipeline.commit import Commit, Totals, read_commits
+from pipeline.commit import Commit, Totals, _read_snapshot, read_commits, write_snapshot
+from pipeline.config import JobConfig
 from pipeline.errors import JobError
 from pipeline.failed import forget_failures, read_failures
 from pipeline.manifest import read_manifest
+from pipeline.run import run_job
 from pipeline.run_record import read_run
 from pipeline.storage import Storage
 
@@ -106,3 +111,48 @@ def test_json_is_what_every_program_reads_alike(text: str) -> None:
         with pytest.raises(ValueError, match=r"."):
             parse_json(given)
     assert parse_json('{"a": [1.5, null, "\\ud83d\\ude00"]}') == {"a": [1.5, None, "😀"]}
+
+
+@pytest.fixture
+def done(job: Callable[..., JobConfig], write_parquet: Callable[..., Path], tmp_path: Path,
+         monkeypatch: pytest.MonkeyPatch) -> JobConfig:  # fmt: skip
+    """A job that has come to its end."""
+    without_ray(monkeypatch)
+    write_parquet(tmp_path / "in/a.parquet", {"text": ["one", "two", "three"]})
+    run_job(job(rows_per_unit=2), EchoBackend())
+    return job(rows_per_unit=2)
+
+
+def test_a_manifest_that_is_damaged_or_lacks_a_file_is_written_anew(done: JobConfig) -> None:
+    storage = done.output_storage()
+    whole = storage.read("_SUCCESS.json") or b""
+    lacking = json.loads(whole)
+    del lacking["commits"][0]
+    for content in (whole[:-9], json.dumps(lacking).encode(), whole.replace(b'"fingerprint": "', b'"fingerprint": "0')):
+        storage.write("_SUCCESS.json", content)
+        run_job(done, EchoBackend())
+        assert storage.read("_SUCCESS.json") == whole
+
+
+def test_a_commit_without_its_file_or_with_other_rows_ends_the_job_by_name(done: JobConfig) -> None:
+    storage = done.output_storage()
+    commit = read_commits(storage)[0]
+    name = f"_commits/{commit.unit}.json"
+    whole = storage.read(name) or b""
+    for was, now, why in ((b'"rows": 2', b'"rows": 7', "a unit of 2"), (b".parquet", b"0.parquet", "is not there")):
+        storage.write(name, whole.replace(was, now, 1))
+        with pytest.raises(JobError, match=rf"^{name} of .* is damaged .*{why}"):
+            run_job(done, EchoBackend())
+    storage.remove([name])
+    assert run_job(done, EchoBackend()).totals.rows == 3
+
+
+def test_a_snapshot_is_believed_only_as_a_whole(done: JobConfig) -> None:
+    storage = done.output_storage()
+    commits = read_commits(storage)
+    write_snapshot(storage, commits)
+    content = bytearray(storage.read("_snapshot.json.gz") or b"")
+    content[-6] ^= 1  # of the check sum of what comes before
+    storage.write("_snapshot.json.gz", bytes(content))
+    assert _read_snapshot(storage, storage.stamps("_commits", ".json")) == {}
+    assert read_commits(storage) == commits
