@@ -20,21 +20,28 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from fault_proxy import FaultProxy
+from fault_proxy import Fault, FaultProxy
 from nodes import Nodes
-from schedules import Schedule, random_schedule
-from servers import S3Server
-from trial import IMPORTS, Trial, kill_replicas
+from schedules import FAR, FOREIGN_BESIDE, Schedule, random_schedule
+from servers import BUCKET, S3Server
+from trial import IMPORTS, Trial, kill_replicas, tell, waiting_driver
 
-from jobs.command_line import FAILED_EXIT
-from pipeline.errors import JobStopped
+from jobs.command_line import FAILED_EXIT, STOPPED_EXIT, UNITS_FAILED_EXIT
+from pipeline.errors import JobError, JobStopped, UnitsFailed
+from pipeline.input_record import INPUT
+from pipeline.known_files import INPUTS_FILE
 
 SESSION_LIMIT_S = 360.0  # what takes longer hangs
-MOST_SESSIONS = 8
+MOST_SESSIONS = 10
 PACE_S = 0.05  # per batch, so that something is in flight when something dies
+LEASE = {"LEASE_S": 8.0, "RENEW_S": 1.0, "LOOK_S": 0.5}  # the product's times, divided by some 15
+AHEAD = 2  # drivers that wait for their job
+LIVES = "is doing output"  # said by one that leaves the work to another
+DONE, KILLED = 0, -signal.SIGKILL
 
 
 class Hang(Exception):
@@ -49,7 +56,10 @@ class Chaos:
         self._server = S3Server(folder / "s3")
         self._proxy = FaultProxy(self._server.url)
         self._nodes = Nodes({**self._server.environment, "PYTHONPATH": IMPORTS})
-        self._driver: subprocess.Popen[str] | None = None
+        self._waiting: list[subprocess.Popen[str]] = []
+        self._drivers: list[subprocess.Popen[str]] = []
+        self._trial: Trial | None = None
+        self._replaced = False  # the input, in this trial
         self.figures = Counter[str]()
 
     def play(self, seed: int) -> str:
@@ -59,59 +69,109 @@ class Chaos:
             "node": self._nodes.kill_second,
             "server": self._restart_server,
             "driver": self._kill_driver,
+            "input": self._replace_input,
         }
         schedule = random_schedule(seed, calls)
         print(schedule, flush=True)
         folder = self._folder / str(seed)
         folder.mkdir()
         rows = schedule.units * schedule.rows_per_unit
-        trial = Trial(self._server, self._proxy, folder, rows, 1, schedule.special)
-        self._proxy.arm(trial.name, list(schedule.faults))
+        self._trial = trial = Trial(self._server, self._proxy, folder, rows, 1, schedule.special)
+        self._replaced = False
+        trial.lay_foreign_files(FOREIGN_BESIDE)
+        if schedule.twist == "no conditions":
+            self._refused_without_conditions(trial, schedule)
+        # What a run writes once, as soon as the output is its.
+        lay = [
+            Fault(f"PUT {name}", 1, "call after", call=partial(trial.lay_foreign_files, schedule.foreign))
+            for name in (INPUT, INPUTS_FILE)
+        ]
+        self._proxy.arm(trial.name, [*schedule.faults, *lay])
         sessions = 0
-        done = False
-        while not done:
+        while not self._session(trial, schedule, sessions):
             sessions += 1
-            assert sessions <= MOST_SESSIONS, f"not done after {MOST_SESSIONS} sessions"
-            apart = schedule.racing or (schedule.kills_driver and sessions == 1)
-            done = self._race(trial, schedule) if apart else self._session(trial, schedule)
+            assert sessions < MOST_SESSIONS, f"not done after {MOST_SESSIONS} sessions"
+            if schedule.twist == "model replaced" and trial.begun:
+                self._refuses_another_model(trial, schedule)
+            if self._replaced and not schedule.nightly:
+                self._restore_input(trial, schedule)
         errors = {row: "its process died" if "KILL" in text else "ValueError" for row, text in schedule.special.items()}
         trial.check(errors)
-        self._count(schedule, trial, sessions, rows)
-        return f"{sessions} sessions, {rows} rows right"
+        if schedule.twist == "model replaced":
+            self._refuses_another_model(trial, schedule)
+            trial.check(errors)
+        self._count(schedule, trial, sessions + 1, rows)
+        return f"{sessions + 1} sessions, {rows} rows right"
 
     def close(self) -> None:
+        for driver in self._waiting:
+            driver.kill()
         self._nodes.close()
         self._proxy.close()
         self._server.stop()
 
-    def _session(self, trial: Trial, schedule: Schedule) -> bool:
-        """In this process; whether it finished the run."""
+    def _session(self, trial: Trial, schedule: Schedule, number: int) -> bool:
+        """Whether it ended with every row published of the input as it is; what exit codes say is true."""
+        newest = self._replaced
+        apart = schedule.apart or (schedule.kills_driver and number == 0)
+        ended = self._race(trial, schedule, number) if apart else [self._alone(trial, schedule)]
+        if apart:
+            print(f"  drivers ended with {[code for code, _ in ended]}", flush=True)
+        for code, said in ended:
+            assert code in (DONE, UNITS_FAILED_EXIT, STOPPED_EXIT, KILLED) or self._may_be_refused(schedule, said), said
+        if schedule.nightly and self._replaced != newest:
+            return False  # the next night's
+        done = [said for code, said in ended if code == DONE and LIVES not in said]
+        alive = len(ended) > 1 and any(code in (KILLED, STOPPED_EXIT, UNITS_FAILED_EXIT) for code, _ in ended)
+        assert done or alive or all(code != DONE for code, _ in ended), f"left to nobody: {ended}"
+        return bool(done)
+
+    def _alone(self, trial: Trial, schedule: Schedule, **options: object) -> tuple[int, str]:
+        """In this process: exit code, and what it said at its end."""
+        said = ""
         try:
             with time_limit(SESSION_LIMIT_S):
-                trial.run(PACE_S, **self._options(schedule))
-        except JobStopped as stopped:
-            print(f"  stopped: {stopped}", flush=True)
-            return False
-        return True
+                trial.run(PACE_S, **{**self._options(schedule), **options})
+        except JobStopped as error:
+            code, said = STOPPED_EXIT, str(error)
+        except UnitsFailed as error:
+            code, said = UNITS_FAILED_EXIT, str(error)
+        except JobError as error:
+            code, said = FAILED_EXIT, str(error)
+        else:
+            code = DONE
+        if said:
+            print(f"  ended with {code}: {said[:300]}", flush=True)
+        return code, said
 
-    def _race(self, trial: Trial, schedule: Schedule) -> bool:
-        """In one process or two of their own; whether one of them finished the run."""
+    def _race(self, trial: Trial, schedule: Schedule, number: int) -> list[tuple[int, str]]:
+        """In one process or two of their own: exit codes, and all that they said."""
         options = {**self._options(schedule), "ray_address": self._nodes.address}
-        drivers = [trial.start(PACE_S, **options) for _ in range(1 + schedule.racing)]
-        self._driver = drivers[0]
+        clocks = [0.0, 0.0]
+        if schedule.twist is not None and "clock" in schedule.twist:
+            clocks = [FAR[(schedule.seed + number + place) % len(FAR)] for place in range(2)]
+        self._drivers = [self._driver() for _ in range(1 + schedule.racing)]
+        for driver, clock_s in zip(self._drivers, clocks, strict=False):
+            tell(driver, trial.order(PACE_S, LEASE, clock_s, **options))
+        self._wait_ahead()
         try:
-            said = [driver.communicate(timeout=SESSION_LIMIT_S)[0] for driver in drivers]
+            said = [driver.communicate(timeout=SESSION_LIMIT_S)[0] for driver in self._drivers]
         except subprocess.TimeoutExpired as error:
-            said = [_said_until_killed(driver) for driver in drivers]
+            said = [_said_until_killed(driver) for driver in self._drivers]
             raise Hang(f"a driver took more than {SESSION_LIMIT_S:.0f} s: {said}") from error
         finally:
-            self._driver = None
-            for driver in drivers:
+            ended, self._drivers = self._drivers, []
+            for driver in ended:
                 driver.kill()
-        codes = [driver.returncode for driver in drivers]
-        assert FAILED_EXIT not in codes, said
-        print(f"  drivers ended with {codes}", flush=True)
-        return 0 in codes
+        return list(zip([driver.returncode for driver in ended], said, strict=True))
+
+    def _driver(self) -> subprocess.Popen[str]:
+        self._wait_ahead()
+        return self._waiting.pop(0)
+
+    def _wait_ahead(self) -> None:
+        while len(self._waiting) < AHEAD:
+            self._waiting.append(waiting_driver(self._server))
 
     def _options(self, schedule: Schedule) -> dict[str, object]:
         return {
@@ -119,21 +179,61 @@ class Chaos:
             "replicas": schedule.replicas,
             "threads_per_replica": 1,
             "batch_size": 4,
+            "incremental": schedule.nightly,
         }
+
+    def _may_be_refused(self, schedule: Schedule, said: str) -> bool:
+        """Of exit code 1: whether there is something to change first, and it is said."""
+        return self._replaced and not schedule.nightly and "input file '0.parquet' has changed" in said
+
+    def _refused_without_conditions(self, trial: Trial, schedule: Schedule) -> None:
+        self._proxy.arm(trial.name)
+        with self._proxy.ignoring_conditions(self._server.environment):
+            code, said = self._alone(trial, schedule)
+        assert code == FAILED_EXIT, code
+        assert "cannot hold an output" in said
+        root = f"{BUCKET}/{trial.name}/out"
+        assert [path for path in self._server.files.find(root) if path.rstrip("/") != root] == []
+        self.figures["refused: no conditions"] += 1
+
+    def _refuses_another_model(self, trial: Trial, schedule: Schedule) -> None:
+        code, said = self._alone(trial, schedule, model="1")
+        assert code in (FAILED_EXIT, STOPPED_EXIT), code
+        assert code == STOPPED_EXIT or "differs in model" in said, said
+        self.figures["refused: another model"] += 1
+
+    def _replace_input(self) -> None:
+        assert self._trial is not None
+        other = [f"{row} anew of {self._trial.name}" for row in range(len(self._trial.texts))]
+        self._trial.write_input(other)
+        self._replaced = True
+        if self._drivers:  # a nightly one: what is there now is what its output will be of
+            self._trial.texts = other
+
+    def _restore_input(self, trial: Trial, schedule: Schedule) -> None:
+        """After a session that finds another input than it began with."""
+        code, said = self._alone(trial, schedule)
+        assert code in (FAILED_EXIT, UNITS_FAILED_EXIT, STOPPED_EXIT), code
+        assert code != FAILED_EXIT or self._may_be_refused(schedule, said), said
+        trial.write_input(trial.texts)
+        self._replaced = False
+        self.figures["refused: another input"] += code == FAILED_EXIT
 
     def _restart_server(self) -> None:
         self._server.kill()
         threading.Timer(1.0, self._server.start).start()
 
     def _kill_driver(self) -> None:
-        if self._driver is not None:
-            self._driver.kill()
+        if self._drivers:
+            self._drivers[0].kill()
 
     def _count(self, schedule: Schedule, trial: Trial, sessions: int, rows: int) -> None:
         self.figures["sessions"] += sessions
         self.figures["rows checked"] += rows
+        self.figures["foreign files checked"] += trial.foreign_files
         self.figures["tokens of one pass"] += trial.tokens_of_one_pass
         self.figures["tokens generated"] += trial.tokens_generated
+        self.figures[f"trials: {schedule.twist or 'faults alone'}"] += 1
         for fault, victim in zip(schedule.faults, schedule.victims, strict=True):
             self.figures[f"hits: {victim or fault.action}"] += fault.hits
 

@@ -22,10 +22,12 @@ class Counting(Trap):
             books.write(f"{stats.generated_tokens}\n")
 
 
-def counting_backend(folder: Path | str, seconds_per_batch: float = 0.0) -> TrapBackend:
-    """Its books, and its traps' memory, are in `folder`."""
+def counting_backend(folder: Path | str, seconds_per_batch: float = 0.0, model: str = "0") -> TrapBackend:
+    """Its books, and its traps' memory, are in `folder`. Models but "0" sign their generations."""
     books = os.path.join(folder, "books")
-    return TrapBackend(Counting(scratch=str(folder), books=books, seconds_per_batch=seconds_per_batch))
+    prefix = "" if model == "0" else f"model {model}: "
+    trap = Counting(prefix, scratch=str(folder), books=books, seconds_per_batch=seconds_per_batch)
+    return TrapBackend(trap, model=model)
 
 
 def tokens_generated(folder: Path | str) -> int:

@@ -15,6 +15,21 @@ BY_WORKERS = ("GET in", "PUT data", "PUT _commits")  # operations whose asker ma
 PER_UNIT = ("PUT data", "PUT _commits")
 BY_FILE = ("HEAD in", "GET in", "GET data")  # these come several times in every session
 STORAGE_ACTIONS: tuple[Action, ...] = ("throttle", "fail", "reset", "lose", "cut", "slow")
+TWISTS = (
+    "input replaced",  # at some request: rows of two versions must not meet
+    "input replaced, nightly",  # there, the new version takes the old one's place
+    "model replaced",  # between two starts
+    "clock",  # of each driver, set forth and back all the time
+    "clock, nightly",
+    "killed, nightly",  # and started again at once, or raced by a second one
+    "no conditions",  # the store ignores them at the first start
+)
+FAR = (3_600.0, -7_200.0, 86_400.0 * 365, -86_400.0 * 3_650)  # what a clock is wrong by, in seconds
+FOREIGN_BESIDE = ("notes.txt", "out.bak/_run.json", "out-2/data/00000-000000000-0123456789ab.parquet", "out_notes")
+FOREIGN_WITHIN = (
+    "out/notes.txt", "out/data/notes.txt", "out/data/test-00000.parquet", "out/_failed/README.md", "out/README.md",
+    "out/report.html.bak", "out/_lease/notes.md", "out/old/_commits/00000-000000000.json", "out/_SUCCESS",
+)  # fmt: skip
 VICTIMS = ("replica", "node", "server", "driver")
 
 
@@ -30,6 +45,17 @@ class Schedule:
     special: dict[int, str]  # rows that spring a trap
     replicas: int
     racing: bool  # a second driver works on the same output
+    twist: str | None = None  # what else happens
+    foreign: tuple[str, ...] = ()  # files of others, in the output as soon as it is a run's
+
+    @property
+    def nightly(self) -> bool:
+        return self.twist is not None and "nightly" in self.twist
+
+    @property
+    def apart(self) -> bool:
+        """Whether all sessions are processes of their own."""
+        return self.racing or self.nightly or self.twist == "clock"
 
     @property
     def kills_driver(self) -> bool:
@@ -41,7 +67,11 @@ class Schedule:
             + (f" x{fault.times}" if fault.times > 1 else "")
             for fault, victim in zip(self.faults, self.victims, strict=True)
         ]
-        extra = [f"row {row} {text.split()[0]}" for row, text in self.special.items()] + ["a race"] * self.racing
+        extra = (
+            [f"row {row} {text.split()[0]}" for row, text in self.special.items()]
+            + ["a race"] * self.racing
+            + [self.twist] * (self.twist is not None)
+        )
         return f"seed {self.seed}: {self.units} units, {self.replicas} replicas; " + ", ".join(faults + extra)
 
 
@@ -67,7 +97,18 @@ def random_schedule(seed: int, calls: Mapping[str, Callable[[], None]]) -> Sched
         special[random.randrange(units * rows)] = random.choice(("KILL the process", "RAISE an error"))
     racing = random.random() < 0.07 and "driver" not in victims
     replicas = 1 if racing else random.choice((1, 1, 2))
-    return Schedule(seed, tuple(faults), tuple(victims), units, rows, special, replicas, racing)
+    twist = random.choice(TWISTS) if random.random() < 0.6 else None
+    if twist is not None and "killed" in twist:
+        racing = random.random() < 0.3
+        fault = _deadly_fault(random, units, calls["driver"])
+        faults, victims = [*faults[:1], fault], [*victims[:1], "driver"]
+    if twist is not None and "input" in twist:
+        special = {}
+        operation = random.choice(PER_UNIT)
+        faults = [*faults[:2], Fault(operation, random.randint(1, units), "call before", call=calls["input"])]
+        victims = [*victims[:2], "input"]
+    foreign = tuple(random.sample(FOREIGN_WITHIN, random.randint(0, 4)))
+    return Schedule(seed, tuple(faults), tuple(victims), units, rows, special, replicas, racing, twist, foreign)
 
 
 def _storage_fault(random: Random, units: int) -> Fault:

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,13 +73,37 @@ class Trial:
         self.name = f"run-{uuid.uuid4().hex[:10]}"
         self.server, self.proxy, self.folder = server, proxy, folder
         self.texts = [(special or {}).get(row, f"{row} of {self.name}") for row in range(rows)]
-        per_file = -(-rows // files)
-        for file in range(files):
-            part = range(file * per_file, min(rows, (file + 1) * per_file))
-            sink = io.BytesIO()
-            pq.write_table(pa.table({"id": list(part), "text": [self.texts[row] for row in part]}), sink)
-            server.files.pipe_file(f"{BUCKET}/{self.name}/in/{file}.parquet", sink.getvalue())
+        self._per_file, self._files = -(-rows // files), files
+        self._foreign: dict[str, bytes] = {}
+        self.write_input(self.texts)
         proxy.arm(self.name)
+
+    def write_input(self, texts: list[str]) -> None:
+        """Equal texts make equal files."""
+        for file in range(self._files):
+            part = range(file * self._per_file, min(len(texts), (file + 1) * self._per_file))
+            sink = io.BytesIO()
+            pq.write_table(pa.table({"id": list(part), "text": [texts[row] for row in part]}), sink)
+            self.server.files.pipe_file(f"{BUCKET}/{self.name}/in/{file}.parquet", sink.getvalue())
+
+    @property
+    def begun(self) -> bool:
+        """Whether the output is a run's."""
+        return bool(self.server.files.exists(f"{BUCKET}/{self.name}/out/_run.json"))
+
+    def lay_foreign_files(self, names: Sequence[str]) -> None:
+        """Beside the output or in it; `check` wants them back as they are."""
+        for name in names:
+            path = f"{BUCKET}/{self.name}/{name}"
+            self._foreign[path] = f"{name} of somebody".encode()
+            self.server.files.pipe_file(path, self._foreign[path])
+
+    @property
+    def foreign_files(self) -> int:
+        return len(self._foreign)
+
+    def check_foreign_files(self) -> None:
+        assert {path: self.server.files.cat_file(path) for path in self._foreign} == self._foreign
 
     def config(self, **options: Any) -> JobConfig:
         return JobConfig(**self.options(**options))
@@ -99,27 +123,29 @@ class Trial:
         }
         return {**defaults, **options}
 
-    def run(self, seconds_per_batch: float = 0.0, **options: Any) -> RunResult:
+    def run(self, seconds_per_batch: float = 0.0, model: str = "0", **options: Any) -> RunResult:
         """A session inside this process."""
-        return run_job(self.config(**options), counting_backend(self.folder, seconds_per_batch))
+        return run_job(self.config(**options), counting_backend(self.folder, seconds_per_batch, model))
 
     def start(
         self, seconds_per_batch: float = 0.0, lease: dict[str, float] | None = None, **options: Any
     ) -> subprocess.Popen[str]:
         """A session in a process of its own, on a Ray of its own unless told otherwise; `lease` are times of its."""
-        told = {
+        driver = waiting_driver(self.server)
+        tell(driver, self.order(seconds_per_batch, lease=lease or {}, **options))
+        return driver
+
+    def order(
+        self, seconds_per_batch: float, lease: dict[str, float], clock_s: float = 0.0, **options: Any
+    ) -> dict[str, Any]:
+        """What a driver is told."""
+        return {
             "folder": str(self.folder),
             "seconds_per_batch": seconds_per_batch,
-            "lease": lease or {},
+            "lease": lease,
+            "clock_s": clock_s,
             "job": self.options(**{"ray_address": "local", **options}),
         }
-        return subprocess.Popen(
-            [sys.executable, str(HERE / "driver.py"), json.dumps(told)],
-            env=os.environ | self.server.environment | {"PYTHONPATH": IMPORTS},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
 
     @property
     def tokens_of_one_pass(self) -> int:
@@ -148,10 +174,31 @@ class Trial:
             else:
                 assert row["generation"] is None
                 assert row["error"].startswith(wrong)
-        left = {path.rsplit("/", 1)[-1] for path in files.find(f"{root}/data")}
+        left = {path.rsplit("/", 1)[-1] for path in files.find(f"{root}/data") if path not in self._foreign}
         assert left == {entry["file"].rsplit("/", 1)[-1] for entry in manifest["commits"]}
+        self.check_foreign_files()
         storage = Storage(key(f"{self.name}/out"), self.config().output_storage().settings)
         assert verify(storage, inspect(storage)) == []
+
+
+def waiting_driver(server: S3Server) -> subprocess.Popen[str]:
+    """A driver's process that waits to be told its job: imports take longer than that."""
+    return subprocess.Popen(
+        [sys.executable, str(HERE / "driver.py")],
+        env=os.environ | server.environment | {"PYTHONPATH": IMPORTS},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def tell(driver: subprocess.Popen[str], order: dict[str, Any]) -> None:
+    """Begin a job in a driver that waits."""
+    assert driver.stdin is not None
+    driver.stdin.write(json.dumps(order))
+    driver.stdin.close()
+    driver.stdin = None
 
 
 def own_processes(title: str) -> list[psutil.Process]:

@@ -130,6 +130,7 @@ class EchoBackend:
 
     echo: Echo = Echo()
     context: int = 4096
+    model: str = "0"  # another is another identity
 
     def shape(self, config: GenerationConfig) -> ModelShape:
         return ModelShape(
@@ -150,7 +151,7 @@ class EchoBackend:
         return model
 
     def identity(self, config: GenerationConfig) -> ModelIdentity:
-        return ModelIdentity({"echo": "0"}, config.dtype)
+        return ModelIdentity({"echo": self.model}, config.dtype)
 
     def held_to(self, identity: ModelIdentity, began: str) -> Self:
         return self
