@@ -78,7 +78,8 @@ class Lease:
     def __enter__(self) -> Lease:
         """Waits for as long as it takes to tell whether a holder lives.
 
-        Raises NothingToDo if another job holds it and was seen alive; StorageGone, StorageRefused.
+        Raises NothingToDo if another job holds it and was seen alive; StorageGone, StorageRefused, for a store too that
+        cannot hold a lease.
         """
         self._take(self._storage.at_first())
         self._thread.start()
@@ -113,6 +114,8 @@ class Lease:
             if not watch.is_over(newest, record):
                 time.sleep(LOOK_S)
                 continue
+            if newest == 0:
+                storage.prove_put_if_absent()  # once for an output: where there is a lease, it was
             self._number, content = newest + 1, self._holder.to_json()
             name = _name(self._number)
             # Refused, the write may still be this one, its answer lost.

@@ -26,19 +26,20 @@ from types import FrameType
 
 from fault_proxy import Fault, FaultProxy
 from nodes import Nodes
-from schedules import FAR, FOREIGN_BESIDE, Schedule, random_schedule
+from schedules import FAR, FILES, FOREIGN_BESIDE, Schedule, random_schedule
 from servers import BUCKET, S3Server
-from trial import IMPORTS, Trial, kill_replicas, tell, waiting_driver
+from trial import HARMS, IMPORTS, Harmed, Trial, kill_replicas, tell, waiting_driver
 
 from jobs.command_line import FAILED_EXIT, STOPPED_EXIT, UNITS_FAILED_EXIT
-from pipeline.errors import JobError, JobStopped, UnitsFailed
+from pipeline import lease
+from pipeline.errors import JobError, JobStopped, NothingToDo, UnitsFailed
 from pipeline.input_record import INPUT
 from pipeline.known_files import INPUTS_FILE
 
 SESSION_LIMIT_S = 360.0  # what takes longer hangs
 MOST_SESSIONS = 10
 PACE_S = 0.05  # per batch, so that something is in flight when something dies
-LEASE = {"LEASE_S": 8.0, "RENEW_S": 1.0, "LOOK_S": 0.5}  # the product's times, divided by some 15
+LEASE = {"LEASE_S": 6.0, "RENEW_S": 1.0, "LOOK_S": 0.25}  # the product's times, divided by 20
 AHEAD = 2  # drivers that wait for their job
 LIVES = "is doing output"  # said by one that leaves the work to another
 DONE, KILLED = 0, -signal.SIGKILL
@@ -46,6 +47,10 @@ DONE, KILLED = 0, -signal.SIGKILL
 
 class Hang(Exception):
     """A session has outlasted its limit."""
+
+
+class Untrue(AssertionError):
+    """An exit code that does not say how the job ended."""
 
 
 class Chaos:
@@ -59,8 +64,10 @@ class Chaos:
         self._waiting: list[subprocess.Popen[str]] = []
         self._drivers: list[subprocess.Popen[str]] = []
         self._trial: Trial | None = None
-        self._replaced = False  # the input, in this trial
+        self._swaps = 0  # of the input, in this trial
         self.figures = Counter[str]()
+        self.kinds: dict[str, Counter[str]] = {}  # figures by kind of trial
+        self.kind = Counter[str]()  # those of this one's
 
     def play(self, seed: int) -> str:
         """Schedule and outcome of one trial. Raises AssertionError for a wrong output, Hang."""
@@ -73,13 +80,14 @@ class Chaos:
         }
         schedule = random_schedule(seed, calls)
         print(schedule, flush=True)
+        self.kind = self.kinds.setdefault(schedule.twist or "faults alone", Counter())
         folder = self._folder / str(seed)
         folder.mkdir()
         rows = schedule.units * schedule.rows_per_unit
-        self._trial = trial = Trial(self._server, self._proxy, folder, rows, 1, schedule.special)
-        self._replaced = False
+        self._trial = trial = Trial(self._server, self._proxy, folder, rows, FILES, schedule.special)
+        self._swaps = 0
         trial.lay_foreign_files(FOREIGN_BESIDE)
-        if schedule.twist == "no conditions":
+        if schedule.twist is not None and "no conditions" in schedule.twist:
             self._refused_without_conditions(trial, schedule)
         # What a run writes once, as soon as the output is its.
         lay = [
@@ -87,15 +95,19 @@ class Chaos:
             for name in (INPUT, INPUTS_FILE)
         ]
         self._proxy.arm(trial.name, [*schedule.faults, *lay])
+        errors = {row: "its process died" if "KILL" in text else "ValueError" for row, text in schedule.special.items()}
         sessions = 0
         while not self._session(trial, schedule, sessions):
             sessions += 1
+            if trial.published:
+                trial.check(errors, of_any_version=True)
             assert sessions < MOST_SESSIONS, f"not done after {MOST_SESSIONS} sessions"
             if schedule.twist == "model replaced" and trial.begun:
                 self._refuses_another_model(trial, schedule)
-            if self._replaced and not schedule.nightly:
+            if trial.version and not schedule.nightly:
                 self._restore_input(trial, schedule)
-        errors = {row: "its process died" if "KILL" in text else "ValueError" for row, text in schedule.special.items()}
+        if schedule.nightly:
+            trial.want_newest()
         trial.check(errors)
         if schedule.twist == "model replaced":
             self._refuses_another_model(trial, schedule)
@@ -112,18 +124,22 @@ class Chaos:
 
     def _session(self, trial: Trial, schedule: Schedule, number: int) -> bool:
         """Whether it ended with every row published of the input as it is; what exit codes say is true."""
-        newest = self._replaced
-        apart = schedule.apart or (schedule.kills_driver and number == 0)
+        swaps = self._swaps
+        apart = schedule.apart or number < schedule.killed_drivers
         ended = self._race(trial, schedule, number) if apart else [self._alone(trial, schedule)]
         if apart:
             print(f"  drivers ended with {[code for code, _ in ended]}", flush=True)
         for code, said in ended:
-            assert code in (DONE, UNITS_FAILED_EXIT, STOPPED_EXIT, KILLED) or self._may_be_refused(schedule, said), said
-        if schedule.nightly and self._replaced != newest:
+            if not (code in (DONE, STOPPED_EXIT, KILLED) or self._is_of_the_input(schedule, code, said)):
+                raise Untrue(f"{code}: {said}")
+        if schedule.nightly and self._swaps > swaps:
             return False  # the next night's
         done = [said for code, said in ended if code == DONE and LIVES not in said]
         alive = len(ended) > 1 and any(code in (KILLED, STOPPED_EXIT, UNITS_FAILED_EXIT) for code, _ in ended)
-        assert done or alive or all(code != DONE for code, _ in ended), f"left to nobody: {ended}"
+        if not (done or alive or all(code != DONE for code, _ in ended)):
+            raise Untrue(f"left to nobody: {ended}")
+        if done and not trial.published:
+            raise Untrue(f"nothing is published: {ended}")
         return bool(done)
 
     def _alone(self, trial: Trial, schedule: Schedule, **options: object) -> tuple[int, str]:
@@ -132,6 +148,8 @@ class Chaos:
         try:
             with time_limit(SESSION_LIMIT_S):
                 trial.run(PACE_S, **{**self._options(schedule), **options})
+        except NothingToDo as error:
+            code, said = DONE, str(error)
         except JobStopped as error:
             code, said = STOPPED_EXIT, str(error)
         except UnitsFailed as error:
@@ -182,41 +200,42 @@ class Chaos:
             "incremental": schedule.nightly,
         }
 
-    def _may_be_refused(self, schedule: Schedule, said: str) -> bool:
-        """Of exit code 1: whether there is something to change first, and it is said."""
-        return self._replaced and not schedule.nightly and "input file '0.parquet' has changed" in said
+    def _is_of_the_input(self, schedule: Schedule, code: int, said: str) -> bool:
+        """Whether an exit code, 1 or 3, is what a replaced input file is to end with, and the file is named."""
+        if not self._swaps:
+            return False
+        if code == UNITS_FAILED_EXIT:
+            return "/in/0.parquet" in said
+        return not schedule.nightly and "input file '0.parquet' has changed" in said
 
     def _refused_without_conditions(self, trial: Trial, schedule: Schedule) -> None:
         self._proxy.arm(trial.name)
         with self._proxy.ignoring_conditions(self._server.environment):
             code, said = self._alone(trial, schedule)
-        assert code == FAILED_EXIT, code
-        assert "cannot hold an output" in said
+        if code != FAILED_EXIT or "cannot hold an output" not in said:
+            raise Untrue(f"{code}: {said}")
         root = f"{BUCKET}/{trial.name}/out"
         assert [path for path in self._server.files.find(root) if path.rstrip("/") != root] == []
         self.figures["refused: no conditions"] += 1
 
     def _refuses_another_model(self, trial: Trial, schedule: Schedule) -> None:
         code, said = self._alone(trial, schedule, model="1")
-        assert code in (FAILED_EXIT, STOPPED_EXIT), code
-        assert code == STOPPED_EXIT or "differs in model" in said, said
-        self.figures["refused: another model"] += 1
+        if not (code == STOPPED_EXIT or (code == FAILED_EXIT and "differs in model" in said)):
+            raise Untrue(f"{code}: {said}")
+        self.figures["refused: another model"] += code == FAILED_EXIT
 
     def _replace_input(self) -> None:
         assert self._trial is not None
-        other = [f"{row} anew of {self._trial.name}" for row in range(len(self._trial.texts))]
-        self._trial.write_input(other)
-        self._replaced = True
-        if self._drivers:  # a nightly one: what is there now is what its output will be of
-            self._trial.texts = other
+        self._swaps += 1
+        self._trial.replace_input()
 
     def _restore_input(self, trial: Trial, schedule: Schedule) -> None:
-        """After a session that finds another input than it began with."""
+        """After a session that finds another input than it began with, unless it is put back meanwhile."""
         code, said = self._alone(trial, schedule)
-        assert code in (FAILED_EXIT, UNITS_FAILED_EXIT, STOPPED_EXIT), code
-        assert code != FAILED_EXIT or self._may_be_refused(schedule, said), said
-        trial.write_input(trial.texts)
-        self._replaced = False
+        if not (code == STOPPED_EXIT or self._is_of_the_input(schedule, code, said) or not trial.version):
+            raise Untrue(f"{code}: {said}")
+        if trial.version:
+            trial.replace_input()
         self.figures["refused: another input"] += code == FAILED_EXIT
 
     def _restart_server(self) -> None:
@@ -226,6 +245,7 @@ class Chaos:
     def _kill_driver(self) -> None:
         if self._drivers:
             self._drivers[0].kill()
+            self.figures["drivers killed"] += 1
 
     def _count(self, schedule: Schedule, trial: Trial, sessions: int, rows: int) -> None:
         self.figures["sessions"] += sessions
@@ -233,7 +253,9 @@ class Chaos:
         self.figures["foreign files checked"] += trial.foreign_files
         self.figures["tokens of one pass"] += trial.tokens_of_one_pass
         self.figures["tokens generated"] += trial.tokens_generated
-        self.figures[f"trials: {schedule.twist or 'faults alone'}"] += 1
+        self.kind["sessions"] += sessions
+        self.kind["rows"] += rows
+        self.kind["foreign files"] += trial.foreign_files
         for fault, victim in zip(schedule.faults, schedule.victims, strict=True):
             self.figures[f"hits: {victim or fault.action}"] += fault.hits
 
@@ -257,6 +279,24 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def wrongs(error: Exception) -> Counter[str]:
+    """What a failed trial adds to the figures."""
+    if isinstance(error, Harmed):
+        return error.counts
+    kind = "hangs" if isinstance(error, Hang) else "exit codes untrue" if isinstance(error, Untrue) else "other"
+    return Counter({kind: 1})
+
+
+def table(kinds: dict[str, Counter[str]]) -> str:
+    """A line of figures for each kind of trial, and their sums."""
+    columns = ("trials", "seconds", "sessions", "rows", "foreign files", *HARMS, "exit codes untrue", "hangs", "other")
+    lines = [*sorted(kinds.items()), ("all", sum(kinds.values(), Counter[str]()))]
+    cells = [["", *columns], *([name, *(str(figures[column]) for column in columns)] for name, figures in lines)]
+    widths = [max(len(line[place]) for line in cells) for place in range(len(columns) + 1)]
+    rows = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in cells]
+    return "\n".join("  ".join(row) for row in rows)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", type=int, default=200)
@@ -264,27 +304,30 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no schedule after this long")
     given = parser.parse_args()
     started = time.monotonic()
-    outcomes = Counter[str]()
     failed: list[int] = []
     with tempfile.TemporaryDirectory(prefix="chaos") as folder:
+        for name, seconds in LEASE.items():
+            setattr(lease, name, seconds)
         chaos = Chaos(Path(folder))
         try:
             for seed in range(given.seed, given.seed + given.schedules):
                 if time.monotonic() - started > given.minutes * 60:
                     break
-                outcomes["schedules"] += 1
                 begun = time.monotonic()
                 try:
                     print(f"  {chaos.play(seed)} in {time.monotonic() - begun:.0f} s", flush=True)
                 except Exception as error:
-                    outcomes["hangs" if isinstance(error, Hang) else "wrong"] += 1
+                    chaos.kind += wrongs(error)
                     failed.append(seed)
                     print(f"FAILED: seed {seed}: {type(error).__name__}: {error}", flush=True)
                     traceback.print_exc()
+                chaos.kind["trials"] += 1
+                chaos.kind["seconds"] += round(time.monotonic() - begun)
         finally:
             with suppress(Exception):
                 chaos.close()
-    figures = {"seconds": round(time.monotonic() - started), **outcomes, **dict(sorted(chaos.figures.items()))}
+    print(table(chaos.kinds))
+    figures = {"seconds": round(time.monotonic() - started), **dict(sorted(chaos.figures.items()))}
     print(json.dumps({**figures, "failed seeds": failed}, indent=1))
     return 1 if failed else 0
 

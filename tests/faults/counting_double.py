@@ -10,6 +10,8 @@ from trap_double import Trap, TrapBackend
 
 from engine import BatchStats
 
+SIGNED = "model "  # so generations of models but "0" begin
+
 
 @dataclass(frozen=True)
 class Counting(Trap):
@@ -25,7 +27,7 @@ class Counting(Trap):
 def counting_backend(folder: Path | str, seconds_per_batch: float = 0.0, model: str = "0") -> TrapBackend:
     """Its books, and its traps' memory, are in `folder`. Models but "0" sign their generations."""
     books = os.path.join(folder, "books")
-    prefix = "" if model == "0" else f"model {model}: "
+    prefix = "" if model == "0" else f"{SIGNED}{model}: "
     trap = Counting(prefix, scratch=str(folder), books=books, seconds_per_batch=seconds_per_batch)
     return TrapBackend(trap, model=model)
 

@@ -39,6 +39,7 @@ ERROR = "<?xml version='1.0'?><Error><Code>{}</Code><Message>{}</Message></Error
 SLOW_DOWN = ERROR.format("SlowDown", "Please reduce your request rate.")
 BROKEN = ERROR.format("InternalError", "We encountered an internal error. Please try again.")
 SLOW_PIECES, SLOW_PIECE_S = 8, 0.1
+ANY = "any request"  # an operation: nth counts them all
 
 
 @dataclass
@@ -211,7 +212,8 @@ class FaultProxy:
         """Count a request; the fault that hits it, if one does."""
         self.counts[kind] += 1
         for fault in self._faults:
-            if fault.operation == kind and fault.nth <= self.counts[kind] and fault.hits < fault.times:
+            count = self.counts.total() if fault.operation == ANY else self.counts[kind]
+            if fault.operation in (kind, ANY) and fault.nth <= count and fault.hits < fault.times:
                 fault.hits += 1
                 return fault
         return None

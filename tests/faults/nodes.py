@@ -13,6 +13,8 @@ from ray.cluster_utils import Cluster
 from servers import BUSY_MACHINE
 
 FAST_DEATHS = {"health_check_period_ms": 500, "health_check_timeout_ms": 2000, "health_check_failure_threshold": 3}
+# Workers wait for the next session: to import torch takes longer than most of what they do.
+PATIENT_WORKERS = {"idle_worker_killing_time_threshold_ms": 600_000, "num_workers_soft_limit": 8}
 
 
 class Nodes:
@@ -28,7 +30,7 @@ class Nodes:
         arguments = {"num_cpus": 2, "object_store_memory": 200 << 20, "include_dashboard": False}
         self._cluster = Cluster(
             initialize_head=True,
-            head_node_args={**arguments, "_system_config": FAST_DEATHS},
+            head_node_args={**arguments, "_system_config": FAST_DEATHS | PATIENT_WORKERS},
             shutdown_at_exit=False,
         )
         self._second = self._add()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import get_args
 
-from fault_proxy import Action, Fault
+from fault_proxy import ANY, Action, Fault
 
 READS = ("LIST in", "HEAD in", "GET in", "LIST _commits", "GET _commits", "GET _run.json", "LIST data", "GET data")
 WRITES = ("PUT _run.json", "PUT data", "PUT _commits", "PUT report.html", "PUT _SUCCESS.json")
@@ -23,6 +23,11 @@ TWISTS = (
     "clock, nightly",
     "killed, nightly",  # and started again at once, or raced by a second one
     "no conditions",  # the store ignores them at the first start
+    "no conditions, nightly",
+)
+WEIGHTS = (2, 2, 2, 2, 1, 4, 1, 1)
+KILLS_APART = (
+    150  # a killed nightly driver's successor makes so many requests at most before it is killed too, if it is
 )
 FAR = (3_600.0, -7_200.0, 86_400.0 * 365, -86_400.0 * 3_650)  # what a clock is wrong by, in seconds
 FOREIGN_BESIDE = ("notes.txt", "out.bak/_run.json", "out-2/data/00000-000000000-0123456789ab.parquet", "out_notes")
@@ -30,6 +35,7 @@ FOREIGN_WITHIN = (
     "out/notes.txt", "out/data/notes.txt", "out/data/test-00000.parquet", "out/_failed/README.md", "out/README.md",
     "out/report.html.bak", "out/_lease/notes.md", "out/old/_commits/00000-000000000.json", "out/_SUCCESS",
 )  # fmt: skip
+FILES = 2  # of the input
 VICTIMS = ("replica", "node", "server", "driver")
 
 
@@ -55,11 +61,12 @@ class Schedule:
     @property
     def apart(self) -> bool:
         """Whether all sessions are processes of their own."""
-        return self.racing or self.nightly or self.twist == "clock"
+        return self.racing or (self.twist is not None and "clock" in self.twist)
 
     @property
-    def kills_driver(self) -> bool:
-        return "driver" in self.victims
+    def killed_drivers(self) -> int:
+        """As many sessions are processes of their own, or there would be no one to kill."""
+        return self.victims.count("driver") if self.nightly else min(1, self.victims.count("driver"))
 
     def __str__(self) -> str:
         faults = [
@@ -85,7 +92,8 @@ def random_schedule(seed: int, calls: Mapping[str, Callable[[], None]]) -> Sched
         kind = random.random()
         if kind < 0.25:
             operation = random.choice(BY_WORKERS)
-            nth = random.randint(2, 3) if operation == "GET in" else random.randint(1, units)
+            # What reads a file first is the planning, the job's own process.
+            nth = random.randint(FILES + 1, FILES + 3) if operation == "GET in" else random.randint(1, units)
             fault = Fault(operation, nth, random.choice(("kill before", "kill after")))
         elif kind < 0.55:
             victim = random.choices(VICTIMS, weights=(4, 2, 2, 3))[0]
@@ -97,16 +105,18 @@ def random_schedule(seed: int, calls: Mapping[str, Callable[[], None]]) -> Sched
         special[random.randrange(units * rows)] = random.choice(("KILL the process", "RAISE an error"))
     racing = random.random() < 0.07 and "driver" not in victims
     replicas = 1 if racing else random.choice((1, 1, 2))
-    twist = random.choice(TWISTS) if random.random() < 0.6 else None
+    twist = random.choices(TWISTS, WEIGHTS)[0] if random.random() < 0.65 else None
     if twist is not None and "killed" in twist:
         racing = random.random() < 0.3
-        fault = _deadly_fault(random, units, calls["driver"])
-        faults, victims = [*faults[:1], fault], [*victims[:1], "driver"]
+        kills = _kills(random, calls["driver"])
+        faults, victims = [*faults[:1], *kills], [*victims[:1], *["driver"] * len(kills)]
     if twist is not None and "input" in twist:
         special = {}
-        operation = random.choice(PER_UNIT)
-        faults = [*faults[:2], Fault(operation, random.randint(1, units), "call before", call=calls["input"])]
-        victims = [*victims[:2], "input"]
+        # The second one puts the first version back.
+        ats = random.sample([(operation, nth) for operation in PER_UNIT for nth in range(1, units + 1)], 2)
+        swaps = [Fault(operation, nth, "call before", call=calls["input"]) for operation, nth in ats]
+        swaps = swaps[: random.choice((1, 1, 2))]
+        faults, victims = [*faults[:2], *swaps], [*victims[:2], *["input"] * len(swaps)]
     foreign = tuple(random.sample(FOREIGN_WITHIN, random.randint(0, 4)))
     return Schedule(seed, tuple(faults), tuple(victims), units, rows, special, replicas, racing, twist, foreign)
 
@@ -123,6 +133,15 @@ def _deadly_fault(random: Random, units: int, call: Callable[[], None]) -> Fault
     action: Action = random.choice(("call before", "call after"))
     operation = random.choice((*PER_UNIT, *PER_UNIT, "PUT _run.json", "PUT report.html", "PUT _SUCCESS.json"))
     return Fault(operation, random.randint(1, units) if operation in PER_UNIT else 1, action, call=call)
+
+
+def _kills(random: Random, call: Callable[[], None]) -> list[Fault]:
+    """One to three, at any request: while the job waits for a dead one's lease too."""
+    nth, kills = random.randint(1, 60), []
+    for _ in range(random.choice((1, 1, 1, 2, 2, 3))):
+        kills.append(Fault(ANY, nth, random.choice(("call before", "call after")), call=call))
+        nth += random.randint(1, KILLS_APART)
+    return kills
 
 
 assert set(STORAGE_ACTIONS) < set(get_args(Action))

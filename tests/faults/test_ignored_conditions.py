@@ -30,19 +30,21 @@ def left(trial: Trial) -> list[str]:
     return [path for path in trial.server.files.find(root) if path.rstrip("/") != root]
 
 
-def test_such_a_store_is_refused_and_left_as_it_was(elsewhere: Trial) -> None:
+@pytest.mark.parametrize("incremental", [False, True])
+def test_such_a_store_is_refused_and_left_as_it_was(elsewhere: Trial, incremental: bool) -> None:
     refused = pytest.raises(JobError, match=r"cannot hold an output, for it replaces an object .* and copy")
     with elsewhere.proxy.ignoring_conditions(elsewhere.server.environment), refused:
-        run_job(elsewhere.config(), NoEngineBackend())
+        run_job(elsewhere.config(incremental=incremental), NoEngineBackend())
     assert left(elsewhere) == []
 
 
 def test_a_run_on_such_a_store_is_not_taken_over(elsewhere: Trial) -> None:
-    claim_output(output(elsewhere), {"model": "one"})
+    description = {"schedule": {"layers": 1}, "sampling": {}, "input": {}}
+    claim_output(output(elsewhere), {"model": "one", **description})
     record = output(elsewhere).read("_run.json")
     refused = pytest.raises(JobError, match=r"belongs to run .* differs in model")
     with elsewhere.proxy.ignoring_conditions(elsewhere.server.environment), refused:
-        claim_output(output(elsewhere), {"model": "another"})
+        claim_output(output(elsewhere), {"model": "another", **description})
     assert output(elsewhere).read("_run.json") == record
 
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
-from counting_double import counting_backend, tokens_generated
+from counting_double import SIGNED, counting_backend, tokens_generated
 from fault_proxy import FaultProxy, key
+from nodes import PATIENT_WORKERS
 from servers import BUCKET, BUSY_MACHINE, S3Server
 
 from pipeline.cluster import EMBEDDED_STORE_BYTES
@@ -33,6 +35,16 @@ ROOT = HERE.parents[1]
 IMPORTS = ":".join(str(folder) for folder in (ROOT, HERE, HERE.parent, HERE.parent / "pipeline"))
 NEW_TOKENS = 12
 PATIENCE_S = 20.0  # the product's own default is ten minutes
+HARMS = ("rows lost", "rows doubled", "rows changed", "rows mixed", "foreign files changed", "stray files", "damages")
+
+
+class Harmed(AssertionError):
+    """An output is not as it must be."""
+
+    def __init__(self, counts: Counter[str], example: str) -> None:
+        """`counts` are of HARMS."""
+        super().__init__(f"{dict(+counts)}, such as {example}")
+        self.counts = counts
 
 
 @contextmanager
@@ -48,7 +60,7 @@ def local_ray(environment: dict[str, str], **options: Any) -> Iterator[None]:
             num_cpus=2,
             include_dashboard=False,
             object_store_memory=EMBEDDED_STORE_BYTES // 4,
-            _system_config={"idle_worker_killing_time_threshold_ms": 600_000, "num_workers_soft_limit": 8},
+            _system_config=PATIENT_WORKERS,
             **options,
         )
         try:
@@ -72,24 +84,43 @@ class Trial:
         """`special` are texts of chosen rows, such as those that spring a trap of `trap_double`."""
         self.name = f"run-{uuid.uuid4().hex[:10]}"
         self.server, self.proxy, self.folder = server, proxy, folder
-        self.texts = [(special or {}).get(row, f"{row} of {self.name}") for row in range(rows)]
-        self._per_file, self._files = -(-rows // files), files
+        per_file = -(-rows // files)
+        self._parts = [range(start, min(rows, start + per_file)) for start in range(0, rows, per_file)]
+        self.texts = [(special or {}).get(row, f"{row} of {self.name}") for row in range(rows)]  # wanted in the output
+        # Of the first file there is another version, of as many rows.
+        self._versions = [self.texts, [f"{row} anew" for row in self._parts[0]] + self.texts[len(self._parts[0]) :]]
+        self.version = 0  # in the input
         self._foreign: dict[str, bytes] = {}
-        self.write_input(self.texts)
+        for file in range(len(self._parts)):
+            self._write_input(file)
         proxy.arm(self.name)
 
-    def write_input(self, texts: list[str]) -> None:
-        """Equal texts make equal files."""
-        for file in range(self._files):
-            part = range(file * self._per_file, min(len(texts), (file + 1) * self._per_file))
-            sink = io.BytesIO()
-            pq.write_table(pa.table({"id": list(part), "text": [texts[row] for row in part]}), sink)
-            self.server.files.pipe_file(f"{BUCKET}/{self.name}/in/{file}.parquet", sink.getvalue())
+    def replace_input(self) -> None:
+        """The first file's other version takes its place, or the first one that again: equal rows make equal files."""
+        self.version = 1 - self.version
+        self._write_input(0)
+
+    def want_newest(self) -> None:
+        """From now on the output has to be of the input as it is."""
+        self.texts = self._versions[self.version]
+
+    def _write_input(self, file: int) -> None:
+        part, sink = self._parts[file], io.BytesIO()
+        texts = self._versions[self.version][part.start : part.stop]
+        pq.write_table(pa.table({"id": list(part), "text": texts}), sink)
+        self.server.files.pipe_file(f"{BUCKET}/{self.name}/in/{file}.parquet", sink.getvalue())
 
     @property
     def begun(self) -> bool:
         """Whether the output is a run's."""
-        return bool(self.server.files.exists(f"{BUCKET}/{self.name}/out/_run.json"))
+        return self._has("_run.json")
+
+    @property
+    def published(self) -> bool:
+        return self._has("_SUCCESS.json")
+
+    def _has(self, name: str) -> bool:
+        return bool(self.server.files.exists(f"{BUCKET}/{self.name}/out/{name}"))
 
     def lay_foreign_files(self, names: Sequence[str]) -> None:
         """Beside the output or in it; `check` wants them back as they are."""
@@ -101,9 +132,6 @@ class Trial:
     @property
     def foreign_files(self) -> int:
         return len(self._foreign)
-
-    def check_foreign_files(self) -> None:
-        assert {path: self.server.files.cat_file(path) for path in self._foreign} == self._foreign
 
     def config(self, **options: Any) -> JobConfig:
         return JobConfig(**self.options(**options))
@@ -155,30 +183,60 @@ class Trial:
     def tokens_generated(self) -> int:
         return tokens_generated(self.folder)
 
-    def check(self, errors: dict[int, str] | None = None) -> None:
+    def check(self, errors: dict[int, str] | None = None, of_any_version: bool = False) -> None:
         """Every row of the input is in the output once, with the generation it must have; `errors` are prefixes.
 
         Reads the server directly, as a reader of the output would: through the manifest.
+
+        Args:
+            of_any_version: each file's rows may be of either of its versions, but of one and the same.
+
+        Raises:
+            Harmed: something is lost, twice, wrong, or was somebody else's.
         """
-        files = self.server.files
+        files, harm, examples = self.server.files, Counter[str](), list[object]()
         root = f"{BUCKET}/{self.name}/out"
         manifest = json.loads(files.cat_file(f"{root}/_SUCCESS.json"))
         contents = [files.cat_file(f"{root}/{entry['file']}") for entry in manifest["commits"]]
         rows = pa.concat_tables(pq.read_table(io.BytesIO(content)) for content in contents).to_pylist()
-        assert [row["id"] for row in rows] == list(range(len(self.texts)))
-        for row in rows:
-            wrong = (errors or {}).get(row["id"])
-            if wrong is None:
-                assert row["generation"] == self.texts[row["id"]][:NEW_TOKENS]
-                assert row["error"] is None
-            else:
-                assert row["generation"] is None
-                assert row["error"].startswith(wrong)
+
+        ids = [row["id"] for row in rows]
+        harm["rows lost"] = len(set(range(len(self.texts))).difference(ids))
+        harm["rows doubled"] = len(ids) - len(set(ids))
+        harm["rows changed"] = list(dict.fromkeys(ids)) != sorted(set(ids))  # in another order
+        versions = [self._wrong(row, (errors or {}).get(row["id"]), of_any_version, harm, examples) for row in rows]
+        first = [version for row, version in zip(rows, versions, strict=True) if row["id"] in self._parts[0]]
+        if of_any_version:
+            harm["rows mixed"] += min(first.count(version) for version in (0, 1))
+
+        for path, content in self._foreign.items():
+            if not files.exists(path) or files.cat_file(path) != content:
+                harm["foreign files changed"] += 1
+                examples.append(path)
         left = {path.rsplit("/", 1)[-1] for path in files.find(f"{root}/data") if path not in self._foreign}
-        assert left == {entry["file"].rsplit("/", 1)[-1] for entry in manifest["commits"]}
-        self.check_foreign_files()
+        stray = left ^ {entry["file"].rsplit("/", 1)[-1] for entry in manifest["commits"]}
         storage = Storage(key(f"{self.name}/out"), self.config().output_storage().settings)
-        assert verify(storage, inspect(storage)) == []
+        damages = verify(storage, inspect(storage))
+        if not of_any_version:  # or else a job has yet to come, which sweeps
+            harm["stray files"], harm["damages"] = len(stray), len(damages)
+        if harm.total():
+            raise Harmed(harm, str([*examples, *stray, *damages][:1] or [ids]))
+
+    def _wrong(
+        self, row: dict[str, Any], error: str | None, of_any_version: bool, harm: Counter[str], examples: list[object]
+    ) -> int | None:
+        """Counts what is wrong with a row; which version of the input it is of."""
+        made = [texts[row["id"]][:NEW_TOKENS] for texts in self._versions]
+        wanted = made if of_any_version else [self.texts[row["id"]][:NEW_TOKENS]]
+        if error is not None:
+            right = row["generation"] is None and row["error"].startswith(error)
+        else:
+            right = row["generation"] in wanted and row["error"] is None
+        if not right:
+            other = row["generation"] in made or str(row["generation"]).startswith(SIGNED)
+            harm["rows mixed" if other else "rows changed"] += 1
+            examples.append(row)
+        return made.index(row["generation"]) if row["generation"] in made else None
 
 
 def waiting_driver(server: S3Server) -> subprocess.Popen[str]:
