@@ -57,6 +57,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 benchmark: install  ## engine against its peers on this machine, and the pipeline's own overhead
 	$(PIP) --editable '.[benchmark]'

@@ -8,30 +8,31 @@ from typing import Any
 
 import torch
 
-from engine import checkpoint
-from engine.batch import Batch, BatchStats, Sample
-from engine.decoder import Decoder
-from engine.early_exit import EarlyExit, EarlyExitBatch
+from engine.captured.static_batch import StaticBatch
+from engine.captured.workspace import Workspaces
+from engine.checkpoints import checkpoint
+from engine.checkpoints.tokenizer import Tokenizer
+from engine.checkpoints.weight_files import Weights
+from engine.decoding.batch import Batch, BatchStats, Sample
+from engine.decoding.early_exit import EarlyExit, EarlyExitBatch
+from engine.decoding.generation import Generation, generation_of
+from engine.decoding.sampling import Sampling
+from engine.decoding.stopping import Stopping
 from engine.errors import ModelError, PromptError
-from engine.families import family_of
-from engine.flops import Ledger
-from engine.generation import Generation, generation_of
-from engine.kernels import Kernels, kernels_for
+from engine.forward.compiled_parts import compile_bridge, compile_head
+from engine.forward.ledger import Ledger
+from engine.forward.operations import Compiled, Observe
+from engine.forward.prompt_pass import PromptPass
+from engine.forward.scoring import AnswerScore, score, similarity
+from engine.forward.teacher_forcing import Answer, AnswerPass
+from engine.kernels.base import Kernels, kernels_for
 from engine.memory import free_bytes, rows_that_fit
-from engine.plan import Compiled, Observe
-from engine.prompt_bridge import PromptBridge
-from engine.prompt_pass import PromptPass
-from engine.sampling import Sampling
-from engine.schedule import Schedule
-from engine.scoring import AnswerScore, score, similarity
+from engine.models.decoder import Decoder
+from engine.models.families import family_of
+from engine.parts.prompt_bridge import PromptBridge
+from engine.parts.unit import Unit
+from engine.schedules.schedule import Schedule
 from engine.shape import ModelShape
-from engine.static_batch import StaticBatch
-from engine.stopping import Stopping
-from engine.teacher_forcing import Answer, AnswerPass
-from engine.tokenizer import Tokenizer
-from engine.unit import Unit
-from engine.weight_files import Weights
-from engine.workspace import Workspaces
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -155,7 +156,7 @@ class Engine:
         its prompt, sampling, schedule and id, not on who shares its batch (beyond rounding).
 
         Args:
-            prompts: token ids, or raw text (`engine.tokenizer.encode_chat` renders a chat).
+            prompts: token ids, or raw text (`engine.checkpoints.tokenizer.encode_chat` renders a chat).
             sampling: default greedy.
             schedule: default full depth.
             batch_size: rows per batch.
@@ -201,7 +202,7 @@ class Engine:
         sample_ids: Sequence[str] | None = None,
         on_confidences: Callable[[Sequence[float]], None] | None = None,
     ) -> Iterator[Generation]:
-        """Generate with every token leaving at a layer of its own: for comparison, see `engine.early_exit`.
+        """Generate with every token leaving at a layer of its own: for comparison, see `engine.decoding.early_exit`.
 
         FLOPs and mean depth are those of the layers that each token really ran. `on_confidences` is given what the
         first check found for every decode token. Errors as for `generate`.
@@ -285,7 +286,7 @@ class Engine:
         kept = self._compiled
         with torch.inference_mode():
             bridges = {
-                bridge: kept.bridges.get(bridge) or bridge.compiled(self._kernels, self._dtype, self._device)
+                bridge: kept.bridges.get(bridge) or compile_bridge(bridge, self._kernels, self._dtype, self._device)
                 for schedule in schedules
                 for bridge in schedule.bridges.values()
             }
@@ -293,7 +294,7 @@ class Engine:
             adapted = {adapter: kept.adapted.get(adapter) or self._decoder.adapted(adapter) for adapter in adapters}
             previews = {schedule.head_preview for schedule in schedules if schedule.head_preview is not None}
             where = (self._decoder, self._kernels, self._dtype, self._device)
-            heads = {preview: kept.heads.get(preview) or preview.compiled(*where) for preview in previews}
+            heads = {preview: kept.heads.get(preview) or compile_head(preview, *where) for preview in previews}
         self._compiled = Compiled(bridges, adapted, heads)
         return self._compiled
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from engine.batch import ATTENTION_ROWS
-from engine.cache import GROWTH
-from engine.plan import attention_layers, decode_plan
-from engine.prompt_pass import PROMPT_TOKENS
-from engine.schedule import Schedule
+from engine.captured.workspace import padded_rows
+from engine.decoding.batch import ATTENTION_ROWS
+from engine.decoding.cache import GROWTH
+from engine.forward.operations import attention_layers, decode_plan
+from engine.forward.prompt_pass import PROMPT_TOKENS
+from engine.schedules.schedule import Schedule
 from engine.shape import ModelShape
-from engine.workspace import padded_rows
 
 # Rows beyond which a batch gains little: a CPU's arithmetic is full with a few dozen rows, a GPU's with a few hundred.
 MOST_ROWS = {"cpu": 64, "cuda": 512}

@@ -19,14 +19,14 @@ from rich.table import Table
 import engine
 from engine import ModelShape, Schedule, ScheduleError, decode_flop_speedup
 from engine.adaptation.trainer import Point, is_trainable, prompts_stop
-from engine.target import sample_flop_speedup
+from engine.forward.target import sample_flop_speedup
 from jobs import command_line
 from jobs.adaptation import CHECKPOINT_FILE, AdaptModel, Training, train, train_on_cluster
 from pipeline import logs
 from pipeline.evaluation.charts import learning_curve
 from pipeline.evaluation.contender import ending
-from pipeline.fit import read_schedule, read_schedules
-from pipeline.ownership import claim_directory
+from pipeline.preparing.fit import read_schedule, read_schedules
+from pipeline.storage.ownership import claim_directory
 
 PROGRAM = "adapt_model.py"
 CURVE_FILE, FIGURE_FILE, CARD_FILE = "curve.json", "curve.svg", "README.md"

@@ -17,12 +17,12 @@ from engine.adaptation.estimate import is_early_look, reachable_kl
 from engine.adaptation.peers import Peers
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import Point, Trainer
-from engine.calibration.quality import Quality
-from engine.kernels import Kernels
+from engine.forward.quality import Quality
+from engine.kernels.base import Kernels
 from jobs.answers import AnswersConfig, answer_corpus, with_more_answers
 from pipeline import logs
 from pipeline.errors import JobError, JobStopped
-from pipeline.stage_progress import StageProgress
+from pipeline.monitoring.stage_progress import StageProgress
 
 CHECKPOINT_FILE = "training.safetensors"
 DEFAULT = Recipe()
@@ -130,7 +130,7 @@ def train_on_cluster(config: AdaptModel, schedules: Sequence[Schedule]) -> Train
     from ray.train import RunConfig, ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchTrainer
 
-    from pipeline.cluster import connect
+    from pipeline.execution.cluster import connect
 
     connect(config.ray_address)
     cores, gpus = (ray.cluster_resources().get(kind, 0.0) for kind in ("CPU", "GPU"))

@@ -14,12 +14,12 @@ import engine
 from engine import Engine, Sampling
 from engine.adaptation.peers import Peers
 from engine.calibration.collect import Progress, answer_prompts
-from engine.teacher_forcing import Answer
+from engine.forward.teacher_forcing import Answer
 from jobs.corpus_split import Part, part_of
 from jobs.prompts import SUMMARIZE
-from pipeline.fit import longest_prompt
-from pipeline.rows import TOKENS
-from pipeline.sample_prompts import SampleConfig, sample_prompts
+from pipeline.inputs.sample_prompts import SampleConfig, sample_prompts
+from pipeline.preparing.fit import longest_prompt
+from pipeline.rows.rows import TOKENS
 
 
 class AnswersConfig(SampleConfig):

@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine import Engine, Schedule, checkpoint_directory, decode_flop_speedup, for_target_speedup, recipes
+from engine import Engine, Schedule, checkpoint_directory, decode_flop_speedup, for_target_speedup
+from engine.schedules import recipes
 from jobs import command_line
 from jobs.engine_benchmark.ablation import ALL, Ablation
 from jobs.engine_benchmark.contenders import CTranslate2, run_engine, time_engine, time_transformers
@@ -35,8 +36,8 @@ from jobs.engine_benchmark.floor import MachineRates, decode_floor, measure_rate
 from jobs.engine_benchmark.split import time_split
 from jobs.engine_benchmark.timing import Contender, compare, take_turns
 from pipeline.errors import JobError
-from pipeline.ownership import claim_directory
-from pipeline.template import PromptTemplate
+from pipeline.rows.template import PromptTemplate
+from pipeline.storage.ownership import claim_directory
 
 PROGRAM = "benchmark_engine.py"
 FULL_DEPTH = "full depth"

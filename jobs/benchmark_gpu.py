@@ -34,7 +34,7 @@ from jobs.engine_benchmark.host_syncs import WAITS, events_per_step
 from jobs.engine_benchmark.random_model import SHAPES, RandomWeights, config_of, random_engine, random_prompts
 from jobs.engine_benchmark.timing import Contender, Timing, compare, take_turns
 from pipeline.errors import JobError
-from pipeline.ownership import claim_directory
+from pipeline.storage.ownership import claim_directory
 
 PROGRAM = "benchmark_gpu"
 FULL_DEPTH = "full depth"

@@ -23,7 +23,7 @@ from rich.console import Console
 from engine import Engine
 from jobs import command_line
 from jobs.summarize_corpus import SummarizeCorpus
-from pipeline.fit import choose_schedule
+from pipeline.preparing.fit import choose_schedule
 from pipeline.run import run_job
 
 PROGRAM = "benchmark_pipeline.py"

@@ -19,8 +19,8 @@ from jobs import command_line
 from jobs.answers import AnswersConfig, answer_corpus
 from pipeline import logs
 from pipeline.evaluation.charts import schedule_maps
-from pipeline.ownership import claim_directory
-from pipeline.stage_progress import StageProgress
+from pipeline.monitoring.stage_progress import StageProgress
+from pipeline.storage.ownership import claim_directory
 
 PROGRAM = "calibrate_schedule.py"
 MAPS_FILE = "schedules.svg"

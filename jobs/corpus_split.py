@@ -7,7 +7,7 @@ from typing import Literal
 
 import pyarrow as pa
 
-from pipeline.show import names
+from pipeline.values.show import names
 
 Part = Literal["calibrate", "train", "test"]
 

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from engine import Engine, ModelShape, Schedule, describe, model_identity
 from engine.calibration.prompts import check_prompt_layers
-from engine.tokenizer import Tokenizer
+from engine.checkpoints.tokenizer import Tokenizer
 from jobs import command_line
 from jobs.corpus_split import Part, rows_of_part
 from jobs.prompts import SUMMARIZE
@@ -38,11 +38,11 @@ from pipeline.evaluation.rivals import RIVALS, Calibration
 from pipeline.evaluation.shorter_prompts import with_shorter_prompts
 from pipeline.evaluation.solved import SolvedRivals
 from pipeline.evaluation.study import Prompt, Study
-from pipeline.fit import longest_prompt, read_schedules
-from pipeline.ownership import claim_directory
-from pipeline.rows import check_text, text_values
-from pipeline.show import names, shown, texts
-from pipeline.template import RowError
+from pipeline.preparing.fit import longest_prompt, read_schedules
+from pipeline.rows.rows import check_text, text_values
+from pipeline.rows.template import RowError
+from pipeline.storage.ownership import claim_directory
+from pipeline.values.show import names, shown, texts
 
 log = logging.getLogger("jobs.evaluate_schedule")
 

@@ -17,7 +17,7 @@ from jobs import command_line
 from pipeline.config import StorageConfig
 from pipeline.errors import JobError
 from pipeline.inspection import Inspection, inspect, verify
-from pipeline.report import summary
+from pipeline.reporting.report import summary
 
 PROGRAM = "inspect_run.py"
 MOST_SHOWN = 10  # of failed units, and of damages

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.bill import bill
 from pipeline.config import JobConfig
-from pipeline.forecast import FORECAST_FILE, write_forecast
 from pipeline.forecaster import forecast_run
-from pipeline.report import summary
+from pipeline.preparing.run_record import read_run
+from pipeline.reporting.bill import bill
+from pipeline.reporting.forecast import FORECAST_FILE, write_forecast
+from pipeline.reporting.report import summary
 from pipeline.run import RunResult
-from pipeline.run_record import read_run
 
 
 def show_plan(config: JobConfig) -> None:

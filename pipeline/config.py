@@ -8,9 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from engine import Sampling
 from pipeline.logs import LogFormat
-from pipeline.storage import Storage
-from pipeline.storage_settings import StorageSettings
-from pipeline.template import PromptTemplate
+from pipeline.rows.template import PromptTemplate
+from pipeline.storage.settings import StorageSettings
+from pipeline.storage.storage import Storage
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 

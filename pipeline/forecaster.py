@@ -13,21 +13,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from engine import BatchStats, Generation, Ledger
-from engine.prompt_pass import shared_tokens
-from pipeline.backend import Backend
-from pipeline.commit import Commit, open_rows, read_commits, total
+from engine.forward.prompt_pass import shared_tokens
+from pipeline.commits.commit import Commit, open_rows, read_commits, total
 from pipeline.config import JobConfig
 from pipeline.errors import JobError
-from pipeline.forecast import Forecast
-from pipeline.incremental import only_new, work_name
-from pipeline.preparation import Preparation, prepare_run
-from pipeline.read import read_units
-from pipeline.row_generator import RowGenerator
-from pipeline.rows import TOKENS, prepare
-from pipeline.run_record import claim_name, read_run
-from pipeline.sample_prompts import shuffled
-from pipeline.storage import Storage
-from pipeline.template import PromptTokenizer
+from pipeline.inputs.sample_prompts import shuffled
+from pipeline.preparing.backend import Backend
+from pipeline.preparing.incremental import only_new, work_name
+from pipeline.preparing.preparation import Preparation, prepare_run
+from pipeline.preparing.run_record import claim_name, read_run
+from pipeline.reporting.forecast import Forecast
+from pipeline.rows.read import read_units
+from pipeline.rows.row_generator import RowGenerator
+from pipeline.rows.rows import TOKENS, prepare
+from pipeline.rows.template import PromptTokenizer
+from pipeline.storage.storage import Storage
 
 RUN_OF_ROWS = 16  # neighbouring rows drawn together: few, as neighbours are often alike, yet one read for all of them
 LENGTHS = 64  # output lengths that stand for all of an earlier run's

@@ -14,13 +14,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.backend import Backend, SkipDecodeBackend
 from pipeline.config import GenerationConfig
 from pipeline.errors import JobError
-from pipeline.fit import choose_schedule, longest_prompt
-from pipeline.row_generator import RowGenerator
-from pipeline.rows import TOKENS, generate, output_schema, prepare
-from pipeline.show import names
+from pipeline.preparing.backend import Backend, SkipDecodeBackend
+from pipeline.preparing.fit import choose_schedule, longest_prompt
+from pipeline.rows.row_generator import RowGenerator
+from pipeline.rows.rows import TOKENS, generate, output_schema, prepare
+from pipeline.values.show import names
 
 
 class GenerateText:

@@ -10,15 +10,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.commit import SUCCESS_FILE, Commit, Totals, checksum, read_commits, total
+from pipeline.commits.commit import SUCCESS_FILE, Commit, Totals, checksum, read_commits, total
+from pipeline.commits.failed import FailedUnit, read_failures
+from pipeline.commits.manifest import read_manifest
 from pipeline.errors import JobError
-from pipeline.failed import FailedUnit, read_failures
-from pipeline.input_record import planned_rows
-from pipeline.known_files import read_known_files, version_of
-from pipeline.manifest import read_manifest
-from pipeline.run_record import claim_name, read_run
-from pipeline.storage import Storage
-from pipeline.stores import Unfit
+from pipeline.inputs.input_record import planned_rows
+from pipeline.inputs.known_files import read_known_files, version_of
+from pipeline.preparing.run_record import claim_name, read_run
+from pipeline.storage.storage import Storage
+from pipeline.storage.stores import Unfit
 
 VERIFY_THREADS = 8
 

@@ -9,10 +9,7 @@ from dataclasses import dataclass
 
 from engine import ModelShape
 from pipeline import logs
-from pipeline.backend import Backend
-from pipeline.ceiling import check_ceiling
-from pipeline.cluster import connect
-from pipeline.commit import (
+from pipeline.commits.commit import (
     DATA,
     SUCCESS_FILE,
     Commit,
@@ -23,23 +20,26 @@ from pipeline.commit import (
     total,
     write_success,
 )
+from pipeline.commits.failed import FAILED, FailedUnit, forget_failures, record_failure
+from pipeline.commits.manifest import is_manifest_of
 from pipeline.config import JobConfig
 from pipeline.errors import JobError, JobStopped, UnitsFailed, one_line
-from pipeline.failed import FAILED, FailedUnit, forget_failures, record_failure
-from pipeline.forecast import against_actual, read_forecast
-from pipeline.incremental import History, work_name
-from pipeline.input_record import hold_input
-from pipeline.interruption import Interruption
-from pipeline.lease import Lease
-from pipeline.manifest import is_manifest_of
-from pipeline.ownership import Kind, check_place, discard_run, remove
-from pipeline.plan import Plan
-from pipeline.preparation import Preparation, prepare_run
-from pipeline.report import REPORT_FILE, is_reported, write_report
-from pipeline.run_record import Claim, claim_output
-from pipeline.session import Done, Session
-from pipeline.stages import Task
-from pipeline.storage import Storage
+from pipeline.execution.cluster import connect
+from pipeline.execution.interruption import Interruption
+from pipeline.execution.session import Done, Session
+from pipeline.execution.stages import Task
+from pipeline.inputs.input_record import hold_input
+from pipeline.inputs.work import Plan
+from pipeline.preparing.backend import Backend
+from pipeline.preparing.incremental import History, work_name
+from pipeline.preparing.preparation import Preparation, prepare_run
+from pipeline.preparing.run_record import Claim, claim_output
+from pipeline.reporting.ceiling import check_ceiling
+from pipeline.reporting.forecast import against_actual, read_forecast
+from pipeline.reporting.report import REPORT_FILE, is_reported, write_report
+from pipeline.storage.lease import Lease
+from pipeline.storage.ownership import Kind, check_place, discard_run, remove
+from pipeline.storage.storage import Storage
 
 log = logging.getLogger(__name__)
 

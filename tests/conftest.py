@@ -18,7 +18,8 @@ from servers import BUSY_MACHINE, S3Server
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from engine import Engine, checkpoint
+from engine import Engine
+from engine.checkpoints import checkpoint
 
 PACKAGED = "smollm2-135m-instruct"
 CORPUS = Path(__file__).parent.parent / "infra" / "demo" / "package_descriptions.parquet"

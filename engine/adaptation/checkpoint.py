@@ -19,7 +19,7 @@ from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainable import Trainable
 from engine.errors import ScheduleError
 from engine.json_text import check_is_file, parse_json
-from engine.schedule import Schedule
+from engine.schedules.schedule import Schedule
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 

@@ -9,15 +9,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from engine.adapter import Adapter, silent_adapter
-from engine.bridge import GATED, Bridge
-from engine.decoder import Decoder
-from engine.kernels import Kernels
-from engine.plan import Compiled
-from engine.prompt_bridge import PromptBridge, PromptMaps
-from engine.schedule import Schedule
-from engine.schedule_part import rounded
-from engine.unit import Unit, all_units
+from engine.forward.compiled_parts import PromptMaps, compile_bridge, compile_head, compile_prompt_bridge
+from engine.forward.operations import Compiled
+from engine.kernels.base import Kernels
+from engine.models.decoder import Decoder
+from engine.parts.adapter import Adapter, silent_adapter
+from engine.parts.bridge import GATED, Bridge
+from engine.parts.part import rounded
+from engine.parts.prompt_bridge import PromptBridge
+from engine.parts.unit import Unit, all_units
+from engine.schedules.schedule import Schedule
 
 Part = TypeVar("Part", Bridge, PromptBridge, Adapter)
 
@@ -70,7 +71,9 @@ class Trainable:
         self._decoder, self._device = decoder, device
         previews = {schedule.head_preview for schedule in schedules}  # to judge by; they are not trained
         with torch.no_grad():
-            self._heads = {each: each.compiled(decoder, Kernels(), torch.float32, device) for each in previews if each}
+            self._heads = {
+                each: compile_head(each, decoder, Kernels(), torch.float32, device) for each in previews if each
+            }
         self._parts = {part: str(number) for number, part in enumerate(dict.fromkeys(self._all_parts()))}
         self.parameters = {
             f"{name}/{role}": nn.Parameter(tensor.detach().to(device, torch.float32).clone())
@@ -95,7 +98,7 @@ class Trainable:
     def compiled(self, schedule: Schedule, kernels: Kernels) -> Compiled:
         """What the parts of one of `starts` are to do now; gradients flow to the parameters."""
         bridges = {
-            bridge: self._now(bridge, self.parameters).compiled(kernels, torch.float32, self._device)
+            bridge: compile_bridge(self._now(bridge, self.parameters), kernels, torch.float32, self._device)
             for bridge in schedule.bridges.values()
         }
         adapted = {}
@@ -108,7 +111,7 @@ class Trainable:
         if schedule.prompt_bridge is None:
             return None
         now = self._now(schedule.prompt_bridge, self.parameters)
-        return now.compiled(self._decoder.shape, kernels, torch.float32, self._device)
+        return compile_prompt_bridge(now, self._decoder.shape, kernels, torch.float32, self._device)
 
     def schedules(self) -> list[Schedule]:
         """`starts` with their parts as they are now, rounded as they are stored."""

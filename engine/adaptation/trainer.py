@@ -17,15 +17,15 @@ from engine.adaptation.checkpoint import TrainingState, read_state, write_state
 from engine.adaptation.peers import Peers
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainable import Trainable
-from engine.calibration.quality import Judge, Quality
 from engine.engine import Engine
 from engine.errors import ScheduleError
-from engine.kernels import Kernels
-from engine.packing import packs
-from engine.plan import Compiled
-from engine.schedule import Schedule
-from engine.schedule_part import rounded
-from engine.teacher_forcing import Answer, AnswerPass
+from engine.forward.operations import Compiled
+from engine.forward.packing import packs
+from engine.forward.quality import Judge, Quality
+from engine.forward.teacher_forcing import Answer, AnswerPass
+from engine.kernels.base import Kernels
+from engine.parts.part import rounded
+from engine.schedules.schedule import Schedule
 
 log = logging.getLogger(__name__)
 

@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.bridge import Bridge
 from engine.calibration.growth import Growth, Lengths
 from engine.calibration.moments import Moments
 from engine.calibration.own_states import OwnStates
-from engine.head_preview import HeadPreview
-from engine.orders import lowest_first
-from engine.schedule import Plateau, Schedule
+from engine.forward.target import decode_flop_speedup
+from engine.parts.bridge import Bridge
+from engine.parts.head_preview import HeadPreview
+from engine.parts.unit import Block
+from engine.schedules.orders import lowest_first
+from engine.schedules.schedule import Plateau, Schedule
 from engine.shape import ModelShape
-from engine.target import decode_flop_speedup
-from engine.unit import Block
 
 APART_RIDGE = 1e-2  # of bridges above the first
 

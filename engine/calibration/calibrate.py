@@ -27,14 +27,14 @@ from engine.calibration.growth import Lengths
 from engine.calibration.head import HeadStates, counted_preview
 from engine.calibration.own_states import OwnStates
 from engine.calibration.prompts import check_prompt_layers, fit_prompt_bridge
-from engine.calibration.quality import Judge, Quality
 from engine.calibration.search import DEEPER, DEPTH_STEP, FIRST, MOST_APART, WARMUPS, Found, Search
 from engine.engine import Engine
 from engine.errors import ScheduleError
-from engine.head_preview import HeadPreview
-from engine.schedule import Schedule
-from engine.target import decode_flop_speedup, sample_flop_speedup
-from engine.teacher_forcing import Answer
+from engine.forward.quality import Judge, Quality
+from engine.forward.target import decode_flop_speedup, sample_flop_speedup
+from engine.forward.teacher_forcing import Answer
+from engine.parts.head_preview import HeadPreview
+from engine.schedules.schedule import Schedule
 
 log = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from torch import Tensor
 from engine.calibration.head import HeadStates
 from engine.calibration.moments import Moments, relative
 from engine.calibration.own_states import OwnStates
+from engine.decoding.sampling import Sampling
 from engine.engine import Engine
-from engine.packing import packs
-from engine.plan import Compiled
-from engine.sampling import Sampling
-from engine.schedule import Schedule
-from engine.teacher_forcing import Answer
+from engine.forward.operations import Compiled
+from engine.forward.packing import packs
+from engine.forward.teacher_forcing import Answer
+from engine.schedules.schedule import Schedule
 
 CHUNK_TOKENS = 2048  # prompt and answer tokens passed at a time: bounds the memory of their keys and values
 Progress = Callable[[str, int, int], None]  # what is being done, how much of it is done, how much there is

@@ -7,8 +7,8 @@ from itertools import combinations, combinations_with_replacement, pairwise
 
 import numpy as np
 
-from engine.calibration.quality import Quality
-from engine.flops import Ledger
+from engine.forward.ledger import Ledger
+from engine.forward.quality import Quality
 
 STARTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # steps at which a plateau may start
 LEAST_TOKENS = 30  # held-out tokens from a step on, below which nothing can be said about it

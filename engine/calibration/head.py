@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.decoder import Decoder
-from engine.head_preview import ROLES, HeadPreview
-from engine.schedule_part import rounded
+from engine.models.decoder import Decoder
+from engine.parts.head_preview import ROLES, HeadPreview
+from engine.parts.part import rounded
 from engine.shape import ModelShape
 
 CANDIDATES = 256  # at most; no more than an eighth of the vocabulary

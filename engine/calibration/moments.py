@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from engine.bridge import Bridge
-from engine.schedule_part import rounded
-from engine.unit import Block, Unit
+from engine.parts.bridge import Bridge
+from engine.parts.part import rounded
+from engine.parts.unit import Block, Unit
 
 
 class Moments:

@@ -11,12 +11,12 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from engine.bridge import Bridge
 from engine.calibration.moments import Moments, relative
 from engine.engine import Engine
-from engine.schedule import Schedule
-from engine.teacher_forcing import AnswerPass
-from engine.unit import Block
+from engine.forward.teacher_forcing import AnswerPass
+from engine.parts.bridge import Bridge
+from engine.parts.unit import Block
+from engine.schedules.schedule import Schedule
 
 KEPT_TOKENS = 1 << 16  # prompt and answer tokens whose keys, values and states stay in memory
 

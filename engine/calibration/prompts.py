@@ -11,10 +11,10 @@ from engine.calibration.collect import Progress
 from engine.calibration.moments import ridge_map
 from engine.engine import Engine
 from engine.errors import ScheduleError
-from engine.packing import packs
-from engine.prompt_bridge import PromptBridge
-from engine.prompt_pass import PROMPT_TOKENS
-from engine.schedule_part import rounded
+from engine.forward.packing import packs
+from engine.forward.prompt_pass import PROMPT_TOKENS
+from engine.parts.part import rounded
+from engine.parts.prompt_bridge import PromptBridge
 from engine.shape import ModelShape
 
 RIDGE = 1e-3  # relative to the mean variance of an entry of the state

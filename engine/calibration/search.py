@@ -12,12 +12,12 @@ from engine.calibration.bridged import Bridges, Candidate
 from engine.calibration.collect import Progress
 from engine.calibration.growth import Growth, Lengths, best_growths
 from engine.calibration.moments import Moments
-from engine.calibration.quality import Judge, Quality
 from engine.engine import Engine
-from engine.flops import Ledger
-from engine.head_preview import HeadPreview
-from engine.schedule import Plateau, Schedule
-from engine.unit import Block, Unit
+from engine.forward.ledger import Ledger
+from engine.forward.quality import Judge, Quality
+from engine.parts.head_preview import HeadPreview
+from engine.parts.unit import Block, Unit
+from engine.schedules.schedule import Plateau, Schedule
 
 log = logging.getLogger(__name__)
 

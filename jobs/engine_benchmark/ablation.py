@@ -7,7 +7,7 @@ from functools import partial
 from unittest.mock import patch
 
 from engine import Engine, Schedule
-from engine.kernels import Kernels, OneDnnKernels
+from engine.kernels.base import Kernels, OneDnnKernels
 from jobs.engine_benchmark.contenders import Prompts, time_engine
 from jobs.engine_benchmark.timing import Contender, Timing
 
@@ -44,7 +44,7 @@ class Ablation:
             return timing
 
         def whole_batch() -> Timing:
-            with patch("engine.batch.ATTENTION_ROWS", len(prompts)):
+            with patch("engine.decoding.batch.ATTENTION_ROWS", len(prompts)):
                 return sharing(engine)
 
         without: dict[str, Callable[[], Timing]] = {

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from pipeline.chart_style import ACCENT, INK, PALE
+from pipeline.reporting.chart_style import ACCENT, INK, PALE
 
 SHORT = {"transformers": "hf", "ctranslate2": "ct2"}
 THEIRS = "#9aa5b1"

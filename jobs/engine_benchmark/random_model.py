@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from engine import Engine, Tokenizer
-from engine.families import family_of
-from engine.kernels import kernels_for
-from engine.weight_files import Weights
+from engine.checkpoints.weight_files import Weights
+from engine.kernels.base import kernels_for
+from engine.models.families import family_of
 
 # Sizes as published; the context is cut to what the benchmark needs.
 SHAPES: dict[str, dict[str, Any]] = {

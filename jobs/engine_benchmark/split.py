@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from engine import BatchStats
 
-PARTS = ("prompts", "layers", "head", "sampling")  # the ranges that `engine.batch` marks
+PARTS = ("prompts", "layers", "head", "sampling")  # the ranges that `engine.decoding.batch` marks
 
 
 def time_split(run: Callable[[], BatchStats]) -> tuple[dict[str, float], BatchStats]:

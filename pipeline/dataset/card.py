@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import yaml
 
-from pipeline.commit import Totals, checksum
+from pipeline.commits.commit import Totals, checksum
 from pipeline.dataset.config import DatasetConfig
 from pipeline.dataset.shards import FOLDER, SPLIT, Shard
 from pipeline.redaction import redacted

@@ -13,22 +13,22 @@ import pyarrow as pa
 from pydantic import ConfigDict, ValidationError
 from typing_extensions import TypedDict  # pydantic's demand before Python 3.12
 
-from pipeline.backend import Backend
-from pipeline.commit import SUCCESS_FILE, Commit, checksum, open_rows, read_commits
+from pipeline.commits.commit import SUCCESS_FILE, Commit, checksum, open_rows, read_commits
+from pipeline.commits.manifest import read_manifest
 from pipeline.dataset import openai_batch
 from pipeline.dataset.card import is_signed, write_card
 from pipeline.dataset.config import DatasetConfig
 from pipeline.dataset.filters import FILTERED, Filters
 from pipeline.dataset.shards import ShardWriter
 from pipeline.errors import JobError
-from pipeline.manifest import read_manifest
-from pipeline.ownership import Kind, check_place, remove
-from pipeline.records import LARGE, Count, Fingerprint, PublishedFile, Record
-from pipeline.row_groups import read_parquet
-from pipeline.rows import chosen
+from pipeline.preparing.backend import Backend
+from pipeline.rows.rows import chosen
 from pipeline.run import RunResult, leased, run_leased
-from pipeline.storage import Storage
-from pipeline.stores import Unfit
+from pipeline.storage.ownership import Kind, check_place, remove
+from pipeline.storage.records import LARGE, Count, Fingerprint, PublishedFile, Record
+from pipeline.storage.storage import Storage
+from pipeline.storage.stores import Unfit
+from pipeline.values.row_groups import read_parquet
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from referencing.jsonschema import DRAFT202012
 from engine import parse_json, read_json
 from pipeline.dataset.patterns import finder
 from pipeline.errors import JobError, one_line
-from pipeline.records import LARGE
+from pipeline.storage.records import LARGE
 
 log = logging.getLogger(__name__)
 

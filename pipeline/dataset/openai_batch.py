@@ -20,8 +20,8 @@ import pyarrow.parquet as pq
 
 from engine import parse_json
 from pipeline.errors import JobError, one_line
-from pipeline.records import LARGE
-from pipeline.storage import Storage
+from pipeline.storage.records import LARGE
+from pipeline.storage.storage import Storage
 
 URL = "/v1/chat/completions"
 ID, MESSAGES = "custom_id", "messages"

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from pipeline.commit import checksum
-from pipeline.ownership import Kind, own, remove
-from pipeline.row_groups import to_parquet
-from pipeline.storage import Storage
+from pipeline.commits.commit import checksum
+from pipeline.storage.ownership import Kind, own, remove
+from pipeline.storage.storage import Storage
+from pipeline.values.row_groups import to_parquet
 
 FOLDER, SPLIT = "data", "train"
 

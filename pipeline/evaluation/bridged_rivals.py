@@ -11,10 +11,11 @@ from dataclasses import replace
 
 import torch
 
-from engine import Block, Bridge, HeadPreview, ModelShape, Schedule, ScheduleError, decays, decode_flop_speedup, orders
+from engine import Block, Bridge, HeadPreview, ModelShape, Schedule, ScheduleError, decode_flop_speedup
 from engine.calibration.collect import collect_moments
 from engine.calibration.head import HeadStates, counted_preview
-from engine.teacher_forcing import Answer
+from engine.forward.teacher_forcing import Answer
+from engine.schedules import decays, orders
 from pipeline.evaluation.contender import Contender
 from pipeline.evaluation.rivals import Calibration
 

@@ -14,12 +14,12 @@ from matplotlib.patches import Patch
 
 from engine import Schedule
 from engine.adaptation.trainer import Point
-from engine.plan import ApplyBridge, decode_plan
-from engine.unit import all_units
-from pipeline.chart_style import ACCENT, INK, PALE, to_svg
+from engine.forward.operations import ApplyBridge, decode_plan
+from engine.parts.unit import all_units
 from pipeline.evaluation.bootstrap import Estimate
 from pipeline.evaluation.contender import FULL_DEPTH
 from pipeline.evaluation.figures import Figures
+from pipeline.reporting.chart_style import ACCENT, INK, PALE, to_svg
 
 BRIDGE = "#d9a441"
 # Rivals: hues that stay apart for most colour-blind readers (Okabe and Ito's palette, without its green).

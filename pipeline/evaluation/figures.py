@@ -14,8 +14,8 @@ import pyarrow as pa
 from engine import Schedule
 from pipeline.evaluation.bootstrap import Bootstrap, Estimate, Values
 from pipeline.evaluation.contender import Contender
-from pipeline.evaluation.metrics import Overlap, overlap, repetition
 from pipeline.evaluation.study import OUTPUTS, Prompt, Study, Timing
+from pipeline.reporting.text_metrics import Overlap, overlap, repetition
 
 METRICS = Overlap._fields
 EARLY = 0.5  # of full depth's length: an output that ends before this has stopped early

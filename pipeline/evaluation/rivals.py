@@ -12,19 +12,9 @@ from functools import cached_property
 
 import numpy as np
 
-from engine import (
-    EarlyExit,
-    Engine,
-    Generation,
-    ModelShape,
-    Sampling,
-    Schedule,
-    ScheduleError,
-    decays,
-    for_target_speedup,
-    orders,
-)
-from engine.early_exit import Kind, cheapest_check
+from engine import EarlyExit, Engine, Generation, ModelShape, Sampling, Schedule, ScheduleError, for_target_speedup
+from engine.decoding.early_exit import Kind, cheapest_check
+from engine.schedules import decays, orders
 from pipeline.evaluation.contender import Contender
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from engine import Engine, Schedule
 from engine.calibration.prompts import fit_prompt_bridge
 from pipeline.evaluation.contender import Contender
-from pipeline.stage_progress import StageProgress
+from pipeline.monitoring.stage_progress import StageProgress
 
 log = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from typing import Any, NotRequired
 from typing_extensions import TypedDict  # pydantic's demand before Python 3.12
 
 from engine import EarlyExit, Sampling, Schedule, __version__
-from engine.early_exit import Kind
+from engine.decoding.early_exit import Kind
 from pipeline.errors import one_line
 from pipeline.evaluation.contender import Contender
 from pipeline.evaluation.rivals import Calibration, rivals
-from pipeline.records import LARGE, Count, Record
-from pipeline.storage import Storage
+from pipeline.storage.records import LARGE, Count, Record
+from pipeline.storage.storage import Storage
 
 
 class _Rule(TypedDict):

@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 from engine import BatchStats, EarlyExit, Engine, Generation, Sampling, Schedule, check_is_file, parse_json
 from pipeline.errors import JobError, one_line
 from pipeline.evaluation.contender import Contender
-from pipeline.records import Amount, Count, Record
-from pipeline.row_groups import read_parquet
+from pipeline.storage.records import Amount, Count, Record
+from pipeline.values.row_groups import read_parquet
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from engine import recipes
+from engine.schedules import recipes
 
 ROOT = Path(__file__).parent.parent.parent
 CORPUS = ROOT / "infra" / "demo" / "package_descriptions.parquet"

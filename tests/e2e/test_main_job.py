@@ -21,7 +21,7 @@ from prometheus_client.samples import Sample
 from promql import finds
 from servers import S3Server, wait_until
 
-from pipeline.metrics import COUNTED
+from pipeline.monitoring.metrics import COUNTED
 
 if TYPE_CHECKING:
     from conftest import RayHead

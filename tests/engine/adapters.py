@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.adapter import Adapter, LowRank
-from engine.decoder import Decoder
-from engine.unit import Unit
+from engine.models.decoder import Decoder
+from engine.parts.adapter import Adapter, LowRank
+from engine.parts.unit import Unit
 
 MLP = ("gate", "up", "down")
 MODULES = {name: f"self_attn.{name}_proj" for name in "qkvo"} | {name: f"mlp.{name}_proj" for name in MLP}

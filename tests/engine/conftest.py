@@ -9,9 +9,9 @@ import torch
 from hypothesis import strategies as st
 
 from engine import Block, Bridge, HeadPreview, ModelShape, Plateau, PromptBridge, Schedule, Unit
-from engine.adapter import Adapter
-from engine.decoder import Decoder
-from engine.unit import all_units
+from engine.models.decoder import Decoder
+from engine.parts.adapter import Adapter
+from engine.parts.unit import all_units
 from tests.engine.adapters import random_adapter
 
 

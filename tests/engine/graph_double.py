@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.graphs import Graphs
+from engine.captured.graphs import Graphs
 
 aten = torch.ops.aten
 REFUSED = (aten._local_scalar_dense, aten.nonzero, aten.equal, aten.lift_fresh, aten.masked_select)

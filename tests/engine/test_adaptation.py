@@ -9,16 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import Block, Bridge, Engine, Plateau, Sampling, Schedule, ScheduleError, recipes
+from engine import Block, Bridge, Engine, Plateau, Sampling, Schedule, ScheduleError
 from engine.adaptation import trainable
 from engine.adaptation.estimate import is_early_look, reachable_kl
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import Point, Trainer
 from engine.calibration.collect import answer_prompts
-from engine.calibration.quality import Judge
-from engine.kernels import Kernels
-from engine.orders import lowest_first
-from engine.teacher_forcing import Answer
+from engine.forward.quality import Judge
+from engine.forward.teacher_forcing import Answer
+from engine.kernels.base import Kernels
+from engine.schedules import recipes
+from engine.schedules.orders import lowest_first
 from tests.engine.conftest import random_prompt_bridge
 
 RECIPE = Recipe(

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from engine import Engine, Ledger, Sampling, Schedule, ScheduleError
-from engine.adapter import ADAPTER_FILE, Adapter, silent_adapter
-from engine.unit import Unit
+from engine.parts.adapter import ADAPTER_FILE, Adapter, silent_adapter
+from engine.parts.unit import Unit
 from tests.engine.adapters import random_adapter
 from tests.engine.prompts import random_prompts
 

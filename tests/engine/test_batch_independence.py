@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import Engine, Sampling, Schedule, recipes
+from engine import Engine, Sampling, Schedule
+from engine.schedules import recipes
 from tests.engine.prompts import random_prompts
 
 SAMPLINGS = {

@@ -13,9 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine import Block, Bridge, ModelShape, Plateau, Schedule, ScheduleError, Unit, orders, recipes
-from engine.kernels import Kernels, kernels_for
-from engine.plan import decode_plan
+from engine import Block, Bridge, ModelShape, Plateau, Schedule, ScheduleError, Unit
+from engine.forward.compiled_parts import compile_bridge
+from engine.forward.operations import decode_plan
+from engine.kernels.base import Kernels, kernels_for
+from engine.schedules import orders, recipes
 
 WIDTH, RANK, GATES = 24, 5, 7
 CPU = torch.device("cpu")
@@ -72,7 +74,7 @@ def test_a_bridge_computes_its_formula_on_every_kernel(form: str, kernels: Kerne
     bridge = Bridge(BLOCK, tensors)
     x = torch.randn(9, WIDTH, generator=torch.Generator().manual_seed(1)) * 30
     torch.testing.assert_close(
-        bridge.compiled(kernels, torch.float32, CPU)(x).double(), formula(x, tensors), rtol=1e-4, atol=1e-4
+        compile_bridge(bridge, kernels, torch.float32, CPU)(x).double(), formula(x, tensors), rtol=1e-4, atol=1e-4
     )
     assert bridge.form == form
 
@@ -80,7 +82,7 @@ def test_a_bridge_computes_its_formula_on_every_kernel(form: str, kernels: Kerne
 @pytest.mark.parametrize("form", FORMS)
 def test_its_parameters_are_what_torch_counts(form: str) -> None:
     bridge = Bridge(BLOCK, random_tensors(*FORMS[form]))
-    apply = bridge.compiled(Kernels(), torch.float32, CPU)
+    apply = compile_bridge(bridge, Kernels(), torch.float32, CPU)
     with FlopCounterMode(display=False) as counter:
         apply(torch.randn(3, WIDTH))
     assert bridge.parameters == PARAMETERS[form]
@@ -91,7 +93,7 @@ def test_its_parameters_are_what_torch_counts(form: str) -> None:
 def test_tensors_may_be_stored_in_half_precision(dtype: torch.dtype) -> None:
     tensors = {role: tensor.to(dtype) for role, tensor in random_tensors("weight", "bias").items()}
     x = torch.randn(4, WIDTH)
-    out = Bridge(BLOCK, tensors).compiled(Kernels(), torch.float32, CPU)(x)
+    out = compile_bridge(Bridge(BLOCK, tensors), Kernels(), torch.float32, CPU)(x)
     assert out.dtype == torch.float32
     torch.testing.assert_close(out.double(), formula(x, tensors), rtol=1e-4, atol=1e-4)
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-import engine.batch
+import engine.decoding.batch
 from engine import Engine, ModelShape, Plateau, Sampling, Schedule, Unit
-from engine.cache import KVCache
+from engine.decoding.cache import KVCache
 
 SHAPE = ModelShape("llama", 6, 8, 4, 2, 3, 50, 100, attention_parameters=1, mlp_parameters=1, head_parameters=1)
 CPU = torch.device("cpu")
@@ -128,7 +128,7 @@ def tiny(make_checkpoint: Callable[..., Path]) -> Engine:
 def watch(tiny: Engine, schedule: Schedule, **settings: Any) -> list[tuple[set[int], int]]:
     WatchedCache.history = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.batch, "KVCache", WatchedCache)
+        patch.setattr(engine.decoding.batch, "KVCache", WatchedCache)
         list(tiny.generate([[1, 2, 3], [4, 5]], Sampling(**settings), schedule))
     return WatchedCache.history
 

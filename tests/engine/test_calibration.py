@@ -20,10 +20,11 @@ from engine.calibration.collect import answer_prompts, chunks, collect_moments
 from engine.calibration.growth import best_growths
 from engine.calibration.moments import Moments
 from engine.calibration.own_states import OwnStates
-from engine.calibration.quality import Judge, Quality
-from engine.kernels import Kernels
-from engine.plan import Compiled
-from engine.teacher_forcing import Answer
+from engine.forward.compiled_parts import compile_bridge
+from engine.forward.operations import Compiled
+from engine.forward.quality import Judge, Quality
+from engine.forward.teacher_forcing import Answer
+from engine.kernels.base import Kernels
 
 WIDTH, LAYERS = 12, 8
 CPU = torch.device("cpu")
@@ -78,7 +79,7 @@ def test_weights_count_a_token_so_many_times_and_a_gain_scales_what_was_learnt()
     gained = weighted.fit(END, 1e-3, gain=1.2)
     torch.testing.assert_close(gained.tensors["weight"], 1.2 * bridge.tensors["weight"])
     mean = (weights[:, None] * states[START]).sum(0, keepdim=True) / weights.sum()
-    here, there = (b.compiled(Kernels(), torch.float32, CPU)(mean) for b in (bridge, gained))
+    here, there = (compile_bridge(b, Kernels(), torch.float32, CPU)(mean) for b in (bridge, gained))
     # The mean token goes where it went, up to the rounding of the stored weights.
     torch.testing.assert_close(here, there, rtol=2e-3, atol=0.05)
 
@@ -88,7 +89,7 @@ def test_a_bridge_fitted_over_nothing_is_the_identity() -> None:
     moments = Moments(START, (START,), WIDTH, CPU)
     moments.add(x, {START: x})
     bridge = moments.fit(START, 1e-3)
-    assert torch.equal(bridge.compiled(Kernels(), torch.float32, CPU)(x), x)
+    assert torch.equal(compile_bridge(bridge, Kernels(), torch.float32, CPU)(x), x)
 
 
 def test_merged_moments_are_those_of_all_tokens() -> None:

@@ -25,8 +25,9 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 import engine
-from engine import Engine, ModelError, Sampling, Tokenizer, checkpoint, describe, digests
-from engine.weight_files import Weights
+from engine import Engine, ModelError, Sampling, Tokenizer, describe
+from engine.checkpoints import checkpoint, digests
+from engine.checkpoints.weight_files import Weights
 
 MakeCheckpoint = Callable[..., Path]
 

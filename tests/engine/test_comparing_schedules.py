@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import engine.batch
-from engine import BatchStats, Engine, PromptError, Sampling, Schedule, ScheduleError, decays, orders, recipes
-from engine.sampling import Sampler
+import engine.decoding.batch
+from engine import BatchStats, Engine, PromptError, Sampling, Schedule, ScheduleError
+from engine.decoding.sampling import Sampler
+from engine.schedules import decays, orders, recipes
 from tests.engine.prompts import random_prompts
 
 Schedules = Callable[..., st.SearchStrategy[Schedule]]
@@ -86,7 +87,7 @@ def logits_of(engine_: Engine, prompts: list[list[int]], sampling: Sampling, sch
 
     done: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.batch, "Sampler", Tapped)
+        patch.setattr(engine.decoding.batch, "Sampler", Tapped)
         for prompt in prompts:
             list(engine_.generate([prompt], sampling, schedule))
             done.append(1)
@@ -129,7 +130,7 @@ def _forced_logits(
                 return torch.tensor([answer[step]])
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine.batch, "Sampler", Forced)
+            patch.setattr(engine.decoding.batch, "Sampler", Forced)
             list(engine_.generate([prompt], Sampling(max_new_tokens=len(answer)), schedule))
         found.append(seen)
     return found

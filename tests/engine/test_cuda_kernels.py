@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from engine.cuda_kernels import CudaKernels
 from engine.engine import default_dtype
-from engine.kernels import Kernels, kernels_for
+from engine.kernels.base import Kernels, kernels_for
+from engine.kernels.cuda import CudaKernels
 from engine.shape import AttentionKind
 
 CUDA = torch.device("cuda")

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from engine import EarlyExit, Engine, Ledger, Sampling, Schedule
-from engine.early_exit import Kind, cheapest_check
+from engine.decoding.early_exit import Kind, cheapest_check
 from tests.engine.prompts import random_prompts
 
 LAYERS = 5

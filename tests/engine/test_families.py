@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine import Engine, Ledger, Sampling, Schedule, decode_flop_speedup, describe
-from engine.families import FAMILIES
-from engine.unit import Unit
+from engine.models.families import FAMILIES
+from engine.parts.unit import Unit
 from tests.engine.adapters import adapted, random_adapter
 from tests.engine.prompts import random_prompts
 from tests.engine.test_full_depth import generated_by_engine, generated_by_transformers

@@ -14,22 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine import (
-    BatchStats,
-    Block,
-    Bridge,
-    Engine,
-    Generation,
-    Ledger,
-    ModelShape,
-    Plateau,
-    Sampling,
-    Schedule,
-    decays,
-    orders,
-    recipes,
-)
-from engine.kernels import Kernels
+from engine import BatchStats, Block, Bridge, Engine, Generation, Ledger, ModelShape, Plateau, Sampling, Schedule
+from engine.kernels.base import Kernels
+from engine.schedules import decays, orders, recipes
 from engine.shape import AttentionKind
 from tests.engine import prompts
 

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import Engine, HeadPreview, Ledger, Sampling, Schedule, ScheduleError, recipes
+from engine import Engine, HeadPreview, Ledger, Sampling, Schedule, ScheduleError
 from engine.calibration.head import HeadStates
-from engine.head_preview import _largest
-from engine.kernels import Kernels, OneDnnKernels
+from engine.forward.compiled_parts import _largest, compile_head
+from engine.forward.operations import Compiled
+from engine.forward.teacher_forcing import Answer
+from engine.kernels.base import Kernels, OneDnnKernels
 from engine.memory import batch_bytes
-from engine.plan import Compiled
-from engine.teacher_forcing import Answer
+from engine.schedules import recipes
 from tests.engine.conftest import random_head_preview
 from tests.engine.prompts import random_prompts
 from tests.engine.test_families import LAYERS, VARIANTS, masked_logits, reference
@@ -119,7 +120,7 @@ def test_with_all_directions_or_all_candidates_it_is_the_whole_head(tiny: Engine
     expected = [g.tokens for g in tiny.generate(prompts, SAMPLING)]
     assert [g.tokens for g in tiny.generate(prompts, SAMPLING, Schedule(LAYERS, head_preview=preview))] == expected
     x = states(tiny, 40)
-    head = preview.compiled(tiny.decoder, Kernels(), torch.float32, CPU)
+    head = compile_head(preview, tiny.decoder, Kernels(), torch.float32, CPU)
     torch.testing.assert_close(head(x), tiny.decoder.logits(x))
 
 
@@ -158,7 +159,7 @@ def test_scores_are_those_of_the_logits_it_gives(tiny: Engine) -> None:
     answers = [g.tokens for g in sorted(tiny.generate(prompts, SAMPLING), key=lambda g: g.index)]
     preview = random_head_preview(tiny.decoder, 2, 3)
     whole, rough = tiny.score(prompts, answers, [Schedule(LAYERS), Schedule(LAYERS, head_preview=preview)])
-    head = preview.compiled(tiny.decoder, Kernels(), torch.float32, CPU)
+    head = compile_head(preview, tiny.decoder, Kernels(), torch.float32, CPU)
     with torch.inference_mode():
         for prompt, tokens, exact, score in zip(prompts, answers, whole, rough, strict=True):
             x = tiny.teacher_forced([Answer(prompt, tokens)]).hidden(Schedule(LAYERS), Compiled())

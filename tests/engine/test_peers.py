@@ -15,9 +15,9 @@ from engine import Block, Bridge, Engine, Plateau, Schedule, ScheduleError
 from engine.adaptation.peers import Peers
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import Trainer
-from engine.kernels import Kernels
-from engine.orders import lowest_first
-from engine.teacher_forcing import Answer
+from engine.forward.teacher_forcing import Answer
+from engine.kernels.base import Kernels
+from engine.schedules.orders import lowest_first
 
 RECIPE = Recipe(steps=6, tokens_per_step=40, warmup_steps=2, adapter_rank=2, judge_every=2)
 Curve = list[list[float]]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine import Engine, Generation, Sampling, recipes
+from engine import Engine, Generation, Sampling
+from engine.schedules import recipes
 from tests.engine.prompts import random_prompts
 from tests.engine.test_families import LAYERS, VARIANTS
 

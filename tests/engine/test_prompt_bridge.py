@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine import Engine, PromptBridge, Sampling, Schedule, ScheduleError, recipes
+from engine import Engine, PromptBridge, Sampling, Schedule, ScheduleError
 from engine.calibration.prompts import fit_prompt_bridge
-from engine.families.opt import OPTDecoder
+from engine.models.opt import OPTDecoder
+from engine.schedules import recipes
 from tests.engine.conftest import random_prompt_bridge
 from tests.engine.prompts import random_prompts
 from tests.engine.test_families import LAYERS, VARIANTS, masked_logits, reference

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
-import engine.sampling
+import engine.decoding.sampling
 from engine import Engine, Generation, PromptError, Sampling
-from engine.sampling import Sampler, random_stream
+from engine.decoding.sampling import Sampler, random_stream
 from tests.engine.prompts import random_prompts
 
 CPU = torch.device("cpu")
@@ -153,7 +153,7 @@ def test_a_stream_is_uniform_and_a_function_of_seed_id_and_step() -> None:
 @pytest.mark.parametrize("name", FILTERS)
 def test_the_largest_random_number_still_picks_an_allowed_token(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     largest = np.array([1 - 2**-53])  # of those that a generator of float64 in [0, 1) gives
-    monkeypatch.setattr(engine.sampling, "random_stream", lambda seed, sample_id, steps: largest.repeat(steps))
+    monkeypatch.setattr(engine.decoding.sampling, "random_stream", lambda seed, sample_id, steps: largest.repeat(steps))
     logits = 2 * torch.randn(60, generator=torch.Generator().manual_seed(1))
     logits[-5:] = -torch.inf
     [token] = draw_tokens(logits, FILTERS[name], 1).tolist()

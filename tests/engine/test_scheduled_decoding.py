@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-import engine.batch
-from engine import Block, Bridge, Engine, Generation, Sampling, Schedule, Unit, checkpoint, decays, orders, recipes
-from engine.sampling import Sampler
+import engine.decoding.batch
+from engine import Block, Bridge, Engine, Generation, Sampling, Schedule, Unit
+from engine.checkpoints import checkpoint
+from engine.decoding.sampling import Sampler
+from engine.schedules import decays, orders, recipes
 from tests.conftest import PACKAGED
 from tests.engine.adapters import adapted
 from tests.engine.prompts import random_prompts
@@ -55,7 +57,7 @@ def generate_tapped(
     """Generations in the order of their prompts, the logits by sample id and step, and the rows at each step."""
     TappedSampler.logits, TappedSampler.widths = {}, []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.batch, "Sampler", TappedSampler)
+        patch.setattr(engine.decoding.batch, "Sampler", TappedSampler)
         generations = list(engine_.generate(prompts, sampling, schedule, batch_size))
     return sorted(generations, key=lambda g: (g.index, g.sample)), TappedSampler.logits, TappedSampler.widths
 

@@ -11,20 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import (
-    ModelShape,
-    Plateau,
-    Schedule,
-    ScheduleError,
-    Unit,
-    decays,
-    decode_flop_speedup,
-    for_target_speedup,
-    orders,
-    recipes,
-)
-from engine.decays import Decay
-from engine.orders import Order
+from engine import ModelShape, Plateau, Schedule, ScheduleError, Unit, decode_flop_speedup, for_target_speedup
+from engine.schedules import decays, orders, recipes
+from engine.schedules.decays import Decay
+from engine.schedules.orders import Order
 
 Schedules = Callable[[int], st.SearchStrategy[Schedule]]
 

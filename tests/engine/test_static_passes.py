@@ -15,23 +15,10 @@ from graph_double import recorded_graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import (
-    BatchStats,
-    Block,
-    Bridge,
-    Engine,
-    Generation,
-    Ledger,
-    Plateau,
-    Sampling,
-    Schedule,
-    decays,
-    memory,
-    orders,
-    recipes,
-)
-from engine.kernels import Kernels
-from engine.workspace import Workspace, Workspaces, padded_rows
+from engine import BatchStats, Block, Bridge, Engine, Generation, Ledger, Plateau, Sampling, Schedule, memory
+from engine.captured.workspace import Workspace, Workspaces, padded_rows
+from engine.kernels.base import Kernels
+from engine.schedules import decays, orders, recipes
 from tests.engine.prompts import random_prompts
 
 Schedules = Callable[..., st.SearchStrategy[Schedule]]

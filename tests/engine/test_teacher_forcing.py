@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import engine.batch
+import engine.decoding.batch
 from engine import Engine, Sampling, Schedule
-from engine.kernels import Kernels
-from engine.plan import Compiled
-from engine.sampling import Sampler
-from engine.teacher_forcing import Answer
+from engine.decoding.sampling import Sampler
+from engine.forward.compiled_parts import compile_prompt_bridge
+from engine.forward.operations import Compiled
+from engine.forward.teacher_forcing import Answer
+from engine.kernels.base import Kernels
 from tests.engine.conftest import random_prompt_bridge
 
 LAYERS = 5
@@ -66,7 +67,7 @@ def test_teacher_forcing_is_decoding(
     answers, decoded = [], []
     sampling = Sampling(max_new_tokens=new_tokens, min_new_tokens=2, temperature=1.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.batch, "Sampler", KeptLogits)
+        patch.setattr(engine.decoding.batch, "Sampler", KeptLogits)
         for index, length in enumerate(lengths):
             # Of one length is one prompt: some have several answers.
             prompt = torch.randint(1, 96, (length,), generator=torch.Generator().manual_seed(length)).tolist()
@@ -107,7 +108,9 @@ def test_prompts_that_stopped_are_taken_on_as_under_the_bridge_from_the_start(mo
         for seed in (0, 1):  # taken on twice, by two bridges
             bridge = random_prompt_bridge(model.shape, 2, seed)
             whole = model.teacher_forced(answers, bridge)
-            stopped.finish_prompts(bridge.compiled(model.shape, Kernels(), torch.float32, torch.device("cpu")))
+            stopped.finish_prompts(
+                compile_prompt_bridge(bridge, model.shape, Kernels(), torch.float32, torch.device("cpu"))
+            )
             torch.testing.assert_close(stopped.first_hidden, whole.first_hidden)
             torch.testing.assert_close(stopped.hidden(full, Compiled()), whole.hidden(full, Compiled()))
         deep = model.teacher_forced(answers)

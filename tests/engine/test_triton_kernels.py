@@ -41,7 +41,7 @@ def test_it_compiles_for_devices_that_are_not_here(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from engine import triton_attention
+    from engine.kernels import triton_attention
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = triton_attention._attend

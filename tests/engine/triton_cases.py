@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine import triton_attention, triton_elementwise
-from engine.kernels import Kernels
+from engine.kernels import triton_attention, triton_elementwise
+from engine.kernels.base import Kernels
 from engine.shape import AttentionKind
 
 LENGTHS = [0, 1, 16, 17, 59]

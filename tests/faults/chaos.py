@@ -33,8 +33,8 @@ from trial import HARMS, IMPORTS, Harmed, Trial, kill_replicas, tell, waiting_dr
 from jobs.command_line import FAILED_EXIT, STOPPED_EXIT, UNITS_FAILED_EXIT
 from pipeline import lease
 from pipeline.errors import JobError, JobStopped, NothingToDo, UnitsFailed
-from pipeline.input_record import INPUT
-from pipeline.known_files import INPUTS_FILE
+from pipeline.inputs.input_record import INPUT
+from pipeline.inputs.known_files import INPUTS_FILE
 
 SESSION_LIMIT_S = 360.0  # what takes longer hangs
 MOST_SESSIONS = 10

@@ -16,9 +16,11 @@ from datetime import datetime, timedelta
 from counting_double import counting_backend
 
 from jobs import command_line
-from pipeline import lease, logs, run_record
+from pipeline import logs
 from pipeline.config import JobConfig
+from pipeline.preparing import run_record
 from pipeline.run import run_job
+from pipeline.storage import lease
 
 
 def main() -> int:

@@ -8,9 +8,9 @@ from servers import BUCKET
 from trial import Trial
 
 from pipeline.errors import JobError
+from pipeline.preparing.run_record import claim_output
 from pipeline.run import run_job
-from pipeline.run_record import claim_output
-from pipeline.storage import Storage
+from pipeline.storage.storage import Storage
 
 
 @pytest.fixture

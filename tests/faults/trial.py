@@ -24,11 +24,11 @@ from fault_proxy import FaultProxy, key
 from nodes import PATIENT_WORKERS
 from servers import BUCKET, BUSY_MACHINE, S3Server
 
-from pipeline.cluster import EMBEDDED_STORE_BYTES
 from pipeline.config import JobConfig
+from pipeline.execution.cluster import EMBEDDED_STORE_BYTES
 from pipeline.inspection import inspect, verify
 from pipeline.run import RunResult, run_job
-from pipeline.storage import Storage
+from pipeline.storage.storage import Storage
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

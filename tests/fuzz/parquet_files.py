@@ -22,7 +22,7 @@ from pipeline.config import JobConfig
 from pipeline.errors import JobError, JobStopped, UnitsFailed
 from pipeline.inspection import inspect, verify
 from pipeline.run import run_job
-from pipeline.storage import Storage
+from pipeline.storage.storage import Storage
 
 KINDS = ("truncate", "footer bits", "page bits", "footer bytes", "huge", "insert", "cut", "footer length", "swap")
 WHOLE_FILES = 60

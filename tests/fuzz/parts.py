@@ -26,11 +26,11 @@ from engine import PromptBridge as Prompts
 from engine.adaptation.checkpoint import TrainingState, read_state, write_state
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainable import Trainable
-from engine.adapter import Adapter
-from engine.decoder import Decoder
-from engine.digests import file_digest
+from engine.checkpoints.digests import file_digest
+from engine.checkpoints.weight_files import INDEX, Weights
 from engine.errors import ScheduleError
-from engine.weight_files import INDEX, Weights
+from engine.models.decoder import Decoder
+from engine.parts.adapter import Adapter
 from jobs import command_line
 from pipeline.config import JobConfig
 from pipeline.dataset.config import DatasetConfig
@@ -43,9 +43,9 @@ from pipeline.evaluation.contender import Contender
 from pipeline.evaluation.rivals import Calibration
 from pipeline.evaluation.solved import SolvedRivals
 from pipeline.evaluation.study import Prompt, Study, Timing
+from pipeline.rows.template import RowError, _messages
 from pipeline.run import run_job
-from pipeline.storage import Storage
-from pipeline.template import RowError, _messages
+from pipeline.storage.storage import Storage
 
 BACKEND = EchoBackend(Echo("said: "))
 SHAPE = BACKEND.shape(JobConfig(input="-", output="-"))
@@ -328,7 +328,7 @@ def digest(draw: random.Random, folder: Path, canary: Path) -> tuple[str, Read]:
         patch.setenv("SKIPDECODE_CACHE", str(folder / "cache"))
         file = folder / "weights"
         file.write_text("weights")
-        patch.setattr("engine.digests.SETTLED_AFTER_S", -1.0)
+        patch.setattr("engine.checkpoints.digests.SETTLED_AFTER_S", -1.0)
         wanted = file_digest(file)
         [kept] = (folder / "cache/digests").iterdir()
     what = damage(draw, kept, canary)

@@ -28,17 +28,18 @@ from trials import run, sentence
 
 from engine import ModelError, ScheduleError
 from jobs import inspect_run
-from pipeline import lease, report
-from pipeline.commit import SUCCESS_FILE, read_commits, write_snapshot
+from pipeline.commits.commit import SUCCESS_FILE, read_commits, write_snapshot
+from pipeline.commits.manifest import read_manifest
 from pipeline.config import JobConfig
 from pipeline.dataset.config import DatasetConfig
 from pipeline.dataset.generate import GENERATION, generate_dataset
 from pipeline.errors import JobError, UnitsFailed
-from pipeline.forecast import write_forecast
 from pipeline.forecaster import forecast_run
-from pipeline.manifest import read_manifest
-from pipeline.records import RecordDamaged
+from pipeline.reporting import report
+from pipeline.reporting.forecast import write_forecast
 from pipeline.run import run_job
+from pipeline.storage import lease
+from pipeline.storage.records import RecordDamaged
 
 ROWS = {"a": 7, "b": 5}  # of the input files
 TEXT = "{file} {row}"

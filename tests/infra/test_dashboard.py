@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pipeline import metrics
+from pipeline.monitoring import metrics
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "infra/grafana/skipdecode.json").read_text())
 EXPORTED = {f"ray_{metric.name}": metric for metric in metrics.ALL}

@@ -16,13 +16,13 @@ from ray.train import WorkerGroupError
 
 from engine import Block, Bridge, Engine, Plateau, Schedule, ScheduleError
 from engine.adaptation.trainer import Point
-from engine.calibration.quality import Judge
+from engine.forward.quality import Judge
 from jobs import adapt_model, calibrate_schedule, command_line
 from jobs.adaptation import reason_of
 from jobs.answers import answer_corpus, with_more_answers
 from pipeline.errors import JobStopped
 from pipeline.evaluation.charts import learning_curve
-from pipeline.fit import read_schedule
+from pipeline.preparing.fit import read_schedule
 
 ROOT = Path(__file__).parents[2]
 CORPUS = str(ROOT / "infra" / "demo" / "package_descriptions.parquet")

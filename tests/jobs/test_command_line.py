@@ -14,7 +14,7 @@ from jobs.benchmark_engine import BenchmarkEngine
 from jobs.benchmark_pipeline import BenchmarkPipeline
 from jobs.summarize_corpus import SummarizeCorpus
 from pipeline.errors import JobError, NothingToDo, UnitsFailed
-from pipeline.storage import StorageGone
+from pipeline.storage.storage import StorageGone
 
 # A value other than the default for every option.
 VALUES: dict[str, Any] = {

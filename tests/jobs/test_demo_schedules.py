@@ -10,12 +10,12 @@ import torch
 import yaml
 
 from engine import Engine, Sampling, Schedule, describe, model_identity
-from engine.calibration.quality import Judge
-from engine.teacher_forcing import Answer
+from engine.forward.quality import Judge
+from engine.forward.teacher_forcing import Answer
 from jobs.calibrate_schedule import MAPS_FILE
 from pipeline.config import GenerationConfig
 from pipeline.evaluation.charts import schedule_maps
-from pipeline.fit import choose_schedule
+from pipeline.preparing.fit import choose_schedule
 
 DEMO = Path(__file__).parent.parent.parent / "infra" / "demo"
 MODEL = "smollm2-135m-instruct"

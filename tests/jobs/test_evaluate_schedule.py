@@ -9,7 +9,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from engine import Schedule, Unit, describe, recipes
+from engine import Schedule, Unit, describe
+from engine.schedules import recipes
 from jobs import evaluate_schedule
 from jobs.evaluate_schedule import main, read_contenders
 

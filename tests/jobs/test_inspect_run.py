@@ -11,12 +11,12 @@ import pyarrow as pa
 import pytest
 
 from jobs import inspect_run
-from pipeline.commit import commit_unit, read_commits, write_success
-from pipeline.failed import record_failure
-from pipeline.rows import GENERATED
-from pipeline.run_record import claim_output
-from pipeline.storage import Storage
-from pipeline.unit import WorkUnit
+from pipeline.commits.commit import commit_unit, read_commits, write_success
+from pipeline.commits.failed import record_failure
+from pipeline.preparing.run_record import claim_output
+from pipeline.rows.rows import GENERATED
+from pipeline.rows.unit import WorkUnit
+from pipeline.storage.storage import Storage
 
 ROWS, PER_UNIT = 10, 4
 UNITS = [WorkUnit(f"00000-{start:09d}", "in/a.parquet", start, min(PER_UNIT, ROWS - start)) for start in (0, 4, 8)]

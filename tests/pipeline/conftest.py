@@ -13,11 +13,11 @@ import ray
 from engine_double import ByteTokenizer
 
 from engine import Tokenizer
-from pipeline.cluster import EMBEDDED_STORE_BYTES
-from pipeline.commit import read_commits
+from pipeline.commits.commit import read_commits
 from pipeline.config import JobConfig
-from pipeline.plan import InputFile
-from pipeline.storage import Storage
+from pipeline.execution.cluster import EMBEDDED_STORE_BYTES
+from pipeline.inputs.work import InputFile
+from pipeline.storage.storage import Storage
 
 
 @pytest.fixture(scope="session")

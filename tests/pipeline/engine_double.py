@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from engine import BatchStats, Generation, ModelShape, Sampling, Schedule
-from pipeline.backend import ModelIdentity
 from pipeline.config import GenerationConfig
+from pipeline.preparing.backend import ModelIdentity
 
 LAYERS = 4
 PADDING_PER_BATCH = 7

@@ -8,17 +8,17 @@ import pytest
 from engine_double import Echo
 
 from pipeline import run
-from pipeline.commit import Commit, commit_unit
+from pipeline.commits.commit import Commit, commit_unit
+from pipeline.commits.failed import FailedUnit, record_failure
 from pipeline.errors import JobError, JobStopped
-from pipeline.failed import FailedUnit, record_failure
-from pipeline.interruption import Interruption
-from pipeline.lease import Lease
-from pipeline.plan import Plan
-from pipeline.row_generator import RowGenerator
-from pipeline.rows import generate
-from pipeline.session import Done
-from pipeline.stages import Task
-from pipeline.unit import WorkUnit
+from pipeline.execution.interruption import Interruption
+from pipeline.execution.session import Done
+from pipeline.execution.stages import Task
+from pipeline.inputs.work import Plan
+from pipeline.rows.row_generator import RowGenerator
+from pipeline.rows.rows import generate
+from pipeline.rows.unit import WorkUnit
+from pipeline.storage.lease import Lease
 
 
 class InlineSession:

@@ -22,16 +22,16 @@ import pyarrow.parquet as pq
 from engine_double import ByteTokenizer, Echo, EchoBackend, NoEngineBackend
 from servers import BUCKET, S3Server
 
-from pipeline.commit import COMMITS, SNAPSHOT_EVERY, SUCCESS_FILE, commit_unit, read_commits, write_snapshot
+from pipeline.commits.commit import COMMITS, SNAPSHOT_EVERY, SUCCESS_FILE, commit_unit, read_commits, write_snapshot
 from pipeline.config import JobConfig
-from pipeline.fit import choose_schedule
-from pipeline.plan import make_plan
-from pipeline.row_generator import RowGenerator
-from pipeline.rows import generate, prepare
+from pipeline.inputs.work import make_plan
+from pipeline.preparing.fit import choose_schedule
+from pipeline.preparing.run_record import claim_output, describe_run
+from pipeline.rows.row_generator import RowGenerator
+from pipeline.rows.rows import generate, prepare
+from pipeline.rows.template import PromptTemplate
 from pipeline.run import run_job
-from pipeline.run_record import claim_output, describe_run
-from pipeline.storage import Storage
-from pipeline.template import PromptTemplate
+from pipeline.storage.storage import Storage
 
 FILES = 20
 MB = 1 << 20

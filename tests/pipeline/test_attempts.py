@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.attempts import SUSPECT_DEATHS, SUSPECT_LOSSES, Attempts, Next
-from pipeline.wire import Failure
+from pipeline.execution.attempts import SUSPECT_DEATHS, SUSPECT_LOSSES, Attempts, Next
+from pipeline.execution.wire import Failure
 
 MISHAPS = ("failed", "died", "lost")
 

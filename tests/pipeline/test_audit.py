@@ -7,12 +7,13 @@ import pyarrow as pa
 import pytest
 from pydantic import ValidationError
 
-from engine import Engine, Ledger, Sampling, Schedule, decays, orders
-from pipeline.audit import CONFIDENCE, FEWEST, Auditor, audit_estimate, fails_audit, is_audited
-from pipeline.commit import Totals
+from engine import Engine, Ledger, Sampling, Schedule
+from engine.schedules import decays, orders
+from pipeline.commits.commit import Totals
 from pipeline.config import JobConfig
-from pipeline.row_generator import DeviceBroken, RowGenerator
-from pipeline.rows import ERROR, TOKENS, TRUNCATED, generate
+from pipeline.reporting.audit import CONFIDENCE, FEWEST, Auditor, audit_estimate, fails_audit, is_audited
+from pipeline.rows.row_generator import DeviceBroken, RowGenerator
+from pipeline.rows.rows import ERROR, TOKENS, TRUNCATED, generate
 
 IDS = [f"part-0.parquet:{row}" for row in range(20_000)]
 SAMPLING = Sampling(max_new_tokens=12)

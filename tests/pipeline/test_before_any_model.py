@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 
 from engine import Engine, ModelError, ScheduleError
-from pipeline.backend import SkipDecodeBackend
 from pipeline.config import GenerationConfig, JobConfig
 from pipeline.errors import JobError
+from pipeline.preparing.backend import SkipDecodeBackend
 from pipeline.run import run_job
 
 Job = Callable[..., JobConfig]

@@ -10,14 +10,14 @@ import pytest
 from engine_double import Echo, EchoBackend, NoEngineBackend
 from pydantic import ValidationError
 
-from pipeline import session
-from pipeline.bill import bill
-from pipeline.ceiling import check_ceiling, reached_ceiling
-from pipeline.commit import Commit, Totals, read_commits, total
+from pipeline.commits.commit import Commit, Totals, read_commits, total
 from pipeline.config import JobConfig
 from pipeline.errors import JobStopped
+from pipeline.execution import session
+from pipeline.reporting.bill import bill
+from pipeline.reporting.ceiling import check_ceiling, reached_ceiling
 from pipeline.run import run_job
-from pipeline.storage import Storage
+from pipeline.storage.storage import Storage
 
 Job = Callable[..., JobConfig]
 ReadOutput = Callable[[str | Path], pa.Table]

@@ -13,13 +13,13 @@ import pytest
 from engine_double import SUMMED, ByteTokenizer, Echo
 
 from engine import Sampling
-from pipeline import commit as commit_log
-from pipeline.commit import SNAPSHOT_FILE, Commit, Totals, commit_unit, read_commits, sweep_orphans
-from pipeline.row_generator import RowGenerator
-from pipeline.rows import generate, prepare
-from pipeline.storage import Storage
-from pipeline.template import PromptTemplate
-from pipeline.unit import WorkUnit
+from pipeline.commits import commit as commit_log
+from pipeline.commits.commit import SNAPSHOT_FILE, Commit, Totals, commit_unit, read_commits, sweep_orphans
+from pipeline.rows.row_generator import RowGenerator
+from pipeline.rows.rows import generate, prepare
+from pipeline.rows.template import PromptTemplate
+from pipeline.rows.unit import WorkUnit
+from pipeline.storage.storage import Storage
 
 UNIT = WorkUnit("00000-000000000", "in/a.parquet", 0, 5)
 

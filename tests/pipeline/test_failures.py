@@ -11,13 +11,13 @@ import pytest
 from engine_double import Echo, EchoBackend
 from trap_double import TrapBackend, trap_backend
 
-from pipeline.backend import ModelIdentity
-from pipeline.commit import read_commits
+from pipeline.commits.commit import read_commits
+from pipeline.commits.failed import read_failures
 from pipeline.config import GenerationConfig, JobConfig
 from pipeline.errors import JobError, UnitsFailed
-from pipeline.failed import read_failures
+from pipeline.preparing.backend import ModelIdentity
 from pipeline.run import run_job
-from pipeline.storage import Storage
+from pipeline.storage.storage import Storage
 
 Job = Callable[..., JobConfig]
 WriteParquet = Callable[..., Path]

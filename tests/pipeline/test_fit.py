@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from engine import Block, Bridge, ModelShape, Plateau, Schedule, ScheduleError
-from engine.adapter import Adapter
+from engine.parts.adapter import Adapter
 from pipeline.config import GenerationConfig, StorageConfig
 from pipeline.errors import JobError
-from pipeline.fit import choose_schedule
+from pipeline.preparing.fit import choose_schedule
 from tests.servers import BUCKET, S3Server
 
 SHAPE = ModelShape("llama", 8, 16, 2, 1, 8, 50, 512, 900, 2000, 800)

@@ -10,20 +10,20 @@ import pytest
 from engine_double import Echo, EchoBackend, NoEngineBackend
 
 from engine import Ledger, Schedule
-from pipeline.bill import bill
-from pipeline.commit import Totals, commit_unit
+from pipeline.commits.commit import Totals, commit_unit
 from pipeline.config import JobConfig
 from pipeline.errors import JobError
-from pipeline.forecast import Forecast, against_actual, read_forecast, write_forecast
+from pipeline.execution.stages import Task
 from pipeline.forecaster import forecast_run
-from pipeline.plan import make_plan
-from pipeline.preparation import absolute_paths
-from pipeline.row_generator import RowGenerator
-from pipeline.rows import generate
-from pipeline.run_record import claim_output, describe_run
-from pipeline.stages import Task
-from pipeline.storage import Storage
-from pipeline.template import PromptTemplate
+from pipeline.inputs.work import make_plan
+from pipeline.preparing.preparation import absolute_paths
+from pipeline.preparing.run_record import claim_output, describe_run
+from pipeline.reporting.bill import bill
+from pipeline.reporting.forecast import Forecast, against_actual, read_forecast, write_forecast
+from pipeline.rows.row_generator import RowGenerator
+from pipeline.rows.rows import generate
+from pipeline.rows.template import PromptTemplate
+from pipeline.storage.storage import Storage
 
 Job = Callable[..., JobConfig]
 ROWS = 60

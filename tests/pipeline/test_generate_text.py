@@ -14,8 +14,8 @@ from ray.data import ActorPoolStrategy
 from engine import Engine, Sampling, for_target_speedup
 from pipeline.errors import JobError
 from pipeline.generate_text import GenerateText
-from pipeline.rows import GENERATED
-from pipeline.template import PromptTemplate
+from pipeline.rows.rows import GENERATED
+from pipeline.rows.template import PromptTemplate
 
 PROMPT = "Summarise in one sentence: {text}"
 

@@ -23,19 +23,21 @@ from pydantic import ValidationError
 from servers import BUCKET, S3Server, wait_until
 
 from jobs import inspect_run, summarize_corpus
-from pipeline import incremental, lease, run
-from pipeline.commit import COMMITS, Commit, read_commits
+from pipeline import run
+from pipeline.commits.commit import COMMITS, Commit, read_commits
+from pipeline.commits.failed import read_failures, record_failure
 from pipeline.config import JobConfig
 from pipeline.errors import JobError, JobStopped, NothingToDo, UnitsFailed
-from pipeline.failed import read_failures, record_failure
-from pipeline.forecast import write_forecast
 from pipeline.forecaster import forecast_run
+from pipeline.inputs.known_files import INPUTS_FILE, read_known_files
 from pipeline.inspection import inspect, verify
-from pipeline.known_files import INPUTS_FILE, read_known_files
-from pipeline.lease import Holder, Lease
+from pipeline.preparing import incremental
+from pipeline.reporting.forecast import write_forecast
 from pipeline.run import run_job
-from pipeline.storage import Storage, stamp
-from pipeline.stores import LocalStore
+from pipeline.storage import lease
+from pipeline.storage.lease import Holder, Lease
+from pipeline.storage.storage import Storage, stamp
+from pipeline.storage.stores import LocalStore
 
 Job = Callable[..., JobConfig]
 WriteParquet = Callable[..., Path]
@@ -169,7 +171,7 @@ def test_a_file_that_was_copied_again_is_not_new_and_is_read_but_once(
     os.utime(path, (1e9, 1e9))
     run_job(nightly(), NoEngineBackend())
     assert (read_known_files(storage) or {})["a.parquet"].stamp == stamp(storage.info(str(path)))
-    monkeypatch.setattr("pipeline.plan.hashlib.file_digest", None)
+    monkeypatch.setattr("pipeline.inputs.work.hashlib.file_digest", None)
     run_job(nightly(), NoEngineBackend())
 
 
@@ -675,7 +677,7 @@ def test_the_sweep_leaves_alone_what_another_job_may_be_about_to_commit(
 def test_the_commits_of_a_snapshot_are_found_again(
     nightly: Job, put: Put, inline: type[InlineSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.commit.SNAPSHOT_EVERY", 3)
+    monkeypatch.setattr("pipeline.commits.commit.SNAPSHOT_EVERY", 3)
     config = nightly()
     for night in range(4):
         put(f"file {night}", 7)
@@ -906,7 +908,7 @@ def test_on_object_storage_a_file_is_known_by_its_etag_and_is_not_read_for_it(
         return sorted(text for c in contents for text in pq.read_table(pa.BufferReader(c))["generation"].to_pylist())
 
     config = nightly(input=f"s3://{root}/in", output=f"s3://{root}/out", rows_per_unit=1)
-    monkeypatch.setattr("pipeline.plan.hashlib.file_digest", None)
+    monkeypatch.setattr("pipeline.inputs.work.hashlib.file_digest", None)
     upload("a", ["a 1", "a 2"])
     upload("b", ["b 1", "b 2"])
     run_job(config, by("one"))

@@ -12,8 +12,8 @@ import pytest
 from servers import BUCKET, S3Server
 
 from pipeline.errors import JobError
-from pipeline.input_files import find_input_files
-from pipeline.storage import Storage
+from pipeline.inputs.input_files import find_input_files
+from pipeline.storage.storage import Storage
 
 Named = Callable[[str], list[str]]
 

@@ -18,16 +18,16 @@ from engine_double import Echo, EchoBackend
 from inline_session import InlineSession, without_ray
 from servers import BUCKET, S3Server
 
+from pipeline.commits.failed import read_failures
 from pipeline.config import JobConfig
 from pipeline.errors import JobError, JobStopped, UnitsFailed
-from pipeline.failed import read_failures
 from pipeline.forecaster import forecast_run
+from pipeline.inputs.work import make_plan
 from pipeline.inspection import inspect, verify
-from pipeline.plan import make_plan
-from pipeline.read import read_units
+from pipeline.rows.read import read_units
+from pipeline.rows.template import PromptTemplate
 from pipeline.run import run_job
-from pipeline.storage import Storage
-from pipeline.template import PromptTemplate
+from pipeline.storage.storage import Storage
 
 Job = Callable[..., JobConfig]
 Put = Callable[..., None]

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from servers import BUCKET, S3Server, wait_until
 
-from pipeline import lease as leases
 from pipeline.errors import JobStopped, NothingToDo
-from pipeline.lease import Holder, Lease
-from pipeline.storage import Storage, StorageGone
+from pipeline.storage import lease as leases
+from pipeline.storage.lease import Holder, Lease
+from pipeline.storage.storage import Storage, StorageGone
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_time_in_which_the_watcher_could_not_look_says_nothing_about_the_holder(
         if len(slept) == 2:
             storage.write("_lease/000000001.json", Holder("elsewhere", 7, "id of 1", renewals=4).to_json())
 
-    monkeypatch.setattr("pipeline.lease.time.sleep", pause)
+    monkeypatch.setattr("pipeline.storage.lease.time.sleep", pause)
     with pytest.raises(NothingToDo, match="process 7 on elsewhere is doing"), Lease(storage):
         raise AssertionError
 
@@ -170,7 +170,7 @@ def test_a_process_that_was_asleep_while_another_took_over_finds_out_at_its_next
 import sys, time
 from pipeline import lease as leases
 from pipeline.errors import JobStopped
-from pipeline.storage import Storage
+from pipeline.storage.storage import Storage
 
 leases.RENEW_S = 0.1
 with leases.Lease(Storage(sys.argv[1])) as lease:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from engine import BatchStats
-from pipeline import metrics
-from pipeline.commit import Commit, Totals
-from pipeline.metrics import COUNTED, ReplicaMeter, RunMeter
+from pipeline.commits.commit import Commit, Totals
+from pipeline.monitoring import metrics
+from pipeline.monitoring.metrics import COUNTED, ReplicaMeter, RunMeter
 
 
 @pytest.fixture

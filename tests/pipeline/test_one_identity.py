@@ -27,15 +27,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from inline_session import InlineSession, without_ray
 from safetensors.torch import load_file, save_file
 
-from engine import Block, Bridge, ModelError, Schedule, decays, model_files, orders
-from engine.checkpoint import check_files
-from pipeline.backend import SkipDecodeBackend
-from pipeline.commit import read_commits
+from engine import Block, Bridge, ModelError, Schedule, model_files
+from engine.checkpoints.checkpoint import check_files
+from engine.schedules import decays, orders
+from pipeline.commits.commit import read_commits
 from pipeline.config import GenerationConfig, JobConfig
 from pipeline.errors import JobError, JobStopped, UnitsFailed
 from pipeline.evaluation.bridged_rivals import attach
+from pipeline.preparing.backend import SkipDecodeBackend
 from pipeline.run import run_job
-from pipeline.storage import Storage
+from pipeline.storage.storage import Storage
 
 TEMPLATES = (
     "{{ messages[0].content }}",

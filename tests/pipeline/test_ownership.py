@@ -34,10 +34,10 @@ from pipeline.dataset.config import DatasetConfig
 from pipeline.dataset.generate import generate_dataset, generation_config
 from pipeline.errors import JobError, JobStopped, NothingToDo, UnitsFailed
 from pipeline.forecaster import forecast_run
-from pipeline.lease import Lease
-from pipeline.ownership import Kind, check_files, check_place, claim_directory, own, remove
 from pipeline.run import run_job
-from pipeline.storage import Storage
+from pipeline.storage.lease import Lease
+from pipeline.storage.ownership import Kind, check_files, check_place, claim_directory, own, remove
+from pipeline.storage.storage import Storage
 
 ROOT = Path(__file__).parents[2]
 ROWS = 4
@@ -302,11 +302,16 @@ def test_no_other_name_is_removed(tmp_path: Path) -> None:
 # Whoever removes or replaces a file: by the names of the functions that do.
 REMOVERS = {"unlink", "rmtree", "rmdir", "rm", "rm_file", "_rm_file", "removedirs", "delete"}
 ALLOWED = {
-    "pipeline/ownership.py": {"storage.remove"},
-    "pipeline/storage.py": {"self.remove"},  # a probe of its own
-    "pipeline/stores.py": {"os.unlink", "os.replace", "fs._rm_file", "fs.rm_file"},  # likewise, and scratch files
-    "engine/digests.py": {"os.replace"},  # kept digests, in the user's cache
-    "engine/checkpoint.py": {"os.rename"},  # a converted checkpoint, in the user's cache
+    "pipeline/storage/ownership.py": {"storage.remove"},
+    "pipeline/storage/storage.py": {"self.remove"},  # a probe of its own
+    "pipeline/storage/stores.py": {
+        "os.unlink",
+        "os.replace",
+        "fs._rm_file",
+        "fs.rm_file",
+    },  # likewise, and scratch files
+    "engine/checkpoints/digests.py": {"os.replace"},  # kept digests, in the user's cache
+    "engine/checkpoints/checkpoint.py": {"os.rename"},  # a converted checkpoint, in the user's cache
     "engine/adaptation/checkpoint.py": {"os.replace"},  # of its own unfinished file, in a claimed directory
     "pipeline/evaluation/study.py": {"scratch.replace"},  # likewise
     "pipeline/evaluation/solved.py": {"scratch.replace"},  # likewise

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline import plan
-from pipeline.column_types import common_type
 from pipeline.config import JobConfig
 from pipeline.errors import JobError
-from pipeline.plan import InputFile, Plan, make_plan
-from pipeline.template import PromptTemplate
+from pipeline.inputs import work as plan
+from pipeline.inputs.work import InputFile, Plan, make_plan
+from pipeline.rows.template import PromptTemplate
+from pipeline.values.column_types import common_type
 
 Job = Callable[..., JobConfig]
 WriteParquet = Callable[..., Path]

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import read
 from pipeline.errors import JobError
-from pipeline.read import read_units
-from pipeline.storage import Storage
-from pipeline.unit import WorkUnit
+from pipeline.rows import read
+from pipeline.rows.read import read_units
+from pipeline.rows.unit import WorkUnit
+from pipeline.storage.storage import Storage
 
 WriteParquet = Callable[..., Path]
 LOCAL = Storage("/")

@@ -15,14 +15,14 @@ from inline_session import without_ray
 from servers import S3Server
 
 from engine import parse_json
-from pipeline.commit import Commit, Totals, _read_snapshot, read_commits, write_snapshot
+from pipeline.commits.commit import Commit, Totals, _read_snapshot, read_commits, write_snapshot
+from pipeline.commits.failed import forget_failures, read_failures
+from pipeline.commits.manifest import read_manifest
 from pipeline.config import JobConfig
 from pipeline.errors import JobError
-from pipeline.failed import forget_failures, read_failures
-from pipeline.manifest import read_manifest
+from pipeline.preparing.run_record import read_run
 from pipeline.run import run_job
-from pipeline.run_record import read_run
-from pipeline.storage import Storage
+from pipeline.storage.storage import Storage
 
 UNIT = "00000-000000000"
 COMMIT = json.loads(

@@ -9,13 +9,13 @@ import pyarrow as pa
 import pytest
 
 from pipeline import logs
-from pipeline.commit import commit_unit
+from pipeline.commits.commit import commit_unit
+from pipeline.commits.failed import record_failure
 from pipeline.errors import JobError
-from pipeline.failed import record_failure
 from pipeline.redaction import redacted
-from pipeline.rows import GENERATED
-from pipeline.storage import Storage
-from pipeline.unit import WorkUnit
+from pipeline.rows.rows import GENERATED
+from pipeline.rows.unit import WorkUnit
+from pipeline.storage.storage import Storage
 
 SECRET = "5ecret"
 

@@ -11,14 +11,14 @@ import pytest
 from engine_double import ByteTokenizer, Echo, EchoBackend
 
 from engine import Sampling, Schedule
-from pipeline.commit import Totals, commit_unit
+from pipeline.commits.commit import Totals, commit_unit
 from pipeline.config import JobConfig
-from pipeline.report import write_report
-from pipeline.row_generator import RowGenerator
-from pipeline.rows import generate, prepare
-from pipeline.storage import Storage
-from pipeline.template import PromptTemplate
-from pipeline.unit import WorkUnit
+from pipeline.reporting.report import write_report
+from pipeline.rows.row_generator import RowGenerator
+from pipeline.rows.rows import generate, prepare
+from pipeline.rows.template import PromptTemplate
+from pipeline.rows.unit import WorkUnit
+from pipeline.storage.storage import Storage
 
 SCRIPT = '<script src="https://evil.example/x.js">alert("&")</script>'
 FETCHES = re.compile(

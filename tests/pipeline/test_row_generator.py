@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import BatchStats, Generation, Sampling, Schedule
-from pipeline.row_generator import (
+from pipeline.rows.row_generator import (
     MOST_QUARANTINED,
     DeviceBroken,
     RowGenerator,

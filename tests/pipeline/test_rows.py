@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from engine import BatchStats, Sampling
 from pipeline.errors import JobError
-from pipeline.row_generator import RowGenerator
-from pipeline.rows import generate, output_schema, prepare
-from pipeline.show import shown
-from pipeline.template import PromptTemplate
+from pipeline.rows.row_generator import RowGenerator
+from pipeline.rows.rows import generate, output_schema, prepare
+from pipeline.rows.template import PromptTemplate
+from pipeline.values.show import shown
 
 StringsOfBytes = Callable[[Sequence[bytes | None]], pa.Array]
 LOREM = PromptTemplate("{text}", format="raw")

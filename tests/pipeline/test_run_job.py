@@ -15,11 +15,11 @@ import pytest
 from engine_double import LAYERS, SUMMED, Echo, EchoBackend, NoEngineBackend
 from trap_double import Company
 
-from pipeline.commit import read_commits
+from pipeline.commits.commit import read_commits
 from pipeline.config import JobConfig
 from pipeline.errors import JobError
 from pipeline.run import RunResult, run_job
-from pipeline.storage import Storage
+from pipeline.storage.storage import Storage
 
 Job = Callable[..., JobConfig]
 WriteParquet = Callable[..., Path]

@@ -8,13 +8,13 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from pipeline.commit import commit_unit, read_commits
+from pipeline.commits.commit import commit_unit, read_commits
 from pipeline.errors import JobError
-from pipeline.ownership import discard_run
-from pipeline.rows import GENERATED
-from pipeline.run_record import claim_output
-from pipeline.storage import Storage
-from pipeline.unit import WorkUnit
+from pipeline.preparing.run_record import claim_output
+from pipeline.rows.rows import GENERATED
+from pipeline.rows.unit import WorkUnit
+from pipeline.storage.ownership import discard_run
+from pipeline.storage.storage import Storage
 
 RUN = {"sampling": {"seed": 0}, "version": "1", "schedule": {"layers": 2}, "input": {}}
 UNIT = WorkUnit("00000-000000000", "in/a.parquet", 0, 1)

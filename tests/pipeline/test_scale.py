@@ -12,10 +12,10 @@ import pyarrow as pa
 import pytest
 from engine_double import EchoBackend
 
-from pipeline.commit import read_commits
+from pipeline.commits.commit import read_commits
 from pipeline.config import JobConfig
 from pipeline.run import run_job
-from pipeline.storage import Storage
+from pipeline.storage.storage import Storage
 
 MB = 1 << 20
 ROW_GROUP = 50_000

@@ -12,7 +12,7 @@ from arrow_values import COLUMNS, invalid
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.show import names, shown, texts
+from pipeline.values.show import names, shown, texts
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 UNITS = st.sampled_from(["s", "ms", "us", "ns"])

@@ -15,8 +15,8 @@ from threading import Barrier
 import pytest
 
 from pipeline.errors import JobError
-from pipeline.storage import Storage, StorageGone, StorageRefused, absolute
-from pipeline.storage_settings import StorageSettings, refuse_credentials
+from pipeline.storage.settings import StorageSettings, refuse_credentials
+from pipeline.storage.storage import Storage, StorageGone, StorageRefused, absolute
 
 
 def test_of_many_writers_of_one_name_exactly_one_wins_and_its_content_is_whole(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from servers import BUCKET, S3Server
 
 from pipeline.errors import JobError
-from pipeline.storage import ObjectChanged, Storage, StorageRefused, stamp
+from pipeline.storage.storage import ObjectChanged, Storage, StorageRefused, stamp
 
 ODD_NAMES = ["a b", "a+b", "a%41", "a#b", "a?b=c", "ümläut/日本", "x*y", "a&b", "[1]", "{a,b}", "a//b", "'\"", ".x"]
 

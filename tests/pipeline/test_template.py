@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine import Tokenizer
 from pipeline.errors import JobError
-from pipeline.template import PromptTemplate, RowError
+from pipeline.rows.template import PromptTemplate, RowError
 
 PLENTY = 10_000
 

@@ -13,8 +13,8 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from s3fs.errors import translate_boto_error
 from yarl import URL
 
-from pipeline import transient
-from pipeline.transient import is_transient, patiently
+from pipeline.storage import retry as transient
+from pipeline.storage.retry import is_transient, patiently
 
 
 def answered(code: str, status: int) -> Exception:

@@ -21,8 +21,8 @@ from pipeline.dataset.generate import generate_dataset
 from pipeline.errors import JobStopped
 from pipeline.inspection import inspect, verify
 from pipeline.run import run_job
-from pipeline.show import shown
-from pipeline.storage import Storage
+from pipeline.storage.storage import Storage
+from pipeline.values.show import shown
 
 Job = Callable[..., JobConfig]
 TABLE = pa.table({"text": [f"text {row}" for row in range(ROWS)], **COLUMNS})

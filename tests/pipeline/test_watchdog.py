@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import ray
 
-from pipeline.board import Counts, Running
-from pipeline.cluster import ReplicaResources
-from pipeline.watchdog import Watchdog, who_waits
+from pipeline.execution.cluster import ReplicaResources
+from pipeline.execution.watchdog import Watchdog, who_waits
+from pipeline.monitoring.board import Counts, Running
 
 
 class Clock:

@@ -16,8 +16,8 @@ import fsspec
 import pytest
 from servers import free_ports, stop, wait_until
 
-from pipeline.storage import Storage
-from pipeline.storage_settings import StorageSettings
+from pipeline.storage.settings import StorageSettings
+from pipeline.storage.storage import Storage
 
 AZURITE = Path(sys.prefix) / "node/node_modules/azurite/dist/src/blob/main.js"
 # Not a secret: the one account that the emulator has is published with it.

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
-from pipeline.commit import Totals
+from pipeline.commits.commit import Totals
 from pipeline.dataset.card import write_card
 from pipeline.dataset.config import DatasetConfig
 

@@ -15,13 +15,13 @@ from inline_session import without_ray
 from openai.types.chat import ChatCompletion
 from pydantic import ValidationError
 
-from pipeline.commit import read_commits
+from pipeline.commits.commit import read_commits
 from pipeline.dataset.config import DatasetConfig
 from pipeline.dataset.generate import GENERATION, generate_dataset
 from pipeline.errors import NothingToDo
 from pipeline.inspection import inspect, verify
-from pipeline.lease import Lease
-from pipeline.storage import Storage
+from pipeline.storage.lease import Lease
+from pipeline.storage.storage import Storage
 
 TEXTS = [f"text {number:02d} {'x' * number}" for number in range(12)] + ["TEXT 03 xxx"]
 
@@ -124,8 +124,8 @@ def test_an_incremental_data_set_grows_with_its_input(
     before = (tmp_path / "set/README.md").stat().st_mtime_ns
     assert generate_dataset(given, NoEngineBackend()).kept == 2 * (len(TEXTS) + 2)
     assert (tmp_path / "set/README.md").stat().st_mtime_ns == before
-    monkeypatch.setattr("pipeline.lease.RENEW_S", 0.1)
-    monkeypatch.setattr("pipeline.lease.LOOK_S", 0.1)
+    monkeypatch.setattr("pipeline.storage.lease.RENEW_S", 0.1)
+    monkeypatch.setattr("pipeline.storage.lease.LOOK_S", 0.1)
     with Lease(Storage(f"{given.output}/{GENERATION}")), pytest.raises(NothingToDo):
         generate_dataset(given, NoEngineBackend())
 

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from pipeline.dataset.openai_batch import ID, read_requests, responses
 from pipeline.errors import JobError
-from pipeline.storage import Storage
+from pipeline.storage.storage import Storage
 
 BODY = {
     "model": "gpt-4o-mini",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from engine import Block, Bridge, Engine, Sampling, Schedule, decays, decode_flop_speedup, orders
+from engine import Block, Bridge, Engine, Sampling, Schedule, decode_flop_speedup
+from engine.schedules import decays, orders
 from pipeline.evaluation.bridged_rivals import attach, bridged_rivals
 from pipeline.evaluation.rivals import Calibration
 

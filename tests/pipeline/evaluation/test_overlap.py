@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipeline.evaluation.bootstrap import Bootstrap
-from pipeline.evaluation.metrics import overlap, repetition
+from pipeline.reporting.text_metrics import overlap, repetition
 
 
 def test_a_text_overlaps_itself_wholly_and_a_stranger_not_at_all() -> None:

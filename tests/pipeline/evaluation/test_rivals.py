@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine import EarlyExit, Engine, Sampling, Schedule, ScheduleError, decode_flop_speedup
-from engine.schedule import Plateau
+from engine.schedules.schedule import Plateau
 from pipeline.evaluation import rivals as module
 from pipeline.evaluation.contender import Contender
 from pipeline.evaluation.rivals import RIVALS, TOLERANCE, Calibration, rivals, skipdecode

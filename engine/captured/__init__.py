@@ -1,0 +1,1 @@
+"""Decoding in passes of fixed shapes, recorded once as CUDA graphs."""

@@ -1,0 +1,1 @@
+"""Models as files: what they are, how they are read, their tokenizers."""

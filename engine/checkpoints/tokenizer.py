@@ -1,0 +1,117 @@
+"""Text to tokens and back, chat template included, by the checkpoint's own tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoints import checkpoint
+from engine.checkpoints.control_tokens import ControlTokens, is_marked
+from engine.errors import ModelError
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer and the ids that end its generations."""
+
+    def __init__(self, directory: Path, now: datetime | None = None) -> None:
+        """Raises ModelError. Chat templates that write the date are told `now`, by default the time of each call."""
+        from transformers import AutoTokenizer
+
+        self._now = now
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        except Exception as error:  # libraries raise much at a damaged file
+            raise ModelError(f"the tokenizer in {str(directory)!r} cannot be read: {error}") from error
+
+        # Tokens that end a generation: the generation config's, else the tokenizer's. Read now, with all else.
+        self.eos_ids = self._read_eos_ids(directory)
+
+    @classmethod
+    def load(cls, model: str, now: datetime | None = None) -> Tokenizer:
+        """The tokenizer of a model named as for `Engine.load`. Raises ModelError."""
+        return cls(checkpoint.prepare(model), now)
+
+    def _read_eos_ids(self, directory: Path) -> tuple[int, ...]:
+        ids: object = None
+        if (directory / "generation_config.json").is_file():
+            from transformers import GenerationConfig
+
+            try:
+                ids = GenerationConfig.from_pretrained(directory).eos_token_id
+            except (OSError, ValueError, TypeError) as error:
+                raise ModelError(f"the generation config in {str(directory)!r} cannot be read: {error}") from error
+        if ids is None:
+            ids = self._tokenizer.eos_token_id
+        if ids is None:
+            return ()
+        return (ids,) if isinstance(ids, int) else tuple(ids)  # type: ignore[arg-type]
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._tokenizer.chat_template is not None
+
+    def as_text(self, text: str) -> str:
+        """A text for use in prompts and messages whose control tokens, such as <|im_end|>, are to be plain text."""
+        return self._control_tokens.mark(text)
+
+    def encode(self, text: str) -> list[int]:
+        """Raw text with the special tokens that the tokenizer itself adds."""
+        if not is_marked(text):
+            return list(self._tokenizer(text)["input_ids"])
+        before, after = self._added
+        return [*before, *self._control_tokens.encode(text), *after]
+
+    def encode_chat(self, user: str, system: str | None = None) -> list[int]:
+        """A chat of one user turn, ready for the assistant's. Raises ModelError without a chat template."""
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        return self.encode_messages([*messages, {"role": "user", "content": user}])
+
+    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """A chat of messages with role and content, ready for the assistant's next. Raises as `encode_chat`."""
+        if not self.has_chat_template:
+            raise ModelError("the model has no chat template: use raw prompts, or an instruction-tuned model")
+        return self.encode_plain(self._rendered(messages))
+
+    @cached_property
+    def _control_tokens(self) -> ControlTokens:
+        return ControlTokens(self._tokenizer)
+
+    @cached_property
+    def _added(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer puts before and after a text."""
+        whole, bare = self._tokenizer("a")["input_ids"], self._tokenizer("a", add_special_tokens=False)["input_ids"]
+        starts = [at for at in range(len(whole)) if whole[at : at + len(bare)] == bare]
+        at = starts[0] if starts else 0
+        return list(whole[:at]), list(whole[at + len(bare) :])
+
+    def _rendered(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """A chat as text, control tokens written out."""
+        template = self._tokenizer.get_chat_template()
+        if self._now is None or "strftime_now" not in template:
+            return str(self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
+        # Through the public way no function can be given, only data.
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        return str(
+            _compile_jinja_template(template).render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=True,
+                tools=None,
+                documents=None,
+                strftime_now=self._now.strftime,
+                **self._tokenizer.special_tokens_map,
+            )
+        )
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Text alone, without the special tokens that the tokenizer itself adds."""
+        if is_marked(text):
+            return self._control_tokens.encode(text)
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of generated tokens; special tokens are left out."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))

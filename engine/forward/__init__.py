@@ -1,0 +1,1 @@
+"""What a pass over the layers does, and what it costs."""

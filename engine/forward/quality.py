@@ -1,0 +1,97 @@
+"""How far a schedule's next-token distributions are from full depth's, token by token along known answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.forward.operations import Compiled
+from engine.forward.teacher_forcing import AnswerPass
+from engine.schedules.schedule import Schedule
+
+RESAMPLES = 1000
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Per decode token: KL divergence from full depth in nats, and whether the likeliest token is the same."""
+
+    kl: Tensor  # [N]
+    agrees: Tensor  # [N], bool
+    sample: Tensor  # [N]: whose token
+
+    @property
+    def mean_kl(self) -> float:
+        return float(self.kl.mean())
+
+    @property
+    def agreement(self) -> float:
+        return float(self.agrees.double().mean())
+
+    def figures(self, seed: int = 0) -> dict[str, float | list[float]]:
+        """Means over tokens with 95 % bootstrap intervals; answers are drawn, as tokens of one are not independent."""
+        figures: dict[str, float | list[float]] = {}
+        for name, values in (("kl", self.kl.double()), ("agreement", self.agrees.double())):
+            low, high = self._interval(values, seed)
+            figures |= {name: round(float(values.mean()), 4), f"{name}_interval": [round(low, 4), round(high, 4)]}
+        return figures
+
+    def _interval(self, values: Tensor, seed: int) -> tuple[float, float]:
+        sums = torch.bincount(self.sample, weights=values).numpy()
+        counts = torch.bincount(self.sample).numpy()
+        drawn = np.random.default_rng(seed).integers(0, len(counts), (RESAMPLES, len(counts)))
+        means = sums[drawn].sum(1) / counts[drawn].sum(1)
+        low, high = np.quantile(means, [0.025, 0.975])
+        return float(low), float(high)
+
+
+class Judge:
+    """Compares schedules with full depth on a fixed set of answers."""
+
+    def __init__(self, answers: AnswerPass, layers: int, places: tuple[int, ...] = ()) -> None:
+        """Runs the answers at full depth once.
+
+        Args:
+            answers: the held-out ones.
+            layers: of the model.
+            places: where to keep full-depth states, so that schedules that leave what is below alone start there.
+        """
+        self._answers, self._layers = answers, layers
+        self._states: dict[int, Tensor] = {}
+
+        def keep(place: int, x: Tensor) -> None:
+            if place in places:
+                self._states[place] = x
+
+        x = answers.hidden(Schedule.full_depth(layers), Compiled(), observe=keep)
+        # In half precision: a probability is then off by a thousandth of itself, the divergence by less than that.
+        full = [logits.float().log_softmax(-1).half() for _, logits in answers.logits(x)]
+        self._full = torch.cat(full)
+        self._likeliest = torch.cat([part.float().argmax(-1) for part in full])
+
+    @property
+    def answers(self) -> AnswerPass:
+        return self._answers
+
+    def judge(self, schedule: Schedule, compiled: Compiled, answers: AnswerPass | None = None) -> Quality:
+        """Teacher-forced quality of a schedule.
+
+        Args:
+            schedule: to judge.
+            compiled: its bridges and adapted units, on the device.
+            answers: the same, after their prompts ran under the schedule's prompt bridge, if it has one.
+        """
+        passed = answers or self._answers
+        place = max((place for place in self._states if place <= schedule.changed_from), default=0)
+        start = (place, self._states[place]) if place else None
+        x = passed.hidden(schedule, compiled, start)
+        kl, agrees = [], []
+        for part, logits in passed.scheduled_logits(x, schedule, compiled):
+            full = self._full[part].float()
+            ours = logits.float().log_softmax(-1)
+            kl.append((full.exp() * (full - ours)).sum(-1))
+            agrees.append(self._likeliest[part] == ours.argmax(-1))
+        return Quality(torch.cat(kl).cpu(), torch.cat(agrees).cpu(), self._answers.sample)

@@ -1,0 +1,103 @@
+"""Score schedules on answers that full depth has written: how far each next-token distribution moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.forward.operations import Compiled
+from engine.forward.packing import packs
+from engine.forward.teacher_forcing import Answer, AnswerPass
+from engine.parts.prompt_bridge import PromptBridge
+from engine.parts.unit import Unit, all_units
+from engine.schedules.schedule import Schedule
+
+PACK_TOKENS = 1024  # answer tokens scored together: bounds the distributions that are held, a vocabulary each
+
+Forcing = Callable[[Sequence[Answer], PromptBridge | None], AnswerPass]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerScore:
+    """One answer under one schedule. An answer of g tokens has g - 1 decode steps; step t predicts token t + 1."""
+
+    kl: tuple[float, ...]  # KL divergence of the schedule's distribution from full depth's, KL(full || schedule), nats
+    agrees: tuple[bool, ...]  # whether both find the same token likeliest
+
+
+def score(
+    forcing: Forcing,
+    answers: Sequence[Answer],
+    schedules: Sequence[Schedule],
+    compiled: Compiled,
+    layers: int,
+) -> list[list[AnswerScore]]:
+    """[schedule][answer]: answers with fewer than two tokens have empty scores. Prompts run once for all schedules
+    with the same prompt bridge.
+
+    Args:
+        forcing: makes a pass over answers whose prompts ran under a prompt bridge.
+        answers: of full depth.
+        schedules: to score.
+        compiled: what all schedules bring along.
+        layers: of the model.
+    """
+    scores = [[AnswerScore((), ())] * len(answers) for _ in schedules]
+    for pack in _packs(answers):
+        packed = [answers[index] for index in pack]
+        forced = {bridge: forcing(packed, bridge) for bridge in {None, *(s.prompt_bridge for s in schedules)}}
+        x = forced[None].hidden(Schedule.full_depth(layers), Compiled())
+        reference = torch.cat([logits.float().log_softmax(-1) for _, logits in forced[None].logits(x)])
+        for row, schedule in zip(scores, schedules, strict=True):
+            ours = forced[schedule.prompt_bridge]
+            logits = ours.scheduled_logits(ours.hidden(schedule, compiled), schedule, compiled)
+            compared = _compare(packed, reference, logits)
+            for index, answer_score in zip(pack, compared, strict=True):
+                row[index] = answer_score
+    return scores
+
+
+def similarity(forcing: Forcing, answers: Sequence[Answer], layers: int) -> dict[Unit, float]:
+    """Mean cosine similarity of each unit's input and output over all decode steps, at full depth."""
+    units = all_units(layers)
+    sums = [0.0] * len(units)
+    for pack in _packs(answers):
+        before: list[Tensor] = []
+
+        def observe(place: int, x: Tensor, before: list[Tensor] = before) -> None:
+            if place:
+                sums[place - 1] += float(F.cosine_similarity(before.pop(), x, dim=-1).sum())
+            before.append(x)
+
+        forcing([answers[index] for index in pack], None).hidden(
+            Schedule.full_depth(layers), Compiled(), observe=observe
+        )
+    steps = sum(max(0, answer.passes) for answer in answers)
+    return {unit: total / steps for unit, total in zip(units, sums, strict=True)}
+
+
+def _compare(
+    answers: Sequence[Answer], reference: Tensor, scheduled: Iterable[tuple[slice, Tensor]]
+) -> Iterator[AnswerScore]:
+    """Scores of answers, from full depth's log-probabilities [N, vocab] and a schedule's logits, slice by slice."""
+    kl: list[float] = []
+    agrees: list[bool] = []
+    for part, logits in scheduled:
+        full = reference[part]
+        divergence = full.exp() * (full - logits.float().log_softmax(-1))
+        kl += divergence.sum(-1).clamp_min(0).tolist()  # rounding can leave equal distributions just below 0
+        agrees += (logits.argmax(-1) == full.argmax(-1)).tolist()
+    ends = list(accumulate(answer.passes for answer in answers))
+    for start, end in zip([0, *ends], ends, strict=False):
+        yield AnswerScore(tuple(kl[start:end]), tuple(agrees[start:end]))
+
+
+def _packs(answers: Sequence[Answer]) -> Iterator[list[int]]:
+    """Indices of answers that are scored together; those without a decode step are left out."""
+    scored = [index for index, answer in enumerate(answers) if answer.passes > 0]
+    return packs(scored, lambda index: answers[index].passes, PACK_TOKENS)

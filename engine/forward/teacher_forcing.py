@@ -1,0 +1,213 @@
+"""Teacher forcing: known answers go through the layers in one pass, each token as decoding would have run it.
+
+Active sets only shrink along an answer, so the tokens of an answer that run a unit are its first ones, and each attends
+to all that came before it. One pass is therefore exactly what decoding under the schedule computes, without its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.forward.compiled_parts import Head, PromptMaps
+from engine.forward.operations import ApplyBridge, Compiled, Observe, Operation, RunUnit, decode_plan
+from engine.forward.packing import packs
+from engine.forward.prompt_pass import PROMPT_TOKENS, PromptPass, StoppedPrompts
+from engine.kernels.base import Kernels
+from engine.models.decoder import Decoder
+from engine.parts.prompt_bridge import PromptBridge
+from engine.parts.unit import all_units
+from engine.schedules.schedule import Schedule
+
+LOGIT_TOKENS = 512  # tokens whose logits are computed at a time: bounds memory
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A prompt and all tokens that were generated for it."""
+
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+
+    @property
+    def passes(self) -> int:
+        """Decode passes: every token but the last is fed back."""
+        return len(self.tokens) - 1
+
+
+class AnswerPass:
+    """Passes over the answers of some samples, after their prompts ran once.
+
+    The N tokens of a pass are those fed back, answer after answer. Keys and values of the prompts are kept: 2 x prompt
+    tokens x kv_heads x head_dim numbers per layer; a prompt that has several answers runs, and is kept, once.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kernels: Kernels,
+        device: torch.device,
+        prompts: PromptPass,
+        answers: Sequence[Answer],
+        bridge: PromptBridge | None = None,
+        stop: int | None = None,
+    ) -> None:
+        """Runs the prompts, by default at full depth.
+
+        Answers need two tokens or more: the first comes from the prompt pass.
+
+        Args:
+            decoder, kernels, device: the model.
+            prompts: passes over its prompts.
+            answers: what to pass.
+            bridge: that the prompts run under.
+            stop: instead, layer before which the prompts stop, to wait for `finish_prompts`.
+        """
+        self._decoder, self._kernels, self._device = decoder, kernels, device
+        self.answers = answers
+        passes = torch.tensor([answer.passes for answer in answers])
+        self.sample = torch.arange(len(answers)).repeat_interleave(passes)  # [N]: whose token
+        self.step = torch.cat([torch.arange(count) for count in passes.tolist()])  # [N]: decode step
+        self.next_token = torch.tensor([token for answer in answers for token in answer.tokens[1:]])  # [N]: the label
+        prompt = torch.tensor([len(answer.prompt) for answer in answers])
+        positions = (prompt[self.sample] + self.step).to(device)
+        fed = torch.tensor([token for answer in answers for token in answer.tokens[:-1]], device=device)
+        self._prompts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(decoder.shape.layers)]
+        self._kept = set(range(decoder.shape.layers))
+        places = {prompt: place for place, prompt in enumerate(dict.fromkeys(tuple(a.prompt) for a in answers))}
+        self._prompt_of = [places[tuple(answer.prompt)] for answer in answers]
+        self._stopped: list[StoppedPrompts] = []
+        self._ends: list[Tensor] = []  # by pack [P, hidden]: the prompts' last tokens after all layers
+        for pack in packs(places, len, PROMPT_TOKENS):
+            if stop is None:
+                self._ends.append(prompts.run(pack, self._keep, bridge))
+            else:
+                self._stopped.append(prompts.stop(pack, self._keep, stop))
+        self._embedded = decoder.embed(fed, positions)
+        self._positions = positions
+
+    @property
+    def tokens(self) -> int:
+        """N."""
+        return len(self.step)
+
+    @property
+    def first_hidden(self) -> Tensor:
+        """[A, hidden]: what each answer's first token was chosen from, the prompt's last token after all layers."""
+        assert self._ends, "the prompts wait for finish_prompts"
+        return torch.cat(self._ends)[self._prompt_of]
+
+    def _keep(self, layer: int, index: int, k: Tensor, v: Tensor) -> None:
+        if layer in self._kept:
+            # Copies: a view of the fused projection would keep the queries too.
+            self._prompts[layer].append((k.clone(), v.clone()))
+
+    def keep_prompts(self, layers: set[int]) -> None:
+        """Free the prompts' keys and values of all other layers, which no later pass may run."""
+        self._kept &= layers
+        for layer in set(range(len(self._prompts))) - layers:
+            self._prompts[layer] = []
+
+    def finish_prompts(self, maps: PromptMaps | None) -> None:
+        """Take the prompts from where they stopped to their ends, without maps at full depth. May be called again.
+
+        Gradients flow to the maps.
+        """
+        self.forget_ends()
+        self._ends = [stopped.finish(maps) for stopped in self._stopped]
+
+    def forget_ends(self) -> None:
+        """Free what `finish_prompts` has computed."""
+        self._ends = []
+        for stopped in self._stopped[:1]:
+            for layer in range(stopped.first, len(self._prompts)):
+                self._prompts[layer] = []
+
+    def hidden(
+        self,
+        schedule: Schedule,
+        compiled: Compiled,
+        start: tuple[int, Tensor] | None = None,
+        observe: Observe | None = None,
+        end: int | None = None,
+    ) -> Tensor:
+        """Hidden states [N, hidden] after the last layer, or before the unit whose place is `end`.
+
+        Args:
+            schedule: whose plateaus decide what each token runs.
+            compiled: its bridges and adapted units, on this device.
+            start: (place of a unit, hidden states [N, hidden] before it) to go on from; default the embeddings.
+            observe: called with the place of each unit and the hidden states [N, hidden] before it, and with 2L at the
+                end. It must not change them.
+        """
+        plateaus = [schedule.plateau_at(int(step)) for step in range(int(self.step.max()) + 1)]
+        plateau = torch.tensor(plateaus)[self.step]  # [N]
+        plans = [decode_plan(schedule, index) for index in range(max(plateaus) + 1)]
+        bridged, run = [_bridges_by_place(plan) for plan in plans], [_units_by_place(plan) for plan in plans]
+        place, x = start or (0, self._embedded)
+        for unit in all_units(schedule.layers)[place:end]:
+            if observe is not None:
+                observe(unit.place, x)
+            for by_plateau in (bridged, run):  # a correction comes before the unit that it stands before
+                for operation in {plan.get(unit.place) for plan in by_plateau} - {None}:
+                    assert operation is not None
+                    running = torch.tensor([plan.get(unit.place) == operation for plan in by_plateau])
+                    rows = running[plateau].nonzero()[:, 0].to(self._device)
+                    x = self._run(operation, x, rows, compiled)
+        if observe is not None and end is None:
+            observe(2 * schedule.layers, x)
+        return x
+
+    def logits(self, x: Tensor, head: Head | None = None) -> Iterator[tuple[slice, Tensor]]:
+        """Logits [n, vocab] of hidden states [N, hidden], a slice of the tokens at a time, by default of all of them
+        exactly.
+        """
+        head = head or self._decoder.logits
+        for first in range(0, len(x), LOGIT_TOKENS):
+            part = slice(first, min(first + LOGIT_TOKENS, len(x)))
+            yield part, head(x[part])
+
+    def scheduled_logits(self, x: Tensor, schedule: Schedule, compiled: Compiled) -> Iterator[tuple[slice, Tensor]]:
+        """The same as decoding under a schedule computes them."""
+        return self.logits(x, compiled.head(schedule, self._decoder))
+
+    def _run(self, operation: Operation, x: Tensor, rows: Tensor, compiled: Compiled) -> Tensor:
+        """Hidden states [N, hidden] after an operation on some rows."""
+        if len(rows) == 0:
+            return x
+        whole = len(rows) == len(x)
+        part = x if whole else x[rows]
+        if isinstance(operation, ApplyBridge):
+            part = compiled.bridges[operation.bridge](part)
+        elif operation.unit.kind == "m":
+            part = compiled.model(operation, self._decoder).mlp(operation.unit.layer, part)
+        else:
+            owners = self.sample[rows.cpu()]
+            counts = torch.bincount(owners, minlength=len(self.answers)).tolist()
+
+            def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                kind, outputs, first = self._decoder.shape.attention_kind(layer), [], 0
+                for prompt, count in zip(self._prompt_of, counts, strict=True):
+                    prompt_k, prompt_v = self._prompts[layer][prompt]
+                    ours = slice(first, first + count)
+                    keys, values = torch.cat([prompt_k, k[ours]]), torch.cat([prompt_v, v[ours]])
+                    outputs.append(self._kernels.prompt_attention(q[ours], keys, values, kind))
+                    first += count
+                return torch.cat(outputs)
+
+            positions = self._positions[rows]
+            rotations = self._decoder.rotations(positions, positions + 1)
+            part = compiled.model(operation, self._decoder).attention(operation.unit.layer, part, rotations, attend)
+        return part if whole else x.index_copy(0, rows, part)
+
+
+def _bridges_by_place(plan: Sequence[Operation]) -> Mapping[int, Operation]:
+    """Where each stands in running order."""
+    return {op.bridge.block.first.place: op for op in plan if isinstance(op, ApplyBridge)}
+
+
+def _units_by_place(plan: Sequence[Operation]) -> Mapping[int, Operation]:
+    return {op.unit.place: op for op in plan if isinstance(op, RunUnit)}

@@ -1,0 +1,1 @@
+"""What the layers are computed with, per device."""

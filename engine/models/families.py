@@ -1,0 +1,45 @@
+"""Model families by the type that a config names. Adding one: write its decoder, name its model type here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from engine.checkpoints.weight_files import Weights
+from engine.errors import ModelError
+from engine.kernels.base import Kernels
+from engine.models import gemma, llama, opt
+from engine.models.decoder import Decoder
+from engine.shape import ModelShape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+class Family(NamedTuple):
+    """How to read a family's config and weights."""
+
+    shape: Callable[[Any], ModelShape]
+    decoder: Callable[[Any, ModelShape, Weights, Kernels, torch.device], Decoder]
+
+
+# By the config's model_type.
+FAMILIES = {
+    "llama": Family(llama.shape, llama.LlamaDecoder),
+    "mistral": Family(llama.mistral_shape, llama.LlamaDecoder),
+    "qwen2": Family(llama.windowed_shape, llama.LlamaDecoder),
+    "qwen3": Family(llama.windowed_shape, llama.Qwen3Decoder),
+    "smollm3": Family(llama.windowed_shape, llama.SmolLM3Decoder),
+    "gemma2": Family(gemma.gemma2_shape, gemma.Gemma2Decoder),
+    "gemma3_text": Family(gemma.gemma3_shape, gemma.Gemma3Decoder),
+    "opt": Family(opt.shape, opt.OPTDecoder),
+}
+
+
+def family_of(config: PreTrainedConfig) -> Family:
+    """The family of a model; raises ModelError naming those supported."""
+    if config.model_type not in FAMILIES:
+        raise ModelError(f"models of type {config.model_type!r} are not supported; supported are {', '.join(FAMILIES)}")
+    return FAMILIES[config.model_type]

@@ -1,0 +1,123 @@
+"""The adapter: low-rank changes to what units compute for decode tokens. Prompts run the model as it is.
+
+LoRA (Hu et al., arXiv 2106.09685). Once merged into a copy of the units' matrices a change costs no FLOPs, only the
+memory of the copy; and as prompts keep the base model, one prompt pass serves every schedule and adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.errors import ScheduleError
+from engine.parts.part import SchedulePart, check_numbers, digest_of
+from engine.parts.tensor_file import read_tensor_file, write_tensor_file
+from engine.parts.unit import Unit
+from engine.shape import ModelShape
+
+ADAPTER_FILE = "adapter.safetensors"
+DOWN, UP = "down", "up"
+
+
+class LowRank(NamedTuple):
+    """A change of a projection from x W to x W + x down up."""
+
+    down: Tensor  # [in, r]
+    up: Tensor  # [r, out]
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter(SchedulePart):
+    """Changes by unit and projection.
+
+    Tensors by `<unit>.<projection>.<role>`, such as "a16.q.down": down [in, r] and up [r, out], of any rank each. The
+    projections are the family's own (`Decoder.projections`): q, k, v, o and gate, up, down for a Llama.
+
+    Two adapters are equal when their tensors are, bit for bit. Raises ScheduleError for tensors that do not fit
+    together.
+    """
+
+    tensors: Mapping[str, Tensor]
+
+    def __post_init__(self) -> None:
+        if not self.tensors:
+            raise ScheduleError("the adapter changes nothing: leave it out")
+        for name in self.tensors:
+            unit, projection, role = _parse(name)
+            if role == DOWN:
+                down, up = self.tensors[name], self.tensors.get(f"{unit}.{projection}.{UP}")
+                if up is None or down.dim() != 2 or up.dim() != 2 or down.shape[1] != up.shape[0]:
+                    shapes = [list(tensor.shape) for tensor in (down, up) if tensor is not None]
+                    raise ScheduleError(f"the adapter's change of {unit}.{projection} needs down and up, got {shapes}")
+            elif f"{unit}.{projection}.{DOWN}" not in self.tensors:
+                raise ScheduleError(f"the adapter's change of {unit}.{projection} has no down")
+        check_numbers("the adapter", self.tensors)
+
+    @cached_property
+    def units(self) -> frozenset[Unit]:
+        """Those that it changes."""
+        return frozenset(_parse(name)[0] for name in self.tensors)
+
+    def of(self, unit: Unit) -> dict[str, LowRank]:
+        """A unit's changes, by projection."""
+        names = [_parse(name)[1] for name in self.tensors if name.startswith(f"{unit}.") and name.endswith(f".{DOWN}")]
+        return {
+            name: LowRank(self.tensors[f"{unit}.{name}.{DOWN}"], self.tensors[f"{unit}.{name}.{UP}"]) for name in names
+        }
+
+    @property
+    def parameters(self) -> int:
+        """Numbers that it holds."""
+        return sum(tensor.numel() for tensor in self.tensors.values())
+
+    @cached_property
+    def digest(self) -> str:
+        """Of its tensors: it changes when a bit of them does."""
+        return digest_of("adapter", sorted(self.tensors.items()))
+
+    def check_fits(self, shape: ModelShape) -> None:
+        """Raises ScheduleError if it changes layers that the model does not have."""
+        beyond = [unit for unit in self.units if unit.layer >= shape.layers]
+        if beyond:
+            raise ScheduleError(f"the adapter changes {min(beyond)}, but the model ends at layer {shape.layers - 1}")
+
+    def write(self, path: Path) -> None:
+        """Write its tensors."""
+        write_tensor_file(path, self.tensors)
+
+    @classmethod
+    def read(cls, path: Path) -> Adapter:
+        """Raises ScheduleError naming a file that is missing, damaged or no adapter."""
+        return cls(read_tensor_file(path, "adapter", "it belongs"))
+
+
+def silent_adapter(projections: Mapping[Unit, Mapping[str, tuple[int, int]]], rank: int, seed: int) -> Adapter:
+    """An adapter that changes nothing yet: every `up` is zero, so that gradients reach both matrices in time.
+
+    Args:
+        projections: for each unit the (inputs, outputs) of its projections, as `Decoder.projections` gives them.
+        rank: of every change; less where a projection is narrower.
+        seed: of the `down` matrices.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    tensors: dict[str, Tensor] = {}
+    for unit, sizes in projections.items():
+        for name, (inputs, outputs) in sizes.items():
+            r = min(rank, inputs, outputs)
+            tensors[f"{unit}.{name}.{DOWN}"] = torch.randn(inputs, r, generator=draw) * inputs**-0.5
+            tensors[f"{unit}.{name}.{UP}"] = torch.zeros(r, outputs)
+    return Adapter(tensors)
+
+
+def _parse(name: str) -> tuple[Unit, str, str]:
+    """Unit, projection and role of a tensor's name; raises ScheduleError."""
+    parts = name.split(".")
+    if len(parts) != 3 or parts[2] not in (DOWN, UP):
+        raise ScheduleError(f"the adapter holds {name!r}: its tensors are named like 'a16.q.down' and 'a16.q.up'")
+    return Unit.parse(parts[0]), parts[1], parts[2]

@@ -1,0 +1,67 @@
+"""The prompt bridge: a linear map that gives the upper layers' keys and values, so that prompts need not run them.
+
+After SwiftKV (arXiv 2410.03960), which distils its projections; here they are fitted in closed form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from engine.errors import ScheduleError
+from engine.parts.part import SchedulePart, check_numbers, check_roles, digest_of
+from engine.shape import ModelShape
+
+ROLES = ("weight", "bias")
+
+
+@dataclass(frozen=True, eq=False)
+class PromptBridge(SchedulePart):
+    """All tokens of a prompt but its last stop before layer `first`; the last one runs every layer.
+
+    For each layer from there on, keys before their positions are put in, and values, are x weight + bias of the state x
+    where the token stopped. Tokens that prompts share (`Engine.share_prefix`) are computed at full depth.
+
+    Tensors by role, with w = kv_heads x head_dim:
+        weight [d, layers above x 2 w]: keys and values of layer `first`, keys and values of the next, ...
+        bias [layers above x 2 w].
+
+    Two are equal when layer and tensors are, bit for bit. Raises ScheduleError for tensors that do not fit together.
+    """
+
+    first: int
+    tensors: Mapping[str, Tensor]
+
+    def __post_init__(self) -> None:
+        if self.first < 1:
+            raise ScheduleError(f"prompts run layer 0 at the least, so the prompt bridge starts at 1, not {self.first}")
+        check_roles("the prompt bridge", self.tensors, ROLES)
+        check_numbers("the prompt bridge", self.tensors)
+        weight, bias = self.tensors["weight"], self.tensors["bias"]
+        if weight.dim() != 2 or bias.shape != weight.shape[1:]:
+            raise ScheduleError(
+                f"the shapes of the prompt bridge do not fit together: {list(weight.shape)}, {list(bias.shape)}"
+            )
+
+    @property
+    def parameters(self) -> int:
+        """Entries of its matrix: a token costs twice as many FLOPs."""
+        return self.tensors["weight"].numel()
+
+    @cached_property
+    def digest(self) -> str:
+        """Of layer and tensors: it changes when a bit of them does."""
+        return digest_of(f"prompts {self.first}", ((role, self.tensors[role]) for role in ROLES))
+
+    def check_fits(self, shape: ModelShape) -> None:
+        """Raises ScheduleError if it was made for a model of another width or depth."""
+        entries = (shape.layers - self.first) * 2 * shape.kv_heads * shape.head_dim
+        wanted, found = [shape.hidden, entries], list(self.tensors["weight"].shape)
+        if self.first >= shape.layers or found != wanted:
+            raise ScheduleError(
+                f"the prompt bridge starts at layer {self.first} with a weight of {found}, but this {shape.family} "
+                f"model has {shape.layers} layers and needs {wanted}: calibrate a schedule for this model"
+            )

@@ -1,0 +1,1 @@
+"""Schedules as values and as files; which units they skip, and when."""

@@ -1,0 +1,343 @@
+"""Which units run at which step: a skip order x a decay, nested by construction."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from engine.errors import ScheduleError
+from engine.json_text import parse_json, read_json
+from engine.parts.adapter import ADAPTER_FILE, Adapter
+from engine.parts.bridge import Bridge
+from engine.parts.head_preview import HeadPreview
+from engine.parts.prompt_bridge import PromptBridge
+from engine.parts.unit import Unit, all_units
+from engine.schedules.schedule_file import (
+    BRIDGES_FILE,
+    HEAD,
+    PROMPTS,
+    place_of,
+    read_adapter,
+    read_bridges,
+    read_head_preview,
+    read_prompt_bridge,
+    read_tensors,
+    write_tensors,
+)
+from engine.shape import ModelShape
+
+FORMAT = 1
+SCHEDULE_FILE = "schedule.json"
+MOST_LAYERS, MOST_PLATEAUS = 10_000, 10_000  # far beyond any model and any use
+
+
+class Plateau(NamedTuple):
+    """A run of steps with the same active set; it lasts until the next plateau starts."""
+
+    first_step: int
+    skipped: int  # how many units from the head of the skip order are skipped
+    bridges: tuple[str, ...] = ()  # those that stand in for skipped blocks
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Skip order x decay. Step 0 is the forward pass that takes the first generated token as input.
+
+    The number of skipped units never falls from one plateau to the next and units are skipped from the head of one
+    order, so active(t + 1) is a subset of active(t): whatever a token attends to has been cached. Skipped units that no
+    bridge replaces are skipped bare. Prompts run at full depth, or with a prompt bridge their last token alone does.
+    """
+
+    layers: int
+    skip_order: tuple[Unit, ...] = ()
+    plateaus: tuple[Plateau, ...] = (Plateau(0, 0),)
+    provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    bridges: Mapping[str, Bridge] = field(default_factory=dict, hash=False)  # by name
+    prompt_bridge: PromptBridge | None = None
+    adapter: Adapter | None = None  # changes units for decode tokens
+    head_preview: HeadPreview | None = None  # stands in for the vocabulary head of decode tokens
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.layers <= MOST_LAYERS:
+            raise ScheduleError(f"layers must be 1 to {MOST_LAYERS:,}, got {self.layers}")
+        if len(set(self.skip_order)) != len(self.skip_order):
+            raise ScheduleError("skip_order names a unit twice")
+        for unit in self.skip_order:
+            if unit.layer >= self.layers:
+                raise ScheduleError(f"skip_order names {unit}, but the model ends at layer {self.layers - 1}")
+            if unit.layer == 0:
+                raise ScheduleError(f"skip_order names {unit}, but layer 0 always runs")
+        if len(self.plateaus) > MOST_PLATEAUS:
+            raise ScheduleError(f"a schedule has {MOST_PLATEAUS:,} plateaus at most, got {len(self.plateaus):,}")
+        if not self.plateaus or self.plateaus[0].first_step != 0:
+            raise ScheduleError("skipped must start with a plateau at step 0")
+        for before, after in zip(self.plateaus, self.plateaus[1:], strict=False):
+            if after.first_step <= before.first_step:
+                raise ScheduleError(f"plateaus must start at increasing steps, got {before} then {after}")
+            if after.skipped < before.skipped:
+                raise ScheduleError(
+                    f"a schedule may only shrink, but it skips {before.skipped} units at step {before.first_step} and "
+                    f"{after.skipped} at step {after.first_step}"
+                )
+        if not 0 <= self.plateaus[0].skipped <= self.plateaus[-1].skipped <= len(self.skip_order):
+            raise ScheduleError(
+                f"skipped units must lie between 0 and the skip order's {len(self.skip_order)}, "
+                f"got {[p.skipped for p in self.plateaus]}"
+            )
+        for index in range(len(self.plateaus)):
+            self._check_bridges(index)
+
+    def _check_bridges(self, plateau: int) -> None:
+        """Each of a plateau's bridges replaces a block of skipped units, no unit is replaced twice.
+
+        A correction, a bridge over no unit, stands before a unit that runs, and is the only one there.
+        """
+        names, step = self.plateaus[plateau].bridges, self.plateaus[plateau].first_step
+        replaced: set[Unit] = set()
+        corrected: set[Unit] = set()
+        for name in names:
+            if name not in self.bridges:
+                known = ", ".join(self.bridges) or "none"
+                raise ScheduleError(f"step {step} uses bridge {name!r}, but the schedule's bridges are: {known}")
+            block = self.bridges[name].block
+            units = block.units
+            if self.bridges[name].corrects:
+                if block.first not in self.active_units(plateau):
+                    raise ScheduleError(f"bridge {name!r} stands {block}, which does not run at step {step}")
+                if block.first in corrected:
+                    raise ScheduleError(f"two bridges stand {block} at step {step}")
+                corrected.add(block.first)
+                continue
+            running = sorted(set(units) - self.skipped_units(plateau), key=lambda unit: unit.place)
+            if running or not units:
+                raise ScheduleError(
+                    f"bridge {name!r} replaces {self.bridges[name].block}, but at step {step} "
+                    f"{', '.join(map(str, running)) or 'that is no unit'} still runs"
+                )
+            if replaced & set(units):
+                raise ScheduleError(f"two bridges replace {min(replaced & set(units))} at step {step}")
+            replaced |= set(units)
+
+    @classmethod
+    def full_depth(cls, layers: int) -> Schedule:
+        """The reference: nothing is skipped."""
+        return cls(layers)
+
+    @classmethod
+    def build(
+        cls, layers: int, order: Sequence[Sequence[Unit]], decay: Callable[[int], int], horizon: int, name: str = ""
+    ) -> Schedule:
+        """Skip order x decay.
+
+        Args:
+            layers: layers of the model.
+            order: groups of units skipped together, first group first (see engine.orders).
+            decay: groups skipped at a step, never falling (see engine.decays).
+            horizon: the step from which on the decay stays at its floor.
+            name: kept in the provenance.
+        """
+        sizes = [0]
+        for group in order:
+            sizes.append(sizes[-1] + len(group))
+        plateaus: list[Plateau] = []
+        for step in range(horizon + 1):
+            groups = decay(step)
+            if not 0 <= groups < len(sizes):
+                raise ScheduleError(f"the decay skips {groups} at step {step}, but the order holds {len(order)}")
+            if not plateaus or plateaus[-1].skipped != sizes[groups]:
+                plateaus.append(Plateau(step, sizes[groups]))
+        provenance = {"name": name} if name else {}
+        return cls(layers, tuple(unit for group in order for unit in group), tuple(plateaus), provenance)
+
+    def plateau_at(self, step: int) -> int:
+        """Index of the plateau that holds `step`."""
+        return max(i for i, plateau in enumerate(self.plateaus) if plateau.first_step <= step)
+
+    def skipped_units(self, plateau: int) -> frozenset[Unit]:
+        """Units that do not run on a plateau."""
+        return frozenset(self.skip_order[: self.plateaus[plateau].skipped])
+
+    def bridges_on(self, plateau: int) -> tuple[Bridge, ...]:
+        """The bridges that a plateau applies."""
+        return tuple(self.bridges[name] for name in self.plateaus[plateau].bridges)
+
+    def active_units(self, plateau: int) -> tuple[Unit, ...]:
+        """Units that run on a plateau, in running order."""
+        skipped = self.skipped_units(plateau)
+        return tuple(unit for unit in all_units(self.layers) if unit not in skipped)
+
+    def active(self, step: int) -> tuple[Unit, ...]:
+        """Units that run at a step, in running order."""
+        return self.active_units(self.plateau_at(step))
+
+    def adapter_of(self, unit: Unit) -> Adapter | None:
+        """The adapter, where it changes a unit."""
+        return self.adapter if self.adapter is not None and unit in self.adapter.units else None
+
+    @property
+    def first_place(self) -> int:
+        """Place of the first unit that some decode token skips, has changed or has a bridge before; 2L if none is."""
+        bridged = {bridge.block.first for bridge in self.bridges.values()}
+        skipped = self.skip_order[: self.plateaus[-1].skipped]
+        changed = bridged.union(skipped, self.adapter.units if self.adapter else ())
+        return min((unit.place for unit in changed), default=2 * self.layers)
+
+    @property
+    def changed_from(self) -> int:
+        """Place below which prompts and decode tokens are as at full depth."""
+        return self.first_place if self.prompt_bridge is None else min(self.first_place, 2 * self.prompt_bridge.first)
+
+    @property
+    def is_full_depth(self) -> bool:
+        parts = (self.prompt_bridge, self.adapter, self.head_preview)
+        return self.plateaus[-1].skipped == 0 and all(part is None for part in parts)
+
+    def check_fits(self, shape: ModelShape) -> None:
+        """Raises ScheduleError if the schedule was made for a model of another depth or width."""
+        if self.layers != shape.layers:
+            raise ScheduleError(
+                f"the schedule is for a model of {self.layers} layers, but this {shape.family} model has "
+                f"{shape.layers}: make one for this model, or name the model it was made for"
+            )
+        for name, bridge in self.bridges.items():
+            if bridge.hidden != shape.hidden:
+                raise ScheduleError(
+                    f"bridge {name!r} maps hidden states of width {bridge.hidden}, but those of this {shape.family} "
+                    f"model have width {shape.hidden}: calibrate a schedule for this model"
+                )
+        for part in (self.prompt_bridge, self.adapter, self.head_preview):
+            if part is not None:
+                part.check_fits(shape)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The schedule file's object (design: "Schedule file"). Digests stand for the bridges' tensors."""
+        bridged = {
+            "bridges": {
+                name: {**place_of(bridge), "form": bridge.form, "digest": bridge.digest}
+                for name, bridge in self.bridges.items()
+            },
+            "bridged": [list(plateau.bridges) for plateau in self.plateaus],
+        }
+        bridge = self.prompt_bridge
+        prompts = {"prompts": {"bridged_from": bridge.first, "digest": bridge.digest}} if bridge else {}
+        adapter = {"adapter": {"digest": self.adapter.digest}} if self.adapter else {}
+        preview = self.head_preview
+        head = {"head": {"candidates": preview.candidates, "digest": preview.digest}} if preview else {}
+        return {
+            "format": FORMAT,
+            "layers": self.layers,
+            "skip_order": [str(unit) for unit in self.skip_order],
+            "skipped": [[plateau.first_step, plateau.skipped] for plateau in self.plateaus],
+            **(bridged if self.bridges else {}),
+            **prompts,
+            **adapter,
+            **head,
+            **self.provenance,
+        }
+
+    @classmethod
+    def from_dict(
+        cls,
+        data: object,
+        tensors: Mapping[str, Mapping[str, Tensor]] | None = None,
+        adapter: Adapter | None = None,
+    ) -> Schedule:
+        """Read a schedule file's object; raises ScheduleError naming what is wrong with it.
+
+        Args:
+            data: the object.
+            tensors: bridge -> role -> tensor, where the object names bridges; the prompt bridge is named "prompts",
+                the head preview "head".
+            adapter: where the object names one.
+        """
+        if not isinstance(data, dict):
+            raise ScheduleError(f"a schedule is a JSON object, got {type(data).__name__}")
+        if data.get("format") != FORMAT:
+            raise ScheduleError(f"schedule format {data.get('format')!r} is not known, this version reads {FORMAT}")
+        layers, order, skipped = (data.get(key) for key in ("layers", "skip_order", "skipped"))
+        if not isinstance(layers, int) or isinstance(layers, bool):
+            raise ScheduleError(f"layers must be a whole number, got {layers!r}")
+        if not isinstance(order, list):
+            raise ScheduleError(f"skip_order must be a list of units, got {order!r}")
+        if not isinstance(skipped, list) or not all(
+            isinstance(pair, list) and len(pair) == 2 and all(type(number) is int for number in pair)
+            for pair in skipped
+        ):
+            raise ScheduleError(f"skipped must be a list of [first step, units skipped], got {skipped!r}")
+        bridged = data.get("bridged", [[]] * len(skipped))
+        if (
+            not isinstance(bridged, list)
+            or len(bridged) != len(skipped)
+            or not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in bridged)
+        ):
+            raise ScheduleError(f"bridged must list the names of bridges for each plateau of skipped, got {bridged!r}")
+        return cls(
+            layers,
+            tuple(map(Unit.parse, order)),
+            tuple(Plateau(first, count, tuple(names)) for (first, count), names in zip(skipped, bridged, strict=True)),
+            {key: value for key, value in data.items() if key not in _OWN_KEYS},
+            read_bridges(data.get("bridges", {}), tensors or {}),
+            read_prompt_bridge(data, tensors or {}),
+            read_adapter(data.get("adapter"), adapter),
+            read_head_preview(data, tensors or {}),
+        )
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, tensors: Mapping[str, Mapping[str, Tensor]] | None = None) -> Schedule:
+        """Inverse of `to_json`; raises ScheduleError."""
+        return cls.from_dict(_parse(text), tensors)
+
+    def write(self, directory: str | Path) -> None:
+        """Write `schedule.json`, its bridges and its adapter; the directory is made if need be."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        tensors = {name: bridge.tensors for name, bridge in self.bridges.items()}
+        if self.prompt_bridge is not None:
+            tensors[PROMPTS] = self.prompt_bridge.tensors
+        if self.head_preview is not None:
+            tensors[HEAD] = self.head_preview.tensors
+        if tensors:
+            write_tensors(directory / BRIDGES_FILE, tensors)
+        if self.adapter is not None:
+            self.adapter.write(directory / ADAPTER_FILE)
+        (directory / SCHEDULE_FILE).write_text(self.to_json())
+
+    @classmethod
+    def read(cls, path: str | Path) -> Schedule:
+        """Read a `schedule.json`, or the one inside a directory, and the bridges and adapter beside it.
+
+        Raises ScheduleError naming the path.
+        """
+        path = Path(path)
+        file = path / SCHEDULE_FILE if path.is_dir() else path
+        try:
+            data = read_json(file)
+            bridged = isinstance(data, dict) and any(data.get(key) for key in ("bridges", "prompts", "head"))
+            adapted = isinstance(data, dict) and data.get("adapter")
+            return cls.from_dict(
+                data,
+                read_tensors(file.parent / BRIDGES_FILE) if bridged else None,
+                Adapter.read(file.parent / ADAPTER_FILE) if adapted else None,
+            )
+        except ScheduleError as error:
+            raise ScheduleError(f"{str(file)!r}: {error}") from None
+        except (OSError, ValueError) as error:
+            raise ScheduleError(f"the schedule {str(file)!r} cannot be read: {error}") from None
+
+
+_OWN_KEYS = ("format", "layers", "skip_order", "skipped", "bridges", "bridged", "prompts", "adapter", "head")
+
+
+def _parse(text: str) -> object:
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise ScheduleError(f"the schedule is not JSON: {error}") from None

@@ -1,0 +1,1 @@
+"""What is committed, and what failed."""

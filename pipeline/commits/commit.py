@@ -1,0 +1,318 @@
+"""The commit log: a work unit's file exists once its commit record does, and the first record wins."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import uuid
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Annotated, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import StringConstraints
+
+from engine import parse_json
+from pipeline.commits.flop_sums import FlopSums
+from pipeline.errors import JobError, one_line
+from pipeline.redaction import redacted
+from pipeline.rows.unit import WorkUnit
+from pipeline.storage.ownership import Kind, own, remove
+from pipeline.storage.records import SMALL, Amount, Count, DataFile, Flops, Record, RecordDamaged, UnitName
+from pipeline.storage.storage import Storage
+from pipeline.storage.stores import Unfit
+from pipeline.values.row_groups import to_parquet
+
+DATA, COMMITS, SUCCESS_FILE = "data", "_commits", "_SUCCESS.json"
+SNAPSHOT_FILE = "_snapshot.json.gz"  # commit records once more, in one object
+SNAPSHOT_EVERY = 5_000  # commits
+MOST_SNAPSHOT = 2**27  # bytes, compressed
+LISTING_THREADS = 32
+
+
+@dataclass(slots=True)
+class Totals(FlopSums):
+    """Sums over rows. FLOPs as in the ledger; padding is what was computed for nobody."""
+
+    rows: Count = 0
+    errors: Count = 0
+    truncated: Count = 0
+    stopped: Count = 0  # generations that ended by themselves
+    prompt_tokens: Count = 0
+    generated_tokens: Count = 0
+    flops_prompt: Flops = 0
+    flops_decode: Flops = 0
+    flops_decode_full_depth: Flops = 0
+    flops_full_depth: Flops = 0
+    flops_prefix: Flops = 0  # of the tokens that all prompts begin with, once per replica; in none of the above
+    flops_padding: Flops = 0
+    active_layers: Amount = 0.0  # mean active layers x generated tokens
+    seconds: Amount = 0.0  # of generation, summed over replicas
+    joules: Amount = 0.0  # of replicas' GPUs while they generated; 0 where nothing counts them
+    audited: Count = 0  # rows generated at full depth too
+    audit_rouge: Amount = 0.0  # ROUGE-L of their outputs to full depth's, summed
+    audit_rouge_squares: Amount = 0.0
+    audit_agreeing: Count = (
+        0  # decode steps of their full-depth answers where the schedule's likeliest token is the same
+    )
+    audit_steps: Count = 0  # all of these
+    flops_audit: Flops = 0  # what the audit cost, beside all other FLOPs
+
+    def add(self, other: Totals) -> None:
+        for item in fields(self):
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+
+    @property
+    def flops_spent(self) -> int:
+        """All that was computed: padding and audits cost what output costs."""
+        return self.flops + self.flops_prefix + self.flops_padding + self.flops_audit
+
+    @property
+    def mean_active_layers(self) -> float:
+        return self.active_layers / self.generated_tokens if self.generated_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """One committed work unit."""
+
+    unit: UnitName
+    attempt: str
+    file: DataFile  # below the output
+    checksum: str
+    size: Count  # in bytes
+    path: str  # of the input file
+    start: Count
+    run: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{0,200}\z")] = ""  # its claim on the output
+    sample: Count = 0  # which of its rows' samples
+    totals: Totals = field(default_factory=Totals)
+
+    @property
+    def place(self) -> tuple[str, str, int, int]:
+        """Sorts commits as their rows lie in the input; two files may have had one name, one after the other."""
+        return self.path, self.unit.partition("-")[0], self.start, self.sample
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self), indent=1).encode()
+
+    @classmethod
+    def from_json(cls, content: bytes) -> Commit:
+        """Raises ValueError."""
+        return _COMMIT.checked(parse_json(content))
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A commit in a snapshot."""
+
+    name: str  # of its record
+    stamp: str
+    commit: Commit
+
+
+_COMMIT: Record[Commit] = Record(Commit, "delete it, and its unit is done again")
+_COPY: Record[_Copy] = Record(_Copy, "delete it")
+
+
+def total(commits: Iterable[Commit]) -> Totals:
+    """Sums over commits."""
+    totals = Totals()
+    for commit in commits:
+        totals.add(commit.totals)
+    return totals
+
+
+def commit_unit(
+    storage: Storage,
+    unit: WorkUnit,
+    output: pa.Table,
+    flops_padding: int,
+    seconds: float,
+    run: str = "",
+    beside: Mapping[str, Any] | None = None,
+) -> Commit:
+    """Write a unit's rows and commit them; `beside` holds totals that the rows don't tell.
+
+    Returns the commit that holds: another attempt's, if that came first.
+
+    Raises JobError if the commit that holds is another run's; StorageGone, StorageRefused.
+    """
+    content = to_parquet(output)
+    attempt = uuid.uuid4().hex[:12]
+    commit = Commit(
+        unit=unit.id,
+        attempt=attempt,
+        file=f"{DATA}/{unit.id}-{attempt}.parquet",
+        checksum=checksum(content),
+        size=len(content),
+        path=redacted(unit.path),
+        start=unit.start,
+        run=run,
+        sample=unit.sample,
+        totals=replace(_totals(output, flops_padding, seconds), **(beside or {})),
+    )
+    name = _record_name(unit.id)
+    storage.write(commit.file, content)
+    if storage.write_if_absent(name, commit.to_json()):
+        return commit
+    # The record may be this attempt's own, its answer lost: then it names this attempt.
+    held = _read_commit(storage, name)
+    if held.run != run:
+        raise _foreign(storage, held, run)
+    return held
+
+
+def checksum(content: bytes) -> str:
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+def read_commits(storage: Storage, run: str | None = None) -> list[Commit]:
+    """All commits of an output, by unit. Raises JobError if one is by another run than `run`, or is no commit.
+
+    Those that a snapshot holds unchanged are not read again; when many were, a new one is written.
+    """
+    stamps = storage.stamps(COMMITS, ".json")
+    held = _read_snapshot(storage, stamps)
+    names = [name for name in stamps if name not in held]
+    with ThreadPoolExecutor(LISTING_THREADS) as pool:
+        found = dict(zip(names, pool.map(lambda name: _read_commit(storage, name), names), strict=True))
+    found |= held
+    commits = [found[name] for name in stamps]
+    for commit in commits:
+        if run is not None and commit.run != run:
+            raise _foreign(storage, commit, run)
+    if len(names) >= SNAPSHOT_EVERY:
+        _write_snapshot(storage, stamps, found)
+    return commits
+
+
+def write_snapshot(storage: Storage, commits: Iterable[Commit]) -> None:
+    """Let the next session read these commits at once: one by one, 100,000 take minutes on object storage."""
+    known = {_record_name(commit.unit): commit for commit in commits}
+    _write_snapshot(storage, storage.stamps(COMMITS, ".json"), known)
+
+
+def _write_snapshot(storage: Storage, stamps: dict[str, str], commits: dict[str, Commit]) -> None:
+    # A line each, for they are read one by one: what is in the file then takes no memory but what is taken from it.
+    lines = (
+        json.dumps(asdict(_Copy(name, stamps[name], commit))) for name, commit in commits.items() if name in stamps
+    )
+    storage.write(SNAPSHOT_FILE, gzip.compress("\n".join(lines).encode(), compresslevel=1))
+
+
+def _read_snapshot(storage: Storage, stamps: Mapping[str, str]) -> dict[str, Commit]:
+    """Those of its copies that the records themselves still bear out, by name of the record.
+
+    None of a snapshot that is not there or not sound to its end, where its check sum is: the records themselves count.
+    """
+    held: dict[str, Commit] = {}
+    try:
+        content = storage.read(SNAPSHOT_FILE, MOST_SNAPSHOT)
+        with gzip.open(io.BytesIO(content or b"")) as lines:
+            # Not much more than there can be of use, for gzip makes gigabytes of little.
+            for _ in range(2 * len(stamps) + SNAPSHOT_EVERY):
+                if not (line := lines.readline(SMALL)):
+                    return held
+                copy = _COPY.checked(parse_json(line))
+                if stamps.get(copy.name) == copy.stamp and _is_of(copy.name, copy.commit):
+                    held[copy.name] = copy.commit
+    except (Unfit, OSError, EOFError, zlib.error, ValueError):
+        pass
+    return {}
+
+
+def _record_name(unit: str) -> str:
+    return f"{COMMITS}/{unit}.json"
+
+
+def _read_commit(storage: Storage, name: str) -> Commit:
+    commit = _COMMIT.read(storage, name)
+    if commit is None:
+        raise JobError(f"{name} of {storage.url!r} was just seen, yet is not there: who deletes it?")
+    if not _is_of(name, commit):
+        raise _COMMIT.damaged(storage, name, f"it is of unit {commit.unit} and names {commit.file}")
+    return commit
+
+
+def damaged(storage: Storage, commit: Commit, why: str) -> RecordDamaged:
+    """What is to be said of a commit's record that is not as it should be."""
+    return _COMMIT.damaged(storage, _record_name(commit.unit), why)
+
+
+@contextmanager
+def open_rows(storage: Storage, commit: Commit) -> Iterator[Any]:
+    """A commit's open data file. Raises JobError where it, or what is read of it meanwhile, is damaged."""
+    try:
+        with storage.open(commit.file) as stream:
+            yield stream
+    except (OSError, pa.ArrowException) as error:
+        raise damaged(storage, commit, f"{commit.file} cannot be read: {one_line(error)}") from error
+
+
+def _is_of(name: str, commit: Commit) -> bool:
+    """Whether a record and its unit and file are named alike."""
+    return name == _record_name(commit.unit) and commit.file.startswith(f"{DATA}/{commit.unit}-")
+
+
+def _foreign(storage: Storage, commit: Commit, run: str) -> JobError:
+    return JobError(
+        f"the commit of unit {commit.unit} in {storage.url!r} is by run {commit.run}, this is {run}: a process of "
+        "that run still wrote here; end it, then start this job with --fresh"
+    )
+
+
+def sweep_orphans(storage: Storage, commits: Collection[Commit], is_over: Callable[[str], bool] | None = None) -> int:
+    """Remove data files of ours that no commit names: what attempts left that died or came second. Returns how many.
+
+    With `is_over`, only those of units that are committed, so that no other attempt can be any more, and those of which
+    it says that they never will be.
+    """
+    committed, units = {commit.file for commit in commits}, {commit.unit for commit in commits}
+    orphans = [name for name in own(Kind.RUN, storage.names(DATA)) if name not in committed]
+    if is_over is not None:
+        unit_of = {name: name.removeprefix(f"{DATA}/").rpartition("-")[0] for name in orphans}
+        orphans = [name for name, unit in unit_of.items() if unit in units or is_over(unit)]
+    remove(storage, Kind.RUN, orphans)
+    return len(orphans)
+
+
+def write_success(storage: Storage, run: dict[str, Any], commits: Iterable[Commit], totals: Totals) -> None:
+    """The manifest: present once every unit is committed. Lists the files a reader should read."""
+    manifest = {"format": 1, **run, "totals": asdict(totals), "commits": listed(commits)}
+    storage.write(SUCCESS_FILE, json.dumps(manifest, indent=1).encode())
+
+
+def listed(commits: Iterable[Commit]) -> list[dict[str, Any]]:
+    """Commits as a manifest lists them."""
+    return [{"unit": c.unit, "file": c.file, "rows": c.totals.rows, "checksum": c.checksum} for c in commits]
+
+
+def _totals(output: pa.Table, flops_padding: int, seconds: float) -> Totals:
+    def total(name: str) -> int:
+        return int(pc.sum(output[name]).as_py() or 0)
+
+    def count(name: str, value: object) -> int:
+        return int(pc.sum(pc.equal(output[name], value)).as_py() or 0)
+
+    weighted = pc.multiply(output["mean_active_layers"].cast(pa.float64()), output["generated_tokens"])
+    return Totals(
+        rows=output.num_rows,
+        errors=count("finish_reason", "error"),
+        truncated=count("prompt_truncated", True),
+        stopped=count("finish_reason", "stop"),
+        prompt_tokens=total("prompt_tokens"),
+        generated_tokens=total("generated_tokens"),
+        flops_prompt=total("flops_prompt"),
+        flops_decode=total("flops_decode"),
+        flops_decode_full_depth=total("flops_decode_full_depth"),
+        flops_full_depth=total("flops_full_depth"),
+        flops_padding=flops_padding,
+        active_layers=float(pc.sum(weighted).as_py() or 0.0),
+        seconds=seconds,
+    )

@@ -1,0 +1,53 @@
+"""Units that could not be done: one record each under `_failed/`, until a later session commits them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+
+from pipeline.redaction import redacted
+from pipeline.rows.unit import WorkUnit
+from pipeline.storage.ownership import Kind, own, remove
+from pipeline.storage.records import Count, Record, UnitName
+from pipeline.storage.storage import Storage
+
+FAILED = "_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class FailedUnit:
+    """Why a unit has no commit."""
+
+    unit: UnitName
+    path: str  # of the input file
+    start: Count
+    rows: Count
+    attempts: Count
+    error: str  # the last one
+
+
+_RECORD: Record[FailedUnit] = Record(FailedUnit, "delete it, and start the job again to try its unit once more")
+
+
+def record_failure(storage: Storage, unit: WorkUnit, attempts: int, error: str) -> FailedUnit:
+    """Write a unit's record, over that of an earlier session."""
+    failed = FailedUnit(unit.id, redacted(unit.path), unit.start, unit.rows, attempts, redacted(error))
+    storage.write(f"{FAILED}/{unit.id}.json", json.dumps(asdict(failed), indent=1).encode())
+    return failed
+
+
+def read_failures(storage: Storage) -> list[FailedUnit]:
+    """All records, by unit. Raises RecordDamaged."""
+    found = ((name, _RECORD.read(storage, name)) for name in storage.names(FAILED, ".json"))
+    failures = {name: failed for name, failed in found if failed is not None}
+    for name, failed in failures.items():
+        if name != f"{FAILED}/{failed.unit}.json":
+            raise _RECORD.damaged(storage, name, f"it is of unit {failed.unit}")
+    return list(failures.values())
+
+
+def forget_failures(storage: Storage, keep: Collection[str]) -> None:
+    """Remove the records of all units but those that a session has just given up: the others are committed, or gone."""
+    kept = {f"{FAILED}/{unit}.json" for unit in keep}
+    remove(storage, Kind.RUN, [name for name in own(Kind.RUN, storage.names(FAILED)) if name not in kept])

@@ -1,0 +1,1 @@
+"""The job on Ray Data."""

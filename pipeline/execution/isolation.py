@@ -1,0 +1,169 @@
+"""Finds the rows that kill their process by bisecting their unit, and delivers the unit's other rows."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
+
+from pipeline.commits.commit import commit_unit
+from pipeline.errors import one_line
+from pipeline.execution.cluster import TASK_CPUS, ReplicaResources
+from pipeline.execution.stages import Task, UnitGenerator
+from pipeline.execution.wire import Failure, Parcel, from_bytes
+from pipeline.monitoring.board import Board
+from pipeline.rows.read import read_units
+from pipeline.rows.rows import quarantine
+from pipeline.rows.unit import WorkUnit
+
+log = logging.getLogger(__name__)
+
+LONE_DEATHS = 2  # of processes with nothing but one row in them: no coincidence
+MOST_DEATHS = 40  # for one unit; one killer among 256 rows takes 10
+POLL_S = 1.0
+
+
+class TooManyDeaths(RuntimeError):
+    """The unit kills more processes than its rows explain."""
+
+
+class _Cell:
+    """An actor that reads, generates, and may die."""
+
+    def __init__(self, task: Task, threads: int, board: Board) -> None:
+        self._task = task
+        self._generator = UnitGenerator(task, threads, board)
+
+    def run(self, unit_json: str) -> tuple[None, Parcel]:
+        """Two objects: the first tells the driver that it went well, the second stays out of the driver."""
+        unit = WorkUnit.from_json(unit_json)
+        ((_, prepared),) = self._task.prepared([unit])
+        return None, self._generator.run(unit, prepared)
+
+
+class Isolation:
+    """Does single units in actors of their own, one after the other."""
+
+    def __init__(
+        self, task: Task, resources: ReplicaResources, board: Board, on_wait: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_wait` is called every second or so; what it raises ends the isolation."""
+        self._task = task
+        self._threads = resources.threads
+        self._options = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "max_restarts": 0}
+        self._board = board
+        self._on_wait = on_wait
+        self._cell: Any = None
+
+    def run(self, unit: WorkUnit) -> Parcel:
+        """The unit's commit, or its failure. Rows that kill their process alone have that as their error."""
+        try:
+            parts, killers = self._bisect(unit)
+            assemble = ray.remote(num_cpus=TASK_CPUS, max_retries=1)(_assemble)
+            answer = assemble.remote(self._task, unit, sorted(killers.items()), *parts)
+            self._wait(answer)
+            parcel: Parcel = ray.get(answer)
+        except RayTaskError as error:
+            return Parcel(unit.to_json(), failure=Failure.of("generate", _cause(error)))
+        except (TooManyDeaths, RayError) as error:
+            return Parcel(unit.to_json(), failure=Failure("generate", "unit", one_line(error)))
+        finally:
+            self._end_cell()
+        return parcel
+
+    def _bisect(self, unit: WorkUnit) -> tuple[list[Any], dict[int, str]]:
+        """References to the parcels of ranges that live, and the rows that don't with their errors."""
+        parts: list[Any] = []
+        killers: dict[int, str] = {}
+        lone: Counter[int] = Counter()  # deaths by row, of processes that had only it
+        deaths = 0
+        ranges = _halves(unit)  # of rows still to do; as a whole the unit has killed before
+        while ranges:
+            part = ranges.pop()
+            fate, parcel = self._begin(part)
+            try:
+                self._wait(fate)
+                ray.get(fate)
+                parts.append(parcel)
+                continue
+            except (ActorDiedError, ActorUnavailableError) as error:
+                death = _detail(error)
+            self._end_cell()
+            deaths += 1
+            if deaths > MOST_DEATHS:
+                raise TooManyDeaths(f"unit {unit.id} has killed {deaths} processes, the last with {death}")
+            last, extra = part.start + part.rows - 1, {"unit": unit.id}
+            log.warning("a process died with rows %d to %d: %s", part.start, last, death, extra=extra)
+            lone[part.start] += part.rows == 1
+            if lone[part.start] < LONE_DEATHS:
+                ranges += _halves(part)
+            else:
+                killers[part.start] = f"its process died {LONE_DEATHS} times with this row alone ({death})"
+        return parts, killers
+
+    def _begin(self, part: WorkUnit) -> tuple[Any, Any]:
+        if self._cell is None:
+            self._cell = ray.remote(_Cell).options(**self._options).remote(self._task, self._threads, self._board)
+        fate, parcel = self._cell.run.options(num_returns=2).remote(part.to_json())
+        return fate, parcel
+
+    def _wait(self, reference: Any) -> None:
+        while not ray.wait([reference], timeout=POLL_S, fetch_local=False)[0]:
+            self._on_wait()
+
+    def _end_cell(self) -> None:
+        if self._cell is not None:
+            ray.kill(self._cell)
+            self._cell = None
+
+
+def _halves(unit: WorkUnit) -> list[WorkUnit]:
+    """The later half first: ranges are taken from the end. A single row is its own half."""
+    if unit.rows == 1:
+        return [unit]
+    middle = unit.rows // 2
+    return [
+        replace(unit, start=unit.start + middle, rows=unit.rows - middle),
+        replace(unit, rows=middle),
+    ]
+
+
+def _assemble(task: Task, unit: WorkUnit, killers: Sequence[tuple[int, str]], *parts: Parcel) -> Parcel:
+    """Commit a unit whose ranges were done apart."""
+    tables: dict[int, pa.Table] = {}
+    cost = Counter[str]()
+    for part in parts:
+        assert part.table is not None
+        assert part.cost is not None
+        tables[WorkUnit.from_json(part.unit).start] = from_bytes(part.table)
+        cost.update(json.loads(part.cost))
+    for row, error in killers:
+        single = [replace(unit, start=row, rows=1)]
+        ((_, table),) = read_units(task.config.input_storage(), single, task.kept.names or task.read_columns)
+        tables[row] = quarantine(table, task.kept, [error])
+    output = pa.concat_tables(tables[start] for start in sorted(tables))
+    assert output.num_rows == unit.rows
+    padding, seconds = int(cost.pop("flops_padding", 0)), float(cost.pop("seconds", 0))
+    try:
+        record = commit_unit(task.config.output_storage(), unit, output, padding, seconds, task.run, cost)
+    except Exception as error:
+        return Parcel(unit.to_json(), failure=Failure.of("commit", error))
+    return Parcel(unit.to_json(), commit=record.to_json())
+
+
+def _detail(error: Exception) -> str:
+    """The part of Ray's page-long message that says how the process ended."""
+    found = re.search(r"Worker exit type: (\w+) Worker exit detail: (.*?\. ?.*?\.)", one_line(error))
+    return f"{found[1]}: {found[2]}" if found else one_line(error)[:200]
+
+
+def _cause(error: RayTaskError) -> Exception:
+    return error.cause if isinstance(error.cause, Exception) else error

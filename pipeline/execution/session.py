@@ -1,0 +1,257 @@
+"""One session of a run: passes over the units that are not committed, until each is committed or given up."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+import ray
+from ray.exceptions import RayError, UserCodeException
+
+from engine import ModelError
+from pipeline.commits.commit import SNAPSHOT_EVERY, Commit, total, write_snapshot
+from pipeline.commits.failed import FailedUnit, record_failure
+from pipeline.errors import JobError, JobStopped
+from pipeline.execution.attempts import Attempts, Next
+from pipeline.execution.cluster import replica_resources
+from pipeline.execution.interruption import Interruption
+from pipeline.execution.isolation import Isolation
+from pipeline.execution.stages import Task
+from pipeline.execution.stream import stream
+from pipeline.execution.watchdog import Watchdog, who_waits
+from pipeline.execution.wire import Failure, Parcel
+from pipeline.inputs.work import Plan
+from pipeline.monitoring.board import Board, Counts
+from pipeline.monitoring.metrics import RunMeter
+from pipeline.monitoring.progress import ProgressReporter
+from pipeline.reporting.audit import fails_audit, say_failed_audit
+from pipeline.reporting.ceiling import check_ceiling, reached_ceiling
+from pipeline.rows.unit import WorkUnit
+from pipeline.storage.lease import Lease
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+BOARD_INTERVAL_S = 5.0
+HOPELESS_STARTS = 3  # times the number of replicas may die in a row while they load the model
+
+
+@dataclass(slots=True)
+class Done:
+    """What a session has come to."""
+
+    commits: list[Commit] = field(default_factory=list)
+    failed: list[FailedUnit] = field(default_factory=list)
+    seconds: float = 0.0  # since the first replica was ready
+    stats: list[str] = field(default_factory=list)  # Ray Data's, of each pass
+
+
+class Session:
+    """Runs the pending units of a plan on the connected cluster."""
+
+    def __init__(
+        self,
+        task: Task,
+        plan: Plan,
+        before: list[Commit],
+        interruption: Interruption,
+        lease: Lease | None = None,
+    ) -> None:
+        """`plan` is what progress, audits and ceilings are about; `before` are the commits of earlier sessions."""
+        self._task = task
+        self._plan = plan
+        self._before = before
+        self._lease = lease
+        # What an incremental run has committed earlier is no part of its plan, which holds but what is new.
+        counted = [] if task.config.incremental else before
+        self._interruption = interruption
+        self._storage = task.config.output_storage()
+        self._resources = replica_resources(task.config)
+        self._board = Board()
+        self._progress = ProgressReporter(self._board, plan.rows, total(counted))
+        self._meter = RunMeter(task.run, plan.rows)
+        self._attempts = Attempts(task.config.unit_attempts)
+        self._watchdog = Watchdog(task.config.stall_minutes * 60)
+        self._done = Done()
+        self._totals = total(counted)
+        self._pending: dict[str, WorkUnit] = {}
+        self._stop_reason: JobStopped | JobError | None = None
+        self._stop_deadline = 0.0
+        self._spent = False  # a cost ceiling is reached
+        self._counts = Counts()
+        self._counted_at = 0.0
+
+    def run(self, pending: list[WorkUnit]) -> Done:
+        """Pass after pass. Raises JobStopped, JobError; what was committed until then stays."""
+        resources = self._resources
+        log.info("%d replicas of %d threads and %g GPUs each", resources.count, resources.threads, resources.gpus)
+        self._pending = {unit.id: unit for unit in pending}
+        with self._progress:
+            self._check_audit()
+            if self._stop_reason is not None:
+                raise self._stop_reason
+            while self._pending:
+                self._pass()
+                self._triage()
+        self._done.seconds = self._board.read([]).seconds
+        return self._done
+
+    def _pass(self) -> None:
+        """All pending units once, except those that are left alone for isolation."""
+        again = [unit for unit in self._pending.values() if self._attempts.next(unit.id) is Next.AGAIN]
+        if not again:
+            return
+        self._resources = replica_resources(self._task.config)  # nodes may have come or gone
+        units = stream(list(self._plan.spans(again)), self._task, self._resources, self._board)
+        seen = set()
+        try:
+            while not units.ended:
+                parcel = units.next(POLL_S)
+                if parcel is not None:
+                    seen.add(self._receive(parcel))
+                self._check()
+        except (RayError, UserCodeException) as error:
+            raise self._stop_reason or _ended(error) from error
+        finally:
+            units.close()
+        self._done.stats.append(units.stats())
+        if self._stop_reason is not None:
+            raise self._stop_reason
+        self._check_ceiling()
+        self._account_for([unit.id for unit in again if unit.id not in seen])
+
+    def _receive(self, parcel: Parcel) -> str:
+        unit = WorkUnit.from_json(parcel.unit)
+        if parcel.commit is not None:
+            commit = Commit.from_json(parcel.commit)
+            self._done.commits.append(commit)
+            if len(self._done.commits) % SNAPSHOT_EVERY == 0:
+                write_snapshot(self._storage, [*self._before, *self._done.commits])
+            self._progress.committed(commit)
+            self._totals.add(commit.totals)
+            self._meter.committed(commit, self._totals)
+            self._check_audit()
+            self._pending.pop(unit.id, None)
+            self._begin_no_more_than_allowed()
+        elif parcel.failure is not None:
+            self._failed(unit, parcel.failure)
+        return unit.id
+
+    def _failed(self, unit: WorkUnit, failure: Failure) -> None:
+        if failure.kind == "storage":
+            self._stop(JobStopped(failure.error))
+        elif failure.stage == "commit" and failure.kind == "refused":
+            self._stop(JobError(failure.error))  # no unit can be committed any more
+        else:
+            self._attempts.failed(unit.id, failure)
+            self._meter.failed()
+            log.warning("unit %s failed (%s: %s)", unit.id, failure.stage, failure.error, extra={"unit": unit.id})
+
+    def _account_for(self, missing: list[str]) -> None:
+        """Units that a pass began with and that came back neither committed nor failed."""
+        if not missing:
+            return
+        running = self._board.read([]).running
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        for unit in missing:
+            # A node that went down says nothing about the unit that was on it.
+            if unit in running and running[unit].node in alive:
+                self._attempts.died(unit, running[unit].replica)
+            else:
+                self._attempts.lost(unit)
+            self._board.unit_done(unit)
+        log.warning("%d units were lost with their processes and are tried again: %s", len(missing), _some(missing))
+
+    def _triage(self) -> None:
+        """Isolate the units that a pass has made suspects, and record those that are given up."""
+        for unit in list(self._pending.values()):
+            if self._attempts.next(unit.id) is Next.ISOLATE:
+                extra = {"unit": unit.id}
+                log.warning("unit %s keeps losing its process: looking for the row that kills it", unit.id, extra=extra)
+                parcel = Isolation(self._task, self._resources, self._board, self._check_isolation).run(unit)
+                self._receive(parcel)
+                self._check_isolation()
+                if unit.id in self._pending:
+                    self._give_up(unit)
+            elif self._attempts.next(unit.id) is Next.GIVE_UP:
+                self._give_up(unit)
+
+    def _give_up(self, unit: WorkUnit) -> None:
+        history = self._attempts.of(unit.id)
+        self._done.failed.append(record_failure(self._storage, unit, history.attempts, history.error))
+        del self._pending[unit.id]
+
+    def _check_audit(self) -> None:
+        minimum = self._task.config.min_audit_rouge
+        if minimum is not None and fails_audit(self._totals, minimum):
+            self._stop(JobStopped(say_failed_audit(self._totals, minimum, self._plan.rows)))
+
+    def _begin_no_more_than_allowed(self) -> None:
+        """Once a ceiling is reached, units in flight finish, however long they take: they are paid for."""
+        if self._pending and not self._spent and (spent := reached_ceiling(self._task.config, self._totals)):
+            log.warning("%s are spent: units in flight finish, no other begins", spent)
+            self._spent = True
+            self._board.stop()
+
+    def _check_ceiling(self) -> None:
+        if self._spent and self._pending:
+            check_ceiling(self._task.config, self._totals, self._plan.rows)
+
+    def _check_isolation(self) -> None:
+        self._check()
+        if self._stop_reason is not None:
+            raise self._stop_reason
+        self._check_ceiling()
+
+    def _check(self) -> None:
+        """Look for reasons to stop; raises the reason once its time is over."""
+        if self._interruption.signal and self._stop_reason is None:
+            self._stop(
+                JobStopped(f"{self._interruption.signal}: units in flight were ended, start the job again to resume")
+            )
+        if self._lease is not None and self._lease.lost:
+            self._stop(JobStopped(self._lease.lost))
+        now = time.monotonic()
+        if self._stop_reason is not None or self._spent:
+            self._board.stop()
+        if self._stop_reason is not None and now >= self._stop_deadline:
+            raise self._stop_reason
+        if now - self._counted_at < BOARD_INTERVAL_S:
+            return
+        self._counted_at, self._counts = now, self._board.read([])
+        if self._counts.unready > HOPELESS_STARTS * self._resources.count + 1:
+            raise JobError(
+                f"replicas died {self._counts.unready} times in a row while they loaded model "
+                f"{self._task.config.model!r}: it may need more memory than a replica has; Ray's worker logs say more"
+            )
+        if self._watchdog.stalled((self._counts.events, len(self._done.commits), len(self._pending))):
+            waiting = who_waits(self._counts, len(self._pending), self._resources)
+            raise JobStopped(
+                f"nothing has moved for {self._task.config.stall_minutes:g} minutes ({waiting}): "
+                "mend that, or raise stall_minutes, and start the job again to resume"
+            )
+
+    def _stop(self, reason: JobStopped | JobError) -> None:
+        """Let units in flight finish within the grace, and no other begin."""
+        if self._stop_reason is None:
+            log.warning("stopping: %s", reason)
+            self._stop_reason = reason
+            self._stop_deadline = time.monotonic() + self._task.config.stop_grace_s
+            self._board.stop()
+
+
+def _ended(error: Exception) -> Exception:
+    """What the user is told when Ray ends a pass: a replica that can't load its model, or a cluster that is gone."""
+    cause: BaseException | None = error
+    while cause is not None:
+        inner = getattr(cause, "cause", None)
+        if isinstance(inner, ModelError | JobError | JobStopped):
+            return inner
+        cause = inner if isinstance(inner, BaseException) else cause.__cause__
+    last = str(error).strip().splitlines() or [type(error).__name__]
+    return JobStopped(f"Ray ended the job ({last[-1]}): start it again to resume; Ray's logs say more")
+
+
+def _some(units: list[str]) -> str:
+    return ", ".join(units[:5]) + (", ..." if len(units) > 5 else "")

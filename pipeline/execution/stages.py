@@ -1,0 +1,177 @@
+"""The first two of the three stages a work unit passes through on Ray Data: read tasks -> replicas -> commit tasks."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import NoReturn
+
+import pyarrow as pa
+
+from engine import BatchStats, Schedule
+from pipeline.config import JobConfig
+from pipeline.execution.wire import SPAN, Failure, Parcel, from_bytes, to_bytes
+from pipeline.logs import about, set_up_worker
+from pipeline.monitoring.board import Board
+from pipeline.monitoring.energy import EnergyMeter
+from pipeline.monitoring.metrics import ReplicaMeter
+from pipeline.preparing.backend import Backend
+from pipeline.reporting.audit import Auditor
+from pipeline.rows.read import read_units
+from pipeline.rows.row_generator import DeviceBroken, RowGenerator
+from pipeline.rows.rows import generate, prepare
+from pipeline.rows.template import PromptTemplate
+from pipeline.rows.unit import WorkUnit
+from pipeline.storage.storage import StorageGone
+
+log = logging.getLogger(__name__)
+
+ASK_EVERY_S = 1.0  # whether the job is stopping
+
+
+@dataclass(frozen=True)
+class Task:
+    """All that the stages need to know; pickled to each of them."""
+
+    config: JobConfig
+    backend: Backend
+    template: PromptTemplate
+    schedule: Schedule
+    read_columns: tuple[str, ...]
+    kept: pa.Schema
+    longest_prompt: int
+    run: str  # fingerprint
+
+    def prepared(self, units: list[WorkUnit]) -> Iterator[tuple[WorkUnit, pa.Table]]:
+        """Tokenised tables of neighbouring units of one file. Raises JobError, StorageGone."""
+        config, tokenizer = self.config, self.backend.tokenizer(self.config)
+        for unit, table in read_units(config.input_storage(), units, self.read_columns):
+            yield unit, prepare(table, self.kept, config.text_column, self.template, tokenizer, self.longest_prompt)
+
+
+def span_row(units: list[WorkUnit]) -> dict[str, str]:
+    """What a read task is given: neighbouring units of one file."""
+    return {SPAN: json.dumps([unit.to_json() for unit in units])}
+
+
+def read(rows: pa.Table, task: Task, board: Board) -> Iterator[pa.Table]:
+    """Read stage: a span of units in, each unit's prepared table out as soon as it is tokenised."""
+    set_up_worker(task.config.log_format, task.run)
+    spare_collector()
+    asked = -math.inf
+    for span in rows[SPAN].to_pylist():
+        units = [WorkUnit.from_json(unit) for unit in json.loads(span)]
+        for parcel in _read_span(units, task, board):
+            if time.monotonic() - asked >= ASK_EVERY_S:
+                if board.stopping():
+                    return
+                asked = time.monotonic()
+            yield parcel.to_row()
+
+
+def _read_span(units: list[WorkUnit], task: Task, board: Board) -> Iterator[Parcel]:
+    """Every unit's table or failure. What breaks a span is looked for one unit at a time."""
+    left = list(units)
+    try:
+        for unit, table in task.prepared(units):
+            yield Parcel(unit.to_json(), table=to_bytes(table))
+            left.remove(unit)
+    except Exception as error:
+        if len(left) == 1 or isinstance(error, StorageGone) or board.stopping():
+            for unit in left:
+                yield Parcel(unit.to_json(), failure=Failure.of("read", error))
+        else:
+            for unit in left:
+                yield from _read_span([unit], task, board)
+
+
+class UnitGenerator:
+    """Turns a unit's prepared table into its output table, on an engine of its own."""
+
+    def __init__(self, task: Task, threads: int, board: Board) -> None:
+        config = task.config
+        self._board = board
+        self._input = config.input_storage()
+        self._meter = ReplicaMeter(task.run, config.batch_size)
+        self._energy = EnergyMeter.of_this_process(config.gpus_per_replica)
+        board.starting()
+        engine = task.backend.engine(config, threads)
+        self._flops_prefix = engine.share_prefix(task.template.shared_prefix(task.backend.tokenizer(config)))
+        self._generator = RowGenerator(engine, config.sampling(), task.schedule, config.batch_size)
+        shape, size, fraction = task.backend.shape(config), config.batch_size, config.audit_fraction
+        self._auditor = Auditor(engine, shape, config.sampling(), task.schedule, size, fraction)
+        board.ready()
+
+    def run(self, unit: WorkUnit, prepared: pa.Table) -> Parcel:
+        """Raises TooManyRowsFailed, and what the pipeline itself does wrong; ends the process if its device broke."""
+        start, joules = time.perf_counter(), self._energy.joules()
+        padding = 0
+
+        def on_batch(stats: BatchStats) -> None:
+            nonlocal padding
+            padding += stats.flops_padding
+            self._meter.batch_done(stats)
+            self._board.batch_done(unit.id, stats.samples, stats.generated_tokens)
+
+        # A row's random stream is named by its place in the input, so it outlives retries and re-planning.
+        file, suffix = self._input.relative(unit.path), f"\0{unit.sample}" if unit.sample else ""
+        ids = [f"{file}:{unit.start + row}{suffix}" for row in range(unit.rows)]
+        try:
+            output = generate(prepared, ids, self._generator, on_batch)
+            seconds, joules = time.perf_counter() - start, max(0.0, self._energy.joules() - joules)
+            audit = self._auditor.audit(prepared, ids, output)
+        except DeviceBroken as error:
+            _die(unit, error)
+        spent = {"flops_padding": padding, "seconds": seconds, "joules": joules}
+        cost = {**spent, "flops_prefix": self._flops_prefix, **audit}
+        self._flops_prefix = 0  # charged once, with the replica's first unit
+        return Parcel(unit.to_json(), table=to_bytes(output), cost=json.dumps(cost))
+
+
+def _die(unit: WorkUnit, error: DeviceBroken) -> NoReturn:
+    """End this process so that Ray replaces it; an exception would leave it taking, and failing, unit after unit."""
+    log.critical("unit %s broke the device (%s): this replica ends and another takes its place", unit.id, error)
+    logging.shutdown()
+    os._exit(1)
+
+
+class Replica:
+    """Generate stage: an actor with one engine."""
+
+    def __init__(self, task: Task, threads: int, board: Board) -> None:
+        set_up_worker(task.config.log_format, task.run)
+        self._board = board
+        self._generator = UnitGenerator(task, threads, board)
+        spare_collector()
+
+    def __call__(self, rows: pa.Table) -> Iterator[pa.Table]:
+        for row in rows.to_pylist():
+            parcel = Parcel.from_row(row)
+            if parcel.failure is None:
+                unit = WorkUnit.from_json(parcel.unit)
+                if not self._board.take(unit.id):
+                    continue
+                assert parcel.table is not None
+                try:
+                    with about(unit=unit.id):
+                        parcel = self._generator.run(unit, from_bytes(parcel.table))
+                except Exception as error:
+                    parcel = Parcel(parcel.unit, failure=Failure.of("generate", error))
+                self._board.unit_done(unit.id)
+            yield parcel.to_row()
+
+
+@cache
+def spare_collector() -> None:
+    """Take all that this process holds out of collections, once: modules and a model, which stay as long as it lives.
+
+    Rows set off a collection every few units; each walked through the half million objects that torch brings.
+    """
+    gc.freeze()

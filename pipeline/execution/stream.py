@@ -1,0 +1,150 @@
+"""One pass of units through the three stages on Ray Data. What comes back is read with a timeout."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import uuid
+import warnings
+from collections.abc import Sequence
+
+import ray
+from ray.data import ActorPoolStrategy, DataContext, Dataset
+from ray.exceptions import RayError
+from ray.util.annotations import RayDeprecationWarning
+
+from pipeline.execution.cluster import TASK_CPUS, ReplicaResources
+from pipeline.execution.commit_stage import commit
+from pipeline.execution.stages import Replica, Task, read, span_row
+from pipeline.execution.wire import Parcel
+from pipeline.monitoring.board import Board
+from pipeline.rows.unit import WorkUnit
+
+TASK_RETRIES = 3  # of a read or commit task whose process died; with Ray's default, endless, a bad row would loop
+
+End = Exception | None
+
+
+class UnitStream:
+    """Parcels of a pass, as units are committed or fail. Units lost with a process just don't come."""
+
+    def __init__(self, dataset: Dataset, replicas: list[str]) -> None:
+        self._dataset = dataset
+        self._replicas = replicas
+        self._parcels: queue.SimpleQueue[Parcel | End] = queue.SimpleQueue()
+        self.ended = False
+        # A thread, because a wait inside Ray Data can't be interrupted; a daemon, because an abandoned pass may hang.
+        threading.Thread(target=self._consume, name="stream", daemon=True).start()
+
+    def next(self, timeout_s: float) -> Parcel | None:
+        """The next parcel; None if none came in time or the pass has ended. Raises what ended the pass early."""
+        try:
+            item = self._parcels.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if isinstance(item, Parcel):
+            return item
+        self.ended = True
+        if item is not None:
+            raise item
+        return None
+
+    def stats(self) -> str:
+        """Ray Data's own account of the pass, stage by stage; what it knows so far if the pass goes on."""
+        return str(self._dataset.stats())
+
+    def close(self) -> None:
+        """End the replicas of this pass. Ray forgets those that it was restarting, and their cores with them."""
+        for name in self._replicas:
+            try:
+                ray.kill(ray.get_actor(name))
+            except (ValueError, RayError):
+                continue
+
+    def _consume(self) -> None:
+        try:
+            for row in self._dataset.iter_rows():
+                self._parcels.put(Parcel.from_row(row))
+        except Exception as error:
+            self._parcels.put(error)
+        else:
+            self._parcels.put(None)
+
+
+def stream(spans: Sequence[list[WorkUnit]], task: Task, resources: ReplicaResources, board: Board) -> UnitStream:
+    """Start a pass over spans of units (see `Plan.spans`)."""
+    _set_context()
+    replicas: list[str] = []
+    with warnings.catch_warnings():
+        # Ray means to drop the arguments for retries and names, and has no others yet.
+        warnings.simplefilter("ignore", RayDeprecationWarning)
+        return UnitStream(_dataset(spans, task, resources, board, replicas), replicas)
+
+
+def _dataset(
+    spans: Sequence[list[WorkUnit]], task: Task, resources: ReplicaResources, board: Board, replicas: list[str]
+) -> Dataset:
+    """The three stages; `replicas` will hold the names of the actors that Ray starts for it."""
+    rows = [span_row(units) for units in spans]
+    if resources.minimum < resources.count:
+        pool = ActorPoolStrategy(min_size=resources.minimum, max_size=resources.count, max_tasks_in_flight_per_actor=2)
+    else:
+        pool = ActorPoolStrategy(size=resources.count, max_tasks_in_flight_per_actor=2)
+
+    def named() -> dict[str, str]:
+        replicas.append(f"replica-{uuid.uuid4().hex}")
+        return {"name": replicas[-1]}
+
+    return (
+        ray.data.from_items(rows, override_num_blocks=len(rows))
+        .map_batches(
+            read,
+            batch_size=1,
+            batch_format="pyarrow",
+            fn_kwargs={"task": task, "board": board},
+            num_cpus=TASK_CPUS,
+            max_retries=TASK_RETRIES,
+        )
+        .map_batches(
+            Replica,
+            batch_size=1,
+            batch_format="pyarrow",
+            compute=pool,
+            fn_constructor_kwargs={"task": task, "threads": resources.threads, "board": board},
+            num_cpus=resources.cpus,
+            num_gpus=resources.gpus or None,
+            # A unit whose replica dies goes to another pass and not back to the replica that Ray starts in its place:
+            # there it could wait for ever for a node like the one that is gone, or kill again.
+            max_restarts=-1,
+            max_task_retries=0,
+            ray_remote_args_fn=named,
+        )
+        .map_batches(
+            commit,
+            batch_size=1,
+            batch_format="pyarrow",
+            fn_kwargs={
+                "storage": task.config.output_storage(),
+                "run": task.run,
+                "log_format": task.config.log_format,
+            },
+            num_cpus=TASK_CPUS,
+            max_retries=TASK_RETRIES,
+        )
+    )
+
+
+def _set_context() -> None:
+    context = DataContext.get_current()
+    context.enable_progress_bars = False  # the job has its own
+    # A unit is one row. Blocks of one row let neighbouring units go to different replicas.
+    context.target_max_block_size = 1
+    # Lost blocks are dropped here and missed in the commit log, so that one dead process doesn't end the pass.
+    context.max_errored_blocks = -1
+    context.memory_usage_poll_interval_s = None  # a thread for every task, for a figure that nobody reads
+    context.execution_no_progress_timeout_s = -1  # it counts units, which may take hours; ours counts batches
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # says that its bars are off
+    logging.getLogger("ray.data._internal.execution.streaming_executor_state").setLevel(logging.CRITICAL)
+    logging.getLogger("ray.data._internal.execution.operators.actor_pool_map_operator").setLevel(logging.CRITICAL)

@@ -1,0 +1,302 @@
+"""Plan a job from Parquet footers: which files, which columns, which row ranges are work units."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import stat
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.config import JobConfig
+from pipeline.errors import JobError, JobStopped, one_line
+from pipeline.inputs.input_files import find_input_files
+from pipeline.inputs.known_files import KnownFile, name_versions
+from pipeline.redaction import redacted
+from pipeline.rows.read import open_parquet
+from pipeline.rows.template import PromptTemplate
+from pipeline.rows.unit import WorkUnit
+from pipeline.storage.storage import Storage, stamp
+from pipeline.storage.stores import is_of_content
+from pipeline.values.column_types import common_type
+from pipeline.values.show import is_text
+
+log = logging.getLogger(__name__)
+
+FOOTER_THREADS = 16
+MOST_ROWS_PER_BYTE = 8  # of a file, before its count of them is checked
+SPAN_ROWS = 8192  # rows one read task covers at least, where a file has them: a row group is decoded only once
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """What the footer of one input file says."""
+
+    path: str  # for the storage's file system
+    identity: str  # changes when the file does
+    row_groups: tuple[int, ...]  # rows of each
+    schema: pa.Schema
+    name: str = ""  # relative to the input
+    checksum: str | None = None  # of the content, in an incremental run where the file system has none
+    version: str = ""  # in an incremental run: names its units
+    problem: str = ""  # why it can't be processed, a sentence; then it has no rows
+
+    @property
+    def rows(self) -> int:
+        return sum(self.row_groups)
+
+    @property
+    def content(self) -> str | None:
+        """Alike for files of the same content, as far as the file system lets one tell; None if nothing is known."""
+        if self.problem:
+            return None
+        return self.checksum or (self.identity if is_of_content(self.identity) else f"{self.name}\0{self.identity}")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The files of a job, the columns it reads, and its work units."""
+
+    files: tuple[InputFile, ...]
+    read_columns: tuple[str, ...]
+    kept: pa.Schema  # columns copied to the output
+    units: tuple[WorkUnit, ...]
+
+    @property
+    def unreadable(self) -> tuple[tuple[WorkUnit, str], ...]:
+        """The first unit of each file that can't be processed, as if it had no rows, and why it can't be."""
+        return tuple(
+            (_unit(number, file, 0, 0), file.problem) for number, file in enumerate(self.files) if file.problem
+        )
+
+    @property
+    def rows(self) -> int:
+        return sum(unit.rows for unit in self.units)
+
+    def without(self, done: Container[str]) -> Plan:
+        """The same plan, less the units of these ids."""
+        return replace(self, units=tuple(unit for unit in self.units if unit.id not in done))
+
+    def spans(self, units: Collection[WorkUnit]) -> Iterator[list[WorkUnit]]:
+        """Runs of neighbouring units of one file and sample, each for one read task to stream.
+
+        A run ends at the first row group boundary after SPAN_ROWS rows, so that no row group is decoded by many tasks.
+        """
+        boundaries = {file.path: _ends(file.row_groups) for file in self.files}
+        span: list[WorkUnit] = []
+        end = 0
+        for unit in units:
+            other = span and (unit.path, unit.sample) != (span[0].path, span[0].sample)
+            if span and (other or unit.start >= end):
+                yield span
+                span = []
+            if not span:
+                wanted = unit.start + SPAN_ROWS
+                edges = boundaries[unit.path]
+                end = next((edge for edge in edges if edge >= wanted), edges[-1])
+            span.append(unit)
+        if span:
+            yield span
+
+
+def make_plan(config: JobConfig, template: PromptTemplate, known: Mapping[str, KnownFile] | None = None) -> Plan:
+    """Read the footers and check them against the configuration.
+
+    Args:
+        config: the job.
+        template: of its prompts.
+        known: the files that an incremental run has met before, None for any other run.
+
+    A file that cannot be read, or whose columns do not fit, is part of the plan with its problem and without rows; the
+    log says so.
+
+    Raises:
+        JobError: no input, none that can be read, columns that no file has, columns whose types differ. StorageGone.
+    """
+    files = _read_footers(config.input_storage().at_first(), known)
+    if config.text_column not in _columns(files):
+        there = ", ".join(sorted(_columns(files)))
+        raise JobError(f"the input has no column {config.text_column!r}: name the text column among {there}")
+    needed = {config.text_column, config.id_column, *(config.keep_columns or []), *(template.fields - {"text"})}
+    everything = config.keep_columns is None and config.id_column is None
+    files = tuple(_checked(file, config.text_column, None if everything else needed) for file in files)
+    _check_some_readable(files)
+    columns = _columns(files)
+    template.check_columns(set(columns))
+    if config.keep_columns is not None:
+        keep = list(dict.fromkeys(config.keep_columns))
+    else:
+        keep = [config.id_column] if config.id_column is not None else columns
+    if config.id_column is not None and config.id_column not in keep:
+        keep.insert(0, config.id_column)
+    unknown = [name for name in keep if name not in columns]
+    if unknown:
+        raise JobError(f"the input has no column {unknown[0]!r}: it has {', '.join(sorted(columns))}")
+    read = dict.fromkeys([*keep, config.text_column, *(template.fields - {"text"})])
+    types = {name: _column_type(files, name) for name in read}
+    kept = pa.schema([(name, types[name]) for name in keep])
+    files = _within_limit(files, config.limit)
+    for file in files:
+        if file.problem:
+            log.warning("%s; all other files are processed", file.problem)
+    units = _units(files, config.rows_per_unit, config.limit, config.samples_per_row)
+    return Plan(files, tuple(read), kept, tuple(units))
+
+
+def _read_footers(storage: Storage, known: Mapping[str, KnownFile] | None) -> tuple[InputFile, ...]:
+    paths = find_input_files(storage)
+    with ThreadPoolExecutor(FOOTER_THREADS) as pool:
+        files = tuple(pool.map(lambda path: _read_footer(storage, path, known), paths))
+    _check_some_readable(files)
+    if known is None:
+        return files
+    versions = name_versions({file.name: file.content for file in files}, known)
+    return tuple(replace(file, version=versions[file.name]) for file in files)
+
+
+def _read_footer(storage: Storage, path: str, known: Mapping[str, KnownFile] | None) -> InputFile:
+    name, checksum, identity = redacted(storage.relative(path)), None, ""
+    try:
+        info = storage.info(path)
+        identity = stamp(info)
+        if info["type"] not in ("file", "other") or (storage.is_local and not stat.S_ISREG(info["mode"])):
+            raise OSError(f"it is no file but a {info['type']}")
+        with open_parquet(storage, path, identity) as footer:
+            groups, schema = _row_groups(footer, info["size"]), footer.schema_arrow
+        if known is not None:
+            checksum = _checksum(storage, path, info, known.get(name))
+    except JobStopped:
+        raise
+    except Exception as error:  # libraries raise much at a damaged footer
+        said = one_line(error) if isinstance(error, OSError | pa.ArrowException | JobError) else repr(error)
+        problem = f"input file {redacted(path)!r} cannot be read as Parquet ({said}): repair it or take it out"
+        return InputFile(path, identity, (), pa.schema([]), name, problem=problem)
+    return InputFile(path, identity, groups, schema, name, checksum)
+
+
+def _row_groups(file: pq.ParquetFile, size: int) -> tuple[int, ...]:
+    """Rows of each, of a file of so many bytes. Raises OSError for counts that cannot be, and what pyarrow does.
+
+    It does not ask the footer about columns: where their statistics are damaged, that would end the process.
+    """
+    footer = file.metadata
+    rows = tuple(footer.row_group(group).num_rows for group in range(footer.num_row_groups))
+    if min(rows, default=0) < 0 or sum(rows) != footer.num_rows:
+        raise OSError(f"its row groups have {sum(rows)} rows, the file {footer.num_rows}")
+    for group, claimed in enumerate(rows):
+        if claimed > MOST_ROWS_PER_BYTE * size:  # a lie, or a text over and over: more units than there is memory for
+            names = file.schema_arrow.names[:1]
+            found = sum(batch.num_rows for batch in file.iter_batches(2**16, row_groups=[group], columns=names))
+            if found != claimed:
+                raise OSError(f"a row group claims {claimed} rows and has {found}")
+    return rows
+
+
+def _checksum(storage: Storage, path: str, info: dict[str, Any], known: KnownFile | None) -> str | None:
+    """Of a file's content, where its file system has no ETag for it; reads the file only if its stamp is new."""
+    if info.get("ETag"):
+        return None
+    if known is not None and known.checksum is not None and known.stamp == stamp(info):
+        return known.checksum
+    with storage.open_path(path, stamp(info)) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _columns(files: Sequence[InputFile]) -> list[str]:
+    """Names of the columns of all files together."""
+    return list(dict.fromkeys(name for file in files for name in file.schema.names))
+
+
+def _checked(file: InputFile, text_column: str, needed: Container[str | None] | None) -> InputFile:
+    """The file itself, or if its columns do not fit the job, with that for its problem and no rows.
+
+    `needed` are the columns that the job reads, None for all.
+    """
+    if file.problem:
+        return file
+    names = file.schema.names
+    twice = [name for name in names if (needed is None or name in needed) and names.count(name) > 1]
+    if text_column not in names:
+        problem = f"input file {file.path!r} has no column {text_column!r}: it has {', '.join(names)}"
+    elif twice:
+        problem = f"input file {file.path!r} has column {twice[0]!r} twice: rename one"
+    elif not _is_text(file.schema.field(text_column).type):
+        type_ = file.schema.field(text_column).type
+        problem = f"column {text_column!r} of {file.path!r} is {type_}, not string: name a text column, or cast it"
+    else:
+        return file
+    return replace(file, problem=problem, row_groups=(), schema=pa.schema([]))
+
+
+def _is_text(type_: Any) -> bool:
+    values = type_.value_type if pa.types.is_dictionary(type_) else type_
+    return is_text(values) or pa.types.is_null(values)
+
+
+def _check_some_readable(files: Sequence[InputFile]) -> None:
+    """Raises JobError if there is no file that can be processed."""
+    problems = [file.problem for file in files if file.problem]
+    if len(problems) == len(files):
+        others = f" (and {len(files) - 1} more files have problems, no other is left)" if len(files) > 1 else ""
+        raise JobError(problems[0] + others)
+
+
+def _column_type(files: Sequence[InputFile], column: str) -> pa.DataType:
+    """A column's type in all files together; a file may lack it, but not have it with a type that does not fit."""
+    found: pa.DataType | None = None
+    where = ""
+    for file in files:
+        if column not in file.schema.names:
+            continue
+        type_ = file.schema.field(column).type
+        common = type_ if found is None else common_type(found, type_)
+        if common is None:
+            raise JobError(
+                f"column {column!r} is {found} in {where!r} but {type_} in {file.path!r}: make the types agree, "
+                "process the files apart, or leave the column out with keep_columns"
+            )
+        if common != found:
+            found, where = common, file.path
+    return found
+
+
+def _within_limit(files: Sequence[InputFile], limit: int | None) -> tuple[InputFile, ...]:
+    """The files that hold the first rows. Raises JobError if one of them cannot be read: how many has it?"""
+    left, taken = limit, []
+    for file in files:
+        if left is not None and left <= 0:
+            break
+        if left is not None and file.problem:
+            raise JobError(f"{file.problem}; limit counts rows through this file, and cannot without it")
+        taken.append(file)
+        left = None if left is None else left - file.rows
+    return tuple(taken)
+
+
+def _units(files: Sequence[InputFile], rows_per_unit: int, limit: int | None, samples: int = 1) -> Iterator[WorkUnit]:
+    left = sum(file.rows for file in files) if limit is None else limit
+    for number, file in enumerate(files):
+        for sample in range(samples):
+            for start in range(0, min(file.rows, left), rows_per_unit):
+                rows = min(rows_per_unit, min(file.rows, left) - start)
+                yield _unit(number, file, start, rows, sample, samples)
+        left -= min(file.rows, left)
+
+
+def _unit(number: int, file: InputFile, start: int, rows: int, sample: int = 0, samples: int = 1) -> WorkUnit:
+    # New files come between old ones: an incremental run names units by the file itself, not by its place.
+    name = f"{file.version or f'{number:05d}'}-{start:09d}" + (f"-{sample:03d}" if samples > 1 else "")
+    return WorkUnit(name, file.path, start, rows, sample, file.identity)
+
+
+def _ends(row_groups: Sequence[int]) -> list[int]:
+    ends, total = [], 0
+    for rows in row_groups:
+        total += rows
+        ends.append(total)
+    return ends

@@ -1,0 +1,1 @@
+"""How far a running job is."""

@@ -1,0 +1,112 @@
+"""What a run tells Prometheus through Ray: counts at commit, so that they are the ledger's, and replicas at work.
+
+Ray exports each metric as `ray_<name>` on every node's metrics port. Counters are those of one session of a run; what
+earlier sessions committed stands in `skipdecode_committed_rows` alone. Of an incremental run, the gauges of planned and
+committed rows are about what is new.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ray.util.metrics import Counter, Gauge
+
+from engine import BatchStats
+from pipeline.commits.commit import Commit, Totals
+
+RUN, REPLICA = "run", "replica"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A metric's name, kind and meaning."""
+
+    name: str
+    kind: Literal["counter", "gauge"]
+    description: str
+    tags: tuple[str, ...] = (RUN,)
+
+
+# Counters of the driver: field of a commit's totals -> metric.
+COUNTED = {
+    "rows": Metric("skipdecode_rows_total", "counter", "rows committed, those with errors included"),
+    "errors": Metric("skipdecode_error_rows_total", "counter", "rows committed with an error instead of a text"),
+    "truncated": Metric("skipdecode_truncated_rows_total", "counter", "rows whose prompt was cut to fit"),
+    "prompt_tokens": Metric("skipdecode_prompt_tokens_total", "counter", "prompt tokens of committed rows"),
+    "generated_tokens": Metric("skipdecode_output_tokens_total", "counter", "output tokens of committed rows"),
+    "flops_prompt": Metric("skipdecode_flops_prompt_total", "counter", "FLOPs of committed rows' prompts"),
+    "flops_decode": Metric("skipdecode_flops_decode_total", "counter", "FLOPs of committed rows' decoding"),
+    "flops_decode_full_depth": Metric(
+        "skipdecode_flops_decode_full_depth_total", "counter", "FLOPs of the same decoding at full depth"
+    ),
+    "flops_full_depth": Metric(
+        "skipdecode_flops_full_depth_total", "counter", "FLOPs of the same, prompts and decoding, at full depth"
+    ),
+    "flops_prefix": Metric("skipdecode_flops_prefix_total", "counter", "FLOPs of what all prompts begin with"),
+    "flops_padding": Metric("skipdecode_flops_padding_total", "counter", "FLOPs computed for nobody"),
+    "flops_audit": Metric("skipdecode_flops_audit_total", "counter", "FLOPs of audits, beside all others"),
+    "audited": Metric("skipdecode_audited_rows_total", "counter", "rows generated at full depth too"),
+    "joules": Metric("skipdecode_joules_total", "counter", "joules of GPUs while they generated committed units"),
+    "seconds": Metric("skipdecode_unit_seconds_total", "counter", "replica-seconds of committed units"),
+}
+PLANNED = Metric("skipdecode_planned_rows", "gauge", "rows of the whole run")
+COMMITTED = Metric("skipdecode_committed_rows", "gauge", "rows committed by all sessions of the run")
+AUDIT_ROUGE = Metric("skipdecode_audit_rouge", "gauge", "mean ROUGE-L of audited rows to full depth")
+FAILURES = Metric("skipdecode_unit_failures_total", "counter", "attempts at work units that failed and may be repeated")
+BATCH_FILL = Metric("skipdecode_batch_fill", "gauge", "share of a batch's row-steps that gave a token", (RUN, REPLICA))
+CACHE_BYTES = Metric("skipdecode_cache_bytes", "gauge", "most memory of a batch's key/value cache", (RUN, REPLICA))
+BUSY = Metric("skipdecode_busy_seconds_total", "counter", "seconds a replica spent computing batches", (RUN, REPLICA))
+
+ALL = (*COUNTED.values(), PLANNED, COMMITTED, AUDIT_ROUGE, FAILURES, BATCH_FILL, CACHE_BYTES, BUSY)
+
+
+class RunMeter:
+    """The driver's metrics of one run."""
+
+    def __init__(self, run: str, planned_rows: int) -> None:
+        tags = {RUN: run}
+        self._counters = {field: _made(metric, tags) for field, metric in COUNTED.items()}
+        self._committed, self._rouge = _made(COMMITTED, tags), _made(AUDIT_ROUGE, tags)
+        self._failures = _made(FAILURES, tags)
+        _made(PLANNED, tags).set(planned_rows)
+
+    def committed(self, commit: Commit, totals: Totals) -> None:
+        """A unit is committed; `totals` are those of the run so far, over all its sessions."""
+        for field, counter in self._counters.items():
+            amount = getattr(commit.totals, field)
+            if amount > 0:
+                counter.inc(amount)
+        self._committed.set(totals.rows)
+        if totals.audited:
+            self._rouge.set(totals.audit_rouge / totals.audited)
+
+    def failed(self) -> None:
+        """An attempt at a unit has failed."""
+        self._failures.inc()
+
+
+class ReplicaMeter:
+    """A replica's metrics."""
+
+    def __init__(self, run: str, batch_size: int | Literal["auto"]) -> None:
+        tags = {RUN: run, REPLICA: str(os.getpid())}  # Ray adds the node
+        self._batch_size = batch_size
+        self._fill, self._cache, self._busy = (_made(metric, tags) for metric in (BATCH_FILL, CACHE_BYTES, BUSY))
+
+    def batch_done(self, stats: BatchStats) -> None:
+        rows = stats.samples if self._batch_size == "auto" else max(self._batch_size, stats.samples)
+        # A batch of s decode passes could give s + 1 tokens a row: the first comes from the prompt.
+        self._fill.set(stats.generated_tokens / max(1, rows * (stats.steps + 1)))
+        self._cache.set(stats.cache_bytes)
+        seconds = stats.prefill_seconds + stats.decode_seconds
+        if seconds > 0:
+            self._busy.inc(seconds)
+
+
+def _made(metric: Metric, tags: dict[str, str]) -> Any:
+    kind = Counter if metric.kind == "counter" else Gauge
+    made = kind(metric.name, metric.description, metric.tags)
+    made.set_default_tags(tags)
+    return made

@@ -1,0 +1,93 @@
+"""How far a job is: rows, rates, FLOPs saved and time left, on a terminal or in plain logs."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from types import TracebackType
+
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+from pipeline import logs
+from pipeline.commits.commit import Commit, Totals
+from pipeline.monitoring.board import Board
+from pipeline.reporting.audit import audit_estimate
+
+log = logging.getLogger(__name__)
+
+LOG_INTERVAL_S = 10.0
+TERMINAL_INTERVAL_S = 0.5
+
+
+class ProgressReporter:
+    """Shows progress while the driver waits for commits. Use as a context manager."""
+
+    def __init__(self, board: Board, total_rows: int, resumed: Totals) -> None:
+        self._board = board
+        self._total_rows = total_rows
+        self._resumed_rows = resumed.rows
+        self._totals = Totals()
+        self._totals.add(resumed)
+        self._generated_before = resumed.generated_tokens
+        self._fresh: list[str] = []  # units committed since the board was last read
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._terminal = sys.stderr.isatty() and not logs.for_machines()
+        self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
+
+    def committed(self, commit: Commit) -> None:
+        with self._lock:
+            self._totals.add(commit.totals)
+            self._fresh.append(commit.unit)
+
+    def __enter__(self) -> ProgressReporter:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        if not self._terminal:
+            while not self._done.wait(LOG_INTERVAL_S):
+                log.info("%s", self._line()[1])
+            return
+        columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
+        with Progress(*columns, transient=True) as bar:
+            task = bar.add_task("starting", total=self._total_rows)
+            while not self._done.wait(TERMINAL_INTERVAL_S):
+                rows, line = self._line()
+                bar.update(task, completed=rows, description=line)
+
+    def _line(self) -> tuple[int, str]:
+        """(rows done, one line of text)."""
+        with self._lock:
+            fresh, self._fresh = self._fresh, []
+            committed = Totals()
+            committed.add(self._totals)
+        flight = self._board.read(fresh)
+        if not flight.replicas:
+            return committed.rows, "starting replicas"
+        elapsed = max(flight.seconds, 1e-9)
+        rows = flight.rows + committed.rows
+        row_rate = (rows - self._resumed_rows) / elapsed
+        token_rate = (flight.tokens + committed.generated_tokens - self._generated_before) / elapsed
+        left = _duration((self._total_rows - rows) / row_rate) if row_rate else "unknown"
+        saved = committed.flops_full_depth - committed.flops
+        share = saved / committed.flops_full_depth if committed.flops_full_depth else 0.0
+        audit = audit_estimate(committed)
+        return rows, (
+            f"{rows:,}/{self._total_rows:,} rows | {row_rate:.1f} rows/s | {token_rate:.0f} output tokens/s | "
+            f"FLOPs saved {share:.1%} | {committed.errors} errors | "
+            f"{audit + ' | ' if audit else ''}{left} left"
+        )
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"

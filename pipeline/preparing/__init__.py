@@ -1,0 +1,1 @@
+"""All that is known of a run before a model is loaded."""

@@ -1,0 +1,104 @@
+"""Where tokenizers and engines come from. Tests of the pipeline at scale put a double here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import lru_cache
+from typing import Protocol, Self
+
+import engine
+from engine import Engine, ModelShape, Tokenizer
+from pipeline.config import GenerationConfig
+from pipeline.rows.row_generator import Generator
+from pipeline.rows.template import PromptTokenizer
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """What a model is, wherever it lies."""
+
+    files: Mapping[str, str]  # SHA-256 of each that decides a token, by name
+    dtype: str  # in which it is computed; "auto" where only a replica's machine can tell
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(dict(self.files), sort_keys=True).encode()).hexdigest()
+
+
+class Backend(Protocol):
+    """Builds what a job's processes need; is pickled to them."""
+
+    def pinned(self, model: str) -> str:
+        """A name of the model that means the same one on every node and tomorrow."""
+
+    def shape(self, config: GenerationConfig) -> ModelShape:
+        """The model's sizes, from its config alone."""
+
+    def identity(self, config: GenerationConfig) -> ModelIdentity:
+        """Changes when the model does."""
+
+    def held_to(self, identity: ModelIdentity, began: str) -> Self:
+        """The same backend for a run of this model that began then (ISO 8601): it loads no other, and knows no other
+        date."""
+
+    def tokenizer(self, config: GenerationConfig) -> PromptTokenizer:
+        """Called in read tasks; worth caching per process."""
+
+    def engine(self, config: GenerationConfig, threads: int | None) -> Generator:
+        """Called once per replica."""
+
+
+@dataclass(frozen=True)
+class SkipDecodeBackend:
+    """The real engine."""
+
+    held: ModelIdentity | None = None
+    began: str | None = None
+
+    def pinned(self, model: str) -> str:
+        return engine.pinned_model(model)
+
+    def shape(self, config: GenerationConfig) -> ModelShape:
+        return engine.describe(config.model)
+
+    def identity(self, config: GenerationConfig) -> ModelIdentity:
+        engine.check_model_weights(config.model)
+        return ModelIdentity(engine.model_files(config.model), _dtype(config))
+
+    def held_to(self, identity: ModelIdentity, began: str) -> Self:
+        return replace(self, held=identity, began=began)
+
+    def tokenizer(self, config: GenerationConfig) -> Tokenizer:
+        """Raises ModelError: the model is not the one that the run began with."""
+        files = engine.model_files(config.model, weights=False) if self.held is None else self.held.files
+        return _tokenizer(config.model, tuple(files.items()), self.began)
+
+    def engine(self, config: GenerationConfig, threads: int | None) -> Engine:
+        """Raises ModelError, also if the model is not the one that the run began with, or is replaced meanwhile."""
+        files = engine.model_files(config.model) if self.held is None else self.held.files
+        engine.check_model_files(config.model, files)
+        dtype = config.dtype if self.held is None else self.held.dtype
+        loaded = Engine.load(config.model, device=config.device, dtype=dtype, threads=threads)
+        engine.check_model_files(config.model, files)
+        return loaded
+
+
+def _dtype(config: GenerationConfig) -> str:
+    """What "auto" means to all replicas; itself where they may have GPUs and this process has none to ask."""
+    resolved = engine.resolve_dtype(config.device, config.dtype)
+    on_gpus = config.device == "auto" and getattr(config, "gpus_per_replica", 0) != 0
+    if config.dtype == "auto" and on_gpus and engine.resolve_device(config.device).type != "cuda":
+        return "auto"
+    return resolved
+
+
+@lru_cache(maxsize=2)
+def _tokenizer(model: str, files: tuple[tuple[str, str], ...], began: str | None) -> Tokenizer:
+    engine.check_model_files(model, dict(files), weights=False)
+    loaded = Tokenizer.load(model, None if began is None else datetime.fromisoformat(began))
+    engine.check_model_files(model, dict(files), weights=False)
+    return loaded

@@ -1,0 +1,135 @@
+"""Fit a configuration to a model: the schedule it names and the longest prompt it leaves room for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from engine import ModelShape, Schedule, ScheduleError, for_target_speedup
+from engine.parts.adapter import ADAPTER_FILE
+from engine.schedules.schedule import SCHEDULE_FILE
+from engine.schedules.schedule_file import BRIDGES_FILE
+from pipeline.config import AnswerConfig, GenerationConfig
+from pipeline.errors import JobError
+from pipeline.storage.storage import Storage
+
+OpenStorage = Callable[[str], Storage]
+
+log = logging.getLogger(__name__)
+
+TYPICAL_PROMPT = 256  # tokens; a plain schedule's speed-up hardly depends on it
+
+
+def choose_schedule(config: GenerationConfig, shape: ModelShape, storage: OpenStorage = Storage) -> Schedule:
+    """The schedule the configuration names.
+
+    Raises ScheduleError if it does not fit or cannot be met, JobError for storage that cannot be read.
+    """
+    if config.schedule is not None:
+        schedule = read_schedule(config.schedule, config.target_speedup, storage)
+        schedule.check_fits(shape)
+        return schedule
+    if config.target_speedup is None or config.target_speedup == 1.0:
+        return Schedule.full_depth(shape.layers)
+    log.info("a plain schedule: calibrate_schedule.py makes one for your prompts that keeps far more quality")
+    return for_target_speedup(config.target_speedup, [(TYPICAL_PROMPT, max(2, config.max_new_tokens))], shape)
+
+
+def read_schedule(path: str, target: float | None, storage: OpenStorage = Storage) -> Schedule:
+    """A schedule, or of several calibrated ones below a directory the one whose speed-up just reaches the target.
+
+    Args:
+        path: local, or a URL.
+        target: speed-up to reach.
+        storage: opens a URL.
+
+    Raises:
+        ScheduleError: there is none that can be read, none that fast, or no telling which.
+        JobError: the storage of a URL cannot be read.
+    """
+    schedules = read_schedules(path, storage)
+    if "" in schedules:
+        if target is not None:
+            raise ScheduleError(
+                f"{path!r} is one schedule, so target_speedup has nothing to choose from: leave it out, or name a "
+                "directory of calibrated schedules"
+            )
+        return schedules[""]
+    speedups = {
+        name: float(schedule.provenance["decode_flop_speedup"])
+        for name, schedule in schedules.items()
+        if "decode_flop_speedup" in schedule.provenance
+    }
+    if not speedups:
+        raise ScheduleError(f"{path!r} holds several schedules that do not say how fast they are: name one of them")
+    offered = ", ".join(f"{speedup:.2f}x" for speedup in sorted(speedups.values()))
+    if target is None:
+        raise ScheduleError(f"{path!r} holds several schedules: choose one with target_speedup, among {offered}")
+    enough = [name for name, speedup in speedups.items() if speedup >= target]
+    if not enough:
+        raise ScheduleError(
+            f"{path!r} holds no schedule of {target:g}x, only {offered}: calibrate one, or ask for less"
+        )
+    return schedules[min(enough, key=lambda name: speedups[name])]
+
+
+def read_schedules(path: str, storage: OpenStorage = Storage) -> dict[str, Schedule]:
+    """The calibrated schedules in directories below one, by their names; or, under "", the schedule it is itself.
+
+    Args:
+        path: local, or a URL.
+        storage: opens a URL.
+
+    Raises:
+        ScheduleError: there is none, or one cannot be read.
+        JobError: the storage of a URL cannot be read.
+    """
+    if "://" not in path:
+        return _read_local(path)
+    with TemporaryDirectory() as copy:
+        _fetch(storage(path.removesuffix(f"/{SCHEDULE_FILE}")).at_first(), Path(copy))
+        try:
+            return _read_local(copy)
+        except ScheduleError as error:
+            raise ScheduleError(str(error).replace(copy, path)) from None
+
+
+def _fetch(storage: Storage, directory: Path) -> None:
+    """Copy the files of a schedule, or of those in the folders below."""
+    folders = [""]
+    if storage.read(SCHEDULE_FILE) is None:
+        try:
+            found = storage.attempt("listing", lambda: storage.fs.ls(storage.root, detail=True, refresh=True))
+        except FileNotFoundError:
+            found = []
+        folders = [f"{storage.relative(info['name'])}/" for info in found if info["type"] == "directory"]
+    for folder in folders:
+        for name in (SCHEDULE_FILE, BRIDGES_FILE, ADAPTER_FILE):
+            content = storage.read(folder + name)
+            if content is not None:
+                (directory / folder).mkdir(exist_ok=True)
+                (directory / folder / name).write_bytes(content)
+
+
+def _read_local(path: str) -> dict[str, Schedule]:
+    """`read_schedules` of a local path."""
+    directory = Path(path)
+    if (directory / SCHEDULE_FILE).is_file() or not directory.is_dir():
+        return {"": Schedule.read(path)}
+    found = {file.parent.name: Schedule.read(file.parent) for file in sorted(directory.glob(f"*/{SCHEDULE_FILE}"))}
+    if not found:
+        raise ScheduleError(f"{path!r} holds no {SCHEDULE_FILE}, nor does a directory in it, so it cannot be read")
+    return found
+
+
+def longest_prompt(config: AnswerConfig, shape: ModelShape) -> int:
+    """In tokens. Raises JobError if there is no room at all."""
+    room = shape.context - config.max_new_tokens
+    if room < 1:
+        raise JobError(
+            f"max_new_tokens {config.max_new_tokens} leaves no room for a prompt in the model's context of "
+            f"{shape.context} tokens: lower it"
+        )
+    return min(config.max_prompt_tokens or room, room)

@@ -1,0 +1,69 @@
+"""All that is known of a run before a model is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine import ModelShape, Schedule
+from pipeline.config import JobConfig
+from pipeline.inputs.known_files import KnownFile, recall_files
+from pipeline.inputs.work import Plan, make_plan
+from pipeline.preparing.backend import Backend, ModelIdentity, SkipDecodeBackend
+from pipeline.preparing.fit import choose_schedule, longest_prompt
+from pipeline.preparing.run_record import describe_run, fingerprint
+from pipeline.rows.rows import output_schema
+from pipeline.rows.template import PromptTemplate
+from pipeline.storage.ownership import Kind, check_files, check_place
+from pipeline.storage.storage import absolute
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """A run's settings, checked against each other, its input and its model."""
+
+    config: JobConfig  # paths are absolute
+    backend: Backend
+    template: PromptTemplate
+    plan: Plan
+    shape: ModelShape
+    schedule: Schedule
+    longest_prompt: int
+    description: dict[str, Any]  # for the run record
+    model: ModelIdentity
+    known: dict[str, KnownFile] = field(default_factory=dict)  # what the output of an incremental run says of its input
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.description)
+
+
+def prepare_run(config: JobConfig, backend: Backend | None = None) -> Preparation:
+    """Raises JobError, ModelError, ScheduleError: input, model, schedule or columns do not fit."""
+    backend = backend or SkipDecodeBackend()
+    config = absolute_paths(config)
+    output, source = config.output_storage().at_first(), config.input_storage()
+    check_place(output, Kind.RUN, source)
+    template = config.template()
+    known: dict[str, KnownFile] | None = None
+    if config.incremental:
+        known = {} if config.fresh else recall_files(output, source)
+    plan = make_plan(config, template, known)
+    check_files(output, source, (file.path for file in plan.files))
+    output_schema(plan.kept)
+    config = config.model_copy(update={"model": backend.pinned(config.model)})
+    shape = backend.shape(config)
+    schedule = choose_schedule(config, shape, config.storage)
+    longest = longest_prompt(config, shape)
+    identity = backend.identity(config)
+    description = describe_run(config, plan, schedule, identity)
+    return Preparation(config, backend, template, plan, shape, schedule, longest, description, identity, known or {})
+
+
+def absolute_paths(config: JobConfig) -> JobConfig:
+    """The same configuration with paths that workers, whose directory is another, understand."""
+    paths = {"input": absolute(config.input), "output": absolute(config.output)}
+    if Path(config.model).exists():
+        paths["model"] = str(Path(config.model).resolve())
+    return config.model_copy(update=paths)

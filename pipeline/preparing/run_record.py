@@ -1,0 +1,183 @@
+"""What names a run: a fingerprint of everything that decides its output. Resuming needs the same one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from dataclasses import dataclass
+from datetime import datetime
+from typing import (
+    Annotated,
+    Any,
+    NotRequired,  # pydantic's demand before Python 3.12
+)
+
+from pydantic import AfterValidator, ConfigDict, Field
+from typing_extensions import TypedDict
+
+import engine
+from engine import Schedule
+from pipeline.config import JobConfig
+from pipeline.errors import JobError
+from pipeline.inputs.work import Plan
+from pipeline.preparing.backend import ModelIdentity
+from pipeline.redaction import redacted
+from pipeline.storage.records import LARGE, Count, Fingerprint, Record
+from pipeline.storage.storage import Storage
+
+RUN_FILE = "_run.json"
+MOST_SHOWN = 60  # characters of a value in a message
+
+
+class _Schedule(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    layers: Annotated[int, Field(ge=1, le=100_000)]
+
+
+class _Input(TypedDict, total=False):
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    incremental: bool
+    limit: Count | None
+
+
+class _Sampling(TypedDict, total=False):
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    samples_per_prompt: Count
+
+
+def _iso(date: str) -> str:
+    """Raises ValueError for what is no date."""
+    datetime.fromisoformat(date)
+    return date
+
+
+class _Run(TypedDict):
+    """What the project reads of a run's record; all of it is the run's description."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    fingerprint: Fingerprint
+    claim: NotRequired[Fingerprint]
+    began: NotRequired[Annotated[str, AfterValidator(_iso)]]
+    schedule: _Schedule
+    sampling: _Sampling
+    input: _Input
+
+
+_RECORD: Record[dict[str, Any]] = Record(_Run, "discard the run with --fresh", LARGE)
+
+
+def describe_run(config: JobConfig, plan: Plan, schedule: Schedule, model: ModelIdentity) -> dict[str, Any]:
+    """The parts of the fingerprint, in words a person can compare."""
+    prompt_fields = (
+        "text_column", "system", "prompt", "prompt_format", "max_prompt_tokens", "overlong", "parse_control_tokens"
+    )  # fmt: skip
+    return {
+        "model": [config.model, model.digest, model.dtype],
+        "model_files": dict(model.files),
+        "schedule": schedule.to_dict(),
+        "sampling": config.sampling().to_dict() | {"samples_per_prompt": config.samples_per_row},
+        "prompt": {name: getattr(config, name) for name in prompt_fields},
+        "input": _describe_input(config, plan),
+        "rows_per_unit": config.rows_per_unit,
+        "version": engine.__version__,
+    }
+
+
+def _describe_input(config: JobConfig, plan: Plan) -> dict[str, Any]:
+    kept = [f"{field.name}: {field.type}" for field in plan.kept]
+    if config.incremental:
+        # Files may come, change and go; where they lie belongs to the run, for another input may have the same names in
+        # it, and so do the types of their columns, for all of the output has one schema.
+        return {"incremental": True, "root": redacted(config.input), "kept": kept}
+    # Which files these are is held apart, see `input_record`: one that can't be read yet must not name another run.
+    return {"root": redacted(config.input), "limit": config.limit, "kept": kept}
+
+
+def fingerprint(description: dict[str, Any]) -> str:
+    """Name of a run, 16 hexadecimal digits."""
+    return _digest(description)[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """An output as the property of a run, from its first session until --fresh discards it."""
+
+    # Its commits carry this name, so that a process left over from before a --fresh can add nothing to what came after.
+    run: str
+    resuming: bool  # it was this run's before
+    began: str  # ISO 8601, the clock of the machine that began it: the date that chat templates see in all sessions
+
+    def check(self, storage: Storage) -> None:
+        """Raises JobError if the output has been given to another run since. StorageGone."""
+        record = read_run(storage)
+        if record is None or claim_name(record) != self.run:
+            raise JobError(
+                f"output {storage.url!r} was discarded by another job with --fresh while run {self.run} wrote to it: "
+                "let one job at a time use an output"
+            )
+
+
+def read_run(storage: Storage) -> dict[str, Any] | None:
+    """The record of the run that an output belongs to. Raises RecordDamaged; StorageGone."""
+    return _RECORD.read(storage, RUN_FILE)
+
+
+def claim_name(record: dict[str, Any]) -> str:
+    """What the commits of a run are signed with."""
+    return f"{record.get('fingerprint')}-{record.get('claim')}"
+
+
+def claim_output(storage: Storage, description: dict[str, Any]) -> Claim:
+    """Make the output this run's.
+
+    Raises:
+        JobError: the output belongs to another run; says what differs. StorageGone.
+    """
+    began = datetime.now().isoformat(timespec="seconds")
+    claim = uuid.uuid4().hex[:8]
+    record = {"fingerprint": fingerprint(description), "claim": claim, "began": began, **description}
+    existing = read_run(storage)
+    if existing is None:
+        storage.prove_put_if_absent()  # once for a run: where there is a record, it was
+        if storage.write_if_absent(RUN_FILE, json.dumps(record, indent=1).encode()):
+            return Claim(claim_name(record), resuming=False, began=began)
+        existing = read_run(storage) or {}
+    if existing.get("fingerprint") == record["fingerprint"]:
+        return Claim(claim_name(existing), resuming=True, began=str(existing.get("began") or began))
+    parts, details = _differences(existing, json.loads(json.dumps(description)))
+    raise JobError(
+        f"output {storage.url!r} belongs to run {existing.get('fingerprint')}, which differs in {', '.join(parts)}: "
+        f"{details}; name another output, go back to that run's settings to resume it, or discard it with --fresh"
+    )
+
+
+def _differences(was: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], str]:
+    """What differs between two runs: the parts, and each of their differences in words."""
+    files = [dict(run.get("model_files") or {}) for run in (was, now)]
+    said = engine.model_differences(*files) if all(files) else []
+    changes = [change for change in _changes(was, now) if change[0].split(".")[0] != "model_files"]
+    if said and was["model"][::2] == now["model"][::2]:
+        # The digest of all files says nothing beside the names of those that differ.
+        changes = [change for change in changes if change[0] != "model"]
+    parts = ["model"] if said else []
+    parts = list(dict.fromkeys([*parts, *(name.split(".")[0] for name, _, _ in changes)]))
+    words = [f"{name} {_short(old)} -> {_short(new)}" for name, old, new in changes]
+    return parts, ", ".join([*said, *words])
+
+
+def _changes(was: Any, now: Any, name: str = "") -> list[tuple[str, Any, Any]]:
+    """(dotted name, old value, new value) of every leaf that differs."""
+    if isinstance(was, dict) and isinstance(now, dict) and (not name or "." not in name):
+        names = [key for key in now if was.get(key) != now[key]] + [key for key in was if key not in now and name]
+        return [c for key in names for c in _changes(was.get(key), now.get(key), f"{name}.{key}" if name else key)]
+    return [(name, was, now)] if was != now else []
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "..."
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,116 @@
+"""What a run is expected to take and to cost, stored in its output, and compared with what it took."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from pipeline.commits.commit import Totals
+from pipeline.commits.flop_sums import FlopSums
+from pipeline.storage.records import Amount, Count, Flops, Record, RecordDamaged
+from pipeline.storage.storage import Storage
+
+FORECAST_FILE = "_plan.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast(FlopSums):
+    """Expected figures of a whole run. FLOPs as in the ledger; seconds are replica-seconds, summed over replicas."""
+
+    run: str  # fingerprint, and if incremental also what is new
+    rows: Count
+    work_units: Count
+    sampled_rows: Count
+    error_share: Amount  # of sampled rows, that no prompt can be made of
+    prompt_tokens: Count
+    prompt_tokens_margin: Amount  # 95 % interval of the sample, as a share of prompt_tokens
+    output_tokens: Count
+    output_source: str  # where the output lengths come from, in words
+    flops_prompt: Flops
+    flops_decode: Flops
+    flops_decode_full_depth: Flops
+    flops_full_depth: Flops  # prompt and decode
+    seconds: Amount | None = None
+    seconds_full_depth: Amount | None = None
+    speed_source: str = "unknown"  # where the seconds come from, in words
+    cost: Amount | None = None
+    cost_full_depth: Amount | None = None
+
+    @property
+    def decode_share(self) -> float:
+        """Share of decoding in the FLOPs at full depth."""
+        return self.flops_decode_full_depth / self.flops_full_depth if self.flops_full_depth else 0.0
+
+    def to_json(self) -> bytes:
+        derived = {name: getattr(self, name) for name in ("flops", "decode_share", "decode_speedup", "sample_speedup")}
+        return json.dumps({"format": 1, **asdict(self), **derived}, indent=1).encode()
+
+    def facts(self) -> dict[str, str]:
+        """For a table."""
+        facts = {
+            "rows": f"{self.rows:,} in {self.work_units:,} work units, {self.error_share:.1%} without a prompt",
+            "prompt tokens": f"{self.prompt_tokens:,} (± {self.prompt_tokens_margin:.1%}, "
+            f"from {self.sampled_rows:,} rows)",
+            "output tokens": f"{self.output_tokens:,} ({self.output_source})",
+            "FLOPs at full depth": f"{self.flops_full_depth / 1e12:.3f} T, {self.decode_share:.1%} of them in decoding",
+            "FLOPs of this run": f"{self.flops / 1e12:.3f} T",
+            "decode FLOP speed-up": f"{self.decode_speedup:.3f}x",
+            "whole-job FLOP speed-up": f"{self.sample_speedup:.3f}x",
+        }
+        if self.seconds is not None and self.seconds_full_depth is not None:
+            facts["replica-hours"] = (
+                f"{self.seconds / 3600:.4f}, at full depth {self.seconds_full_depth / 3600:.4f} ({self.speed_source})"
+            )
+        if self.cost is not None and self.cost_full_depth is not None:
+            facts["cost"] = f"{self.cost:.4f}, at full depth {self.cost_full_depth:.4f}"
+        return facts
+
+
+_RECORD: Record[Forecast] = Record(Forecast, "delete it, and make the plan again")
+
+
+def write_forecast(storage: Storage, forecast: Forecast) -> None:
+    storage.write(FORECAST_FILE, forecast.to_json())
+
+
+def read_forecast(storage: Storage, run: str) -> Forecast | None:
+    """The plan that was made for this run, None if there is none: a plan for other settings says nothing about it."""
+    try:
+        forecast = _RECORD.read(storage, FORECAST_FILE)
+    except RecordDamaged:
+        return None  # a report is no less worth for a damaged plan
+    return forecast if forecast is not None and forecast.run == run else None
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One figure, planned and actual."""
+
+    name: str
+    planned: str
+    actual: str
+    ratio: str
+
+
+def against_actual(forecast: Forecast | None, totals: Totals) -> list[Line]:
+    """Planned figures beside those of the finished run; none without a plan."""
+    if forecast is None:
+        return []
+    figures: list[tuple[str, float | None, float]] = [
+        ("rows", forecast.rows, totals.rows),
+        ("prompt tokens", forecast.prompt_tokens, totals.prompt_tokens),
+        ("output tokens", forecast.output_tokens, totals.generated_tokens),
+        ("TFLOP", forecast.flops / 1e12, totals.flops / 1e12),
+        ("TFLOP at full depth", forecast.flops_full_depth / 1e12, totals.flops_full_depth / 1e12),
+        ("whole-job FLOP speed-up", forecast.sample_speedup, totals.sample_speedup),
+        ("replica-seconds", forecast.seconds, totals.seconds),
+    ]
+    return [
+        Line(name, _shown(planned), _shown(actual), f"{actual / planned:.3f}" if planned else "")
+        for name, planned, actual in figures
+        if planned is not None
+    ]
+
+
+def _shown(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"

@@ -1,0 +1,1 @@
+"""From an input row to its output row."""

@@ -1,0 +1,167 @@
+"""Rows between input and output: input table -> prepared table -> output table. All of it Arrow, order kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, groupby
+from operator import attrgetter
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+
+from engine import BatchStats, Generation
+from pipeline.errors import JobError, one_line
+from pipeline.rows.row_generator import RowGenerator
+from pipeline.rows.template import PromptTemplate, PromptTokenizer, RowError
+from pipeline.values.show import is_text, texts
+from pipeline.values.utf8 import readable
+
+TOKENS, TRUNCATED, ERROR = "_prompt", "_truncated", "_error"  # columns of a prepared table, beside the kept ones
+
+GENERATED = pa.schema(
+    [
+        ("generation", pa.string()),
+        ("finish_reason", pa.string()),
+        ("prompt_tokens", pa.int32()),
+        ("prompt_truncated", pa.bool_()),
+        ("shared_prefix_tokens", pa.int32()),
+        ("generated_tokens", pa.int32()),
+        ("flops_prompt", pa.int64()),
+        ("flops_decode", pa.int64()),
+        ("flops_decode_full_depth", pa.int64()),
+        ("flops_full_depth", pa.int64()),
+        ("mean_active_layers", pa.float32()),
+        ("error", pa.string()),
+    ]
+)
+
+
+def output_schema(kept: pa.Schema) -> pa.Schema:
+    """Kept input columns, then what was generated. Raises JobError on a name taken twice."""
+    taken = sorted(set(kept.names) & {*GENERATED.names, TOKENS, TRUNCATED, ERROR})
+    if taken:
+        raise JobError(f"input column {taken[0]!r} has a name that the job needs: leave it out with keep_columns")
+    return pa.schema([*kept, *GENERATED])
+
+
+def prepare(
+    table: pa.Table,
+    kept: pa.Schema,
+    text_column: str,
+    template: PromptTemplate,
+    tokenizer: PromptTokenizer,
+    longest: int,
+) -> pa.Table:
+    """Tokenised prompts of a table's rows beside their kept columns.
+
+    A row that no prompt can be made of has null tokens and its error. Columns that this table lacks are null.
+    """
+    columns = {name: texts(table[name]) for name in template.fields - {"text"} if name in table.column_names}
+    columns["text"] = text_values(table[text_column])
+    doubtful = [name for name, values in columns.items() if any(isinstance(value, Exception) for value in values)]
+    tokens: list[list[int] | None] = [None] * table.num_rows
+    truncated = [False] * table.num_rows
+    errors: list[str | None] = [None] * table.num_rows
+    for index in range(table.num_rows):
+        row = {name: values[index] for name, values in columns.items()}
+        try:
+            for name in doubtful:
+                check_text(name, row[name])
+            tokens[index], truncated[index] = template.encode(row, tokenizer, longest)
+        except Exception as error:  # whatever a tokenizer makes of odd text is that row's affair
+            errors[index] = str(error) if isinstance(error, RowError) else f"{type(error).__name__}: {one_line(error)}"
+    prepared = {
+        TOKENS: pa.array(tokens, pa.list_(pa.int32())),
+        TRUNCATED: pa.array(truncated, pa.bool_()),
+        ERROR: pa.array(errors, pa.string()),
+    }
+    return pa.table({**{field.name: _kept(table, field) for field in kept}, **prepared})
+
+
+def generate(
+    prepared: pa.Table,
+    sample_ids: Sequence[str],
+    generator: RowGenerator,
+    on_batch: Callable[[BatchStats], None] | None = None,
+) -> pa.Table:
+    """Output table of a prepared one: kept columns and generations, rows in the same order.
+
+    Raises DeviceBroken, TooManyRowsFailed; fewer failing rows have their error in the table.
+    """
+    prompts: list[list[int] | None] = prepared[TOKENS].to_pylist()
+    good = [index for index, tokens in enumerate(prompts) if tokens is not None]
+    found = generator.generate(
+        [prompts[index] or [] for index in good], [sample_ids[index] for index in good], on_batch
+    )
+    errors: list[str | None] = prepared[ERROR].to_pylist()
+    generations: list[Generation | None] = [None] * len(errors)
+    for index, generation in zip(good, found, strict=True):
+        if isinstance(generation, str):
+            errors[index] = generation
+        else:
+            generations[index] = generation
+    kept = prepared.drop_columns([TOKENS, TRUNCATED, ERROR])
+    return _output(kept, generations, prepared[TRUNCATED].to_pylist(), errors)
+
+
+def quarantine(table: pa.Table, kept: pa.Schema, errors: Sequence[str]) -> pa.Table:
+    """Output table of rows that nothing but their errors can be said of."""
+    rows = len(errors)
+    return _output(pa.table({field.name: _kept(table, field) for field in kept}), [None] * rows, [False] * rows, errors)
+
+
+def chosen(table: pa.Table, keep: Sequence[bool]) -> pa.Table:
+    """The rows of which `keep` says so, whatever their types."""
+    try:
+        return table.filter(pa.array(keep, pa.bool_()))
+    except pa.ArrowNotImplementedError:  # Arrow picks no rows of string views and a few more types, but slices all
+        runs = [(held, len(list(run))) for held, run in groupby(keep)]
+        ends = accumulate(rows for _, rows in runs)
+        parts = [table.slice(end - rows, rows) for (held, rows), end in zip(runs, ends, strict=True) if held]
+        return pa.concat_tables([table.slice(0, 0), *parts])
+
+
+def _output(
+    kept: pa.Table,
+    generations: Sequence[Generation | None],
+    truncated: Sequence[bool],
+    errors: Sequence[str | None],
+) -> pa.Table:
+    """Made by columns: a row at a time takes several times as long."""
+    shown = [_NOTHING if generation is None else generation for generation in generations]
+    columns: dict[str, Sequence[Any]] = {name: list(map(attrgetter(name), shown)) for name in _MEASURED}
+    columns |= {"generation": [generation.text for generation in shown], "prompt_truncated": truncated, "error": errors}
+    generated = pa.table(columns, schema=GENERATED)
+    return pa.table([*kept.columns, *generated.columns], schema=output_schema(kept.schema))
+
+
+_MEASURED = [name for name in GENERATED.names if name not in ("generation", "prompt_truncated", "error")]
+_NOTHING: Any = SimpleNamespace(**dict.fromkeys(_MEASURED, 0) | {"text": None, "finish_reason": "error"})
+
+
+def text_values(column: pa.ChunkedArray) -> list[str | Exception | None]:
+    """Texts to read, and none of what only looks like them."""
+    type_ = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    if is_text(type_) or pa.types.is_null(type_):
+        return texts(column)
+    return [RowError(f"text is {type_}, not a string") if value.is_valid else None for value in column]
+
+
+def check_text(name: str, value: object) -> None:
+    """Raises RowError for what `texts` makes of a value that has no text."""
+    if isinstance(value, UnicodeDecodeError):
+        byte = value.object[value.start]
+        raise RowError(f"{name} is not valid UTF-8 (byte 0x{byte:02x} at {value.start})")
+    if isinstance(value, RowError):
+        raise value
+    if isinstance(value, Exception):
+        raise RowError(f"{name} has no text ({type(value).__name__}: {one_line(value)})")
+
+
+def _kept(table: pa.Table, field: pa.Field) -> pa.ChunkedArray | pa.Array:
+    """A column to copy to the output, as it is but for invalid UTF-8."""
+    if field.name not in table.column_names or pa.types.is_null(table[field.name].type):
+        return pa.nulls(table.num_rows, field.type)
+    column = table[field.name]
+    return readable(column if column.type == field.type else column.cast(field.type))

@@ -1,0 +1,1 @@
+"""A directory on any store: its objects, its records, who owns it."""

@@ -1,0 +1,184 @@
+"""What of an output is ours. Nothing else is removed or written over, and nothing but this module removes.
+
+An output is ours if it holds nothing, or a run of ours; in one that is ours, files are ours that are named as we name
+them. Whatever else lies there stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsspec.utils import glob_translate
+
+from pipeline.errors import JobError
+from pipeline.storage.patterns import fixed_part, without_braces
+
+if TYPE_CHECKING:  # benchmarks claim their directories on machines without what storages need
+    from pipeline.storage.storage import Storage
+
+CLAIM_FILE = "_job.json"
+_UNIT = r"([0-9a-f]{32}|[0-9]{5,})-[0-9]{9,}(-[0-9]{3,})?"
+_WAY_OUT = "name a new or an empty directory; nothing was written or removed there"
+
+
+class Kind(Enum):
+    """What an output is: which names are its own, what in it shows that it is ours, what may be there before that."""
+
+    RUN = (
+        rf"_run\.json|_SUCCESS\.json|_snapshot\.json\.gz|_inputs\.json|_plan\.json|report\.html|_input/[0-9]+\.json|"
+        rf"(_commits|_failed)/{_UNIT}\.json|_lease/[0-9]{{9}}\.json|data/{_UNIT}-[0-9a-f]{{12}}\.parquet",
+        ("_run.json",),
+        r"_lease/|_plan\.json|_probe-[0-9a-f]{12}\.json",
+    )
+    DATA_SET = (
+        r"_DATASET\.json|_?README\.md|data/train-[0-9]{5}\.parquet|(output|errors)\.jsonl|"
+        r"_requests/[0-9a-f]{16}\.parquet",
+        ("_DATASET.json", "_generation/_run.json"),
+        r"_generation/|_requests/",
+    )
+
+    def __init__(self, names: str, marks: tuple[str, ...], before: str) -> None:
+        self.names = re.compile(names)
+        self.marks = marks
+        self.before = re.compile(before)
+
+
+def check_place(output: Storage, kind: Kind, source: Storage | None = None) -> None:
+    """Refuse an output in which a job would meet files that are not its own, before anything is written to it.
+
+    Args:
+        source: the job's input, which the output must neither hold nor lie in.
+
+    Raises:
+        JobError: the output is a file, holds files and no run of ours, or overlaps the input; StorageGone,
+        StorageRefused.
+    """
+    if source is not None and _overlap(output, source):
+        raise JobError(
+            f"output {output.url!r} overlaps input {source.url!r}: a job would read what it writes, or write over what "
+            "it reads; name an output that lies elsewhere"
+        )
+    entries = output.entries()
+    if any(output.exists(mark) if "/" in mark else mark in entries for mark in kind.marks):
+        return
+    _refuse_strangers([name for name in entries if not kind.before.fullmatch(name)], output.url)
+
+
+def check_files(output: Storage, source: Storage, paths: Iterable[str]) -> None:
+    """Raises JobError if one of the input's files lies in the output, by whatever links it is reached."""
+    if type(output.fs) is not type(source.fs):
+        return
+    base = _real(output.root, output.is_local)
+    inside = next((path for path in paths if _is_below(_real(path, output.is_local), base)), None)
+    if inside is not None:
+        raise JobError(
+            f"input file {inside!r} lies in output {output.url!r}: name an output that lies elsewhere, or an input "
+            "that leaves the file out"
+        )
+
+
+def own(kind: Kind, names: Iterable[str]) -> list[str]:
+    """Those of the names below an output that are its own."""
+    return [name for name in names if kind.names.fullmatch(name)]
+
+
+def remove(storage: Storage, kind: Kind, names: Collection[str]) -> None:
+    """Remove objects of an output, those that are gone already included.
+
+    Raises:
+        ValueError: one of the names is not the output's own, which is a defect. StorageGone, StorageRefused.
+    """
+    foreign = set(names).difference(own(kind, names))
+    if foreign:
+        raise ValueError(f"{min(foreign)!r} is no name of ours: it is not removed")
+    storage.remove(list(names))
+
+
+def discard_run(storage: Storage) -> None:
+    """Remove whatever run an output holds, so that dying on the way leaves nothing that looks committed."""
+    remove(storage, Kind.RUN, ["_SUCCESS.json", "_snapshot.json.gz"])
+    for folder in ("_commits", "_failed", "data", "_input"):  # commits before the data they name
+        remove(storage, Kind.RUN, own(Kind.RUN, storage.names(folder)))
+    remove(storage, Kind.RUN, ["report.html", "_inputs.json", "_run.json"])
+
+
+def claim_directory(path: str | Path, job: str, sources: Iterable[str | Path] = ()) -> Path:
+    """Make a local directory a job's own, now or in an earlier call; only then it writes there.
+
+    Args:
+        job: its program's name.
+        sources: what it reads; none may lie in the directory.
+
+    Raises:
+        JobError: the directory holds what the job did not write, is no directory, or cannot be written.
+    """
+    directory = Path(path)
+    for source in sources:
+        if "://" not in str(source) and _is_below(_real(str(source), True), _real(str(path), True)):
+            raise JobError(f"output {str(path)!r} holds {str(source)!r}, which the job reads: name another output")
+    claim = json.dumps({"format": 1, "job": job}).encode()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = directory / CLAIM_FILE
+        if not file.is_file():
+            names = (entry.name + "/" * entry.is_dir() for entry in directory.iterdir())
+            _refuse_strangers([name for name in names if not name.startswith(".")], str(path))
+            with file.open("xb") as stream:
+                stream.write(claim)
+        elif file.stat().st_size != len(claim) or file.read_bytes() != claim:
+            raise JobError(f"output {str(path)!r} was not written by {job}, as its {CLAIM_FILE} shows: {_WAY_OUT}")
+    except OSError as error:
+        raise JobError(f"output {str(path)!r} cannot be written: {error}") from error
+    return directory
+
+
+def _refuse_strangers(names: list[str], url: str) -> None:
+    if names:
+        many = f", {len(names)} in all" if len(names) > 1 else ""
+        raise JobError(f"output {url!r} holds what this job did not write ({min(names)!r}{many}): {_WAY_OUT}")
+
+
+def _overlap(output: Storage, source: Storage) -> bool:
+    """Whether the input names files in the output, or would once the output holds some."""
+    if type(output.fs) is not type(source.fs):
+        return False
+    base, root = _real(output.root, output.is_local), source.root
+    written = f"{base}/data/rows.parquet"
+    for pattern in {root, *without_braces(root)}:
+        fixed = fixed_part(pattern)
+        real = _real(fixed, source.is_local)
+        # A name with brackets in it may be that name.
+        if _is_below(real, base) or _is_below(_real(pattern, source.is_local), base):
+            return True
+        if _takes(_real(pattern, source.is_local), written):
+            return True
+        if fixed != pattern and any(_takes(path, written) for path in _matches(real + pattern[len(fixed) :], written)):
+            return True
+    return False
+
+
+def _matches(pattern: str, path: str) -> Iterator[str]:
+    """The path and those of its directories that a glob matches."""
+    wanted = re.compile(glob_translate(pattern))
+    parts = path.split("/")
+    return (each for end in range(1, len(parts) + 1) if wanted.fullmatch(each := "/".join(parts[:end])))
+
+
+def _takes(root: str, path: str) -> bool:
+    """Whether an input that is this file or directory takes a file: it leaves hidden names below it out."""
+    parts = path[len(root) :].strip("/").split("/")
+    return _is_below(path, root) and not any(part[:1] in ("_", ".") for part in parts if part)
+
+
+def _is_below(path: str, base: str) -> bool:
+    return path == base or path.startswith(f"{base.rstrip('/')}/")
+
+
+def _real(path: str, is_local: bool) -> str:
+    return os.path.realpath(path) if is_local else path

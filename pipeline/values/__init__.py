@@ -1,0 +1,1 @@
+"""Values of any Arrow type, shown, repaired and kept."""
