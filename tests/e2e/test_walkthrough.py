@@ -1,4 +1,4 @@
-"""The README's walk-through, line by line as it stands there."""
+"""The walk-through of docs/running.md, line by line as it stands there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * LIMIT_S)]
 
 def blocks(language: str) -> list[str]:
     """Fenced blocks of the walk-through, in order."""
-    section = (ROOT / "README.md").read_text().split(TITLE)[1].split("\n## ")[0]
+    section = (ROOT / "docs/running.md").read_text().split(TITLE)[1].split("\n## ")[0]
     return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
 
 

@@ -31,10 +31,10 @@ from servers import BUCKET, S3Server
 from trial import HARMS, IMPORTS, Harmed, Trial, kill_replicas, tell, waiting_driver
 
 from jobs.command_line import FAILED_EXIT, STOPPED_EXIT, UNITS_FAILED_EXIT
-from pipeline import lease
 from pipeline.errors import JobError, JobStopped, NothingToDo, UnitsFailed
 from pipeline.inputs.input_record import INPUT
 from pipeline.inputs.known_files import INPUTS_FILE
+from pipeline.storage import lease
 
 SESSION_LIMIT_S = 360.0  # what takes longer hangs
 MOST_SESSIONS = 10
