@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import ray
@@ -87,14 +88,14 @@ class Session:
         resources = self._resources
         log.info("%d replicas of %d threads and %g GPUs each", resources.count, resources.threads, resources.gpus)
         self._pending = {unit.id: unit for unit in pending}
-        with self._progress:
+        with closing(self._board), self._progress:
             self._check_audit()
             if self._stop_reason is not None:
                 raise self._stop_reason
             while self._pending:
                 self._pass()
                 self._triage()
-        self._done.seconds = self._board.read([]).seconds
+            self._done.seconds = self._board.read([]).seconds
         return self._done
 
     def _pass(self) -> None:

@@ -139,6 +139,10 @@ class Board:
         counts: Counts = self._ask(self._actor.read.remote(committed), Counts())
         return counts
 
+    def close(self) -> None:
+        """Ends the actor, which would outlast its job for as long as anyone holds a handle to it."""
+        ray.kill(self._actor)
+
     def _ask(self, answer: Any, otherwise: Any) -> Any:
         try:
             return ray.get(answer, timeout=30)

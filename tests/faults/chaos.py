@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
+from driver import wrong_clock
 from fault_proxy import Fault, FaultProxy
 from nodes import Nodes
 from schedules import FAR, FILES, FOREIGN_BESIDE, Schedule, random_schedule
@@ -125,8 +126,12 @@ class Chaos:
     def _session(self, trial: Trial, schedule: Schedule, number: int) -> bool:
         """Whether it ended with every row published of the input as it is; what exit codes say is true."""
         swaps = self._swaps
-        apart = schedule.apart or number < schedule.killed_drivers
-        ended = self._race(trial, schedule, number) if apart else [self._alone(trial, schedule)]
+        apart = schedule.racing or number < schedule.killed_drivers
+        if apart:
+            ended = self._race(trial, schedule, number)
+        else:
+            with wrong_clock(_wrong_by(schedule, number)):
+                ended = [self._alone(trial, schedule)]
         if apart:
             print(f"  drivers ended with {[code for code, _ in ended]}", flush=True)
         for code, said in ended:
@@ -165,12 +170,9 @@ class Chaos:
     def _race(self, trial: Trial, schedule: Schedule, number: int) -> list[tuple[int, str]]:
         """In one process or two of their own: exit codes, and all that they said."""
         options = {**self._options(schedule), "ray_address": self._nodes.address}
-        clocks = [0.0, 0.0]
-        if schedule.twist is not None and "clock" in schedule.twist:
-            clocks = [FAR[(schedule.seed + number + place) % len(FAR)] for place in range(2)]
         self._drivers = [self._driver() for _ in range(1 + schedule.racing)]
-        for driver, clock_s in zip(self._drivers, clocks, strict=False):
-            tell(driver, trial.order(PACE_S, LEASE, clock_s, **options))
+        for place, driver in enumerate(self._drivers):
+            tell(driver, trial.order(PACE_S, LEASE, _wrong_by(schedule, number + place), **options))
         self._wait_ahead()
         try:
             said = [driver.communicate(timeout=SESSION_LIMIT_S)[0] for driver in self._drivers]
@@ -258,6 +260,13 @@ class Chaos:
         self.kind["foreign files"] += trial.foreign_files
         for fault, victim in zip(schedule.faults, schedule.victims, strict=True):
             self.figures[f"hits: {victim or fault.action}"] += fault.hits
+
+
+def _wrong_by(schedule: Schedule, number: int) -> float:
+    """Seconds by which a driver's clock is wrong, every other second."""
+    if schedule.twist is None or "clock" not in schedule.twist:
+        return 0.0
+    return FAR[(schedule.seed + number) % len(FAR)]
 
 
 def _said_until_killed(driver: subprocess.Popen[str]) -> str:

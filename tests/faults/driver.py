@@ -11,10 +11,15 @@ from __future__ import annotations
 import json
 import sys
 import time
-from datetime import datetime, timedelta
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from types import SimpleNamespace
+from unittest.mock import patch
 
 from counting_double import counting_backend
 
+from engine.checkpoints import digests
 from jobs import command_line
 from pipeline import logs
 from pipeline.config import JobConfig
@@ -30,26 +35,32 @@ def main() -> int:
     config = JobConfig(**told["job"])
     for name, seconds in told.get("lease", {}).items():
         setattr(lease, name, seconds)
-    if told.get("clock_s"):
-        set_clock(told["clock_s"])
     backend = counting_backend(told["folder"], told["seconds_per_batch"], told.get("model", "0"))
-    return command_line.run("driver.py", lambda: print(run_job(config, backend).totals.rows))
+    with wrong_clock(told.get("clock_s", 0.0)):
+        return command_line.run("driver.py", lambda: print(run_job(config, backend).totals.rows))
 
 
-def set_clock(seconds: float) -> None:
-    """Let whatever of the product asks for the date be told a wrong one every other second.
+@contextmanager
+def wrong_clock(seconds: float) -> Iterator[None]:
+    """Whoever in the product asks for the date is told a wrong one every other second.
 
     Not what signs requests: a server refuses those of a clock that is far from its own.
     """
-    right = time.time
+
+    def told() -> float:
+        now = time.time()
+        return now + (seconds if int(now) % 2 else 0)
 
     class Wrong(datetime):
         @classmethod
         def now(cls, tz: object = None) -> datetime:  # type: ignore[override]
-            return datetime.fromtimestamp(right()) + timedelta(seconds=seconds if int(right()) % 2 else 0)
+            return datetime.fromtimestamp(told())
 
-    time.time = lambda: right() + (seconds if int(right()) % 2 else 0)
-    run_record.datetime = Wrong  # type: ignore[attr-defined]
+    if not seconds:
+        yield
+        return
+    with patch.object(run_record, "datetime", Wrong), patch.object(digests, "time", SimpleNamespace(time=told)):
+        yield
 
 
 if __name__ == "__main__":

@@ -59,11 +59,6 @@ class Schedule:
         return self.twist is not None and "nightly" in self.twist
 
     @property
-    def apart(self) -> bool:
-        """Whether all sessions are processes of their own."""
-        return self.racing or (self.twist is not None and "clock" in self.twist)
-
-    @property
     def killed_drivers(self) -> int:
         """As many sessions are processes of their own, or there would be no one to kill."""
         return self.victims.count("driver") if self.nightly else min(1, self.victims.count("driver"))

@@ -91,7 +91,7 @@ def test_a_schedule_for_another_depth(refusal: Callable[..., str], write_schedul
 @pytest.mark.parametrize(
     ("content", "culprit"),
     [
-        ("{", "not JSON"),
+        ("{", "cannot be read: Expecting property name"),
         ([], "a schedule is a JSON object, got list"),
         ({"format": 9}, "format 9"),
         ({"format": 1, "layers": 30, "skip_order": ["x4"], "skipped": [[0, 0]]}, "x4"),

@@ -19,7 +19,7 @@ from pipeline.inputs.work import make_plan
 from pipeline.preparing.preparation import absolute_paths
 from pipeline.preparing.run_record import claim_output, describe_run
 from pipeline.reporting.bill import bill
-from pipeline.reporting.forecast import Forecast, against_actual, read_forecast, write_forecast
+from pipeline.reporting.forecast import against_actual, read_forecast, write_forecast
 from pipeline.rows.row_generator import RowGenerator
 from pipeline.rows.rows import generate
 from pipeline.rows.template import PromptTemplate
@@ -141,11 +141,6 @@ def test_rows_without_a_prompt_cost_nothing(planned: Job, write_parquet: Callabl
     write_parquet(tmp_path / "bad/0.parquet", {"text": pa.array([None] * 2, pa.string())})
     with pytest.raises(JobError, match="no prompt can be made"):
         forecast_run(planned(input=str(tmp_path / "bad")), NoEngineBackend())
-
-
-def test_the_figures_survive_their_json(planned: Job) -> None:
-    forecast = forecast_run(planned(), NoEngineBackend())
-    assert Forecast.from_json(forecast.to_json()) == forecast
 
 
 def test_the_bill_is_hours_times_price_and_names_full_depth(job: Job) -> None:

@@ -168,8 +168,8 @@ def test_a_lease_that_is_deleted_or_damaged_while_it_is_held_is_written_again(
 def test_a_process_that_was_asleep_while_another_took_over_finds_out_at_its_next_check(storage: Storage) -> None:
     holds = """
 import sys, time
-from pipeline import lease as leases
 from pipeline.errors import JobStopped
+from pipeline.storage import lease as leases
 from pipeline.storage.storage import Storage
 
 leases.RENEW_S = 0.1
