@@ -19,9 +19,10 @@ from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import Point, Trainer
 from engine.forward.quality import Quality
 from engine.kernels.base import Kernels
-from jobs.answers import AnswersConfig, answer_corpus, with_more_answers
+from jobs.answers import PART, AnswersConfig, answer_corpus, with_more_answers
 from pipeline import logs
 from pipeline.errors import JobError, JobStopped
+from pipeline.inputs.corpus_parts import Part
 from pipeline.monitoring.stage_progress import StageProgress
 
 CHECKPOINT_FILE = "training.safetensors"
@@ -44,6 +45,7 @@ class AdaptModel(AnswersConfig):
         None, ge=1, description="train one of several schedules alone, the one that just reaches this"
     )
     output: str = Field(description="local directory for what is trained, like that of schedule; a rerun goes on there")
+    part: Part = Field("train", description=PART)
     prompts: int = Field(1500, ge=20, description="prompts to draw, by the seed; the model answers each of them")
     answers_per_prompt: int = Field(
         1, ge=1, description="answers to learn from for each prompt; those beyond the first are drawn at temperature 1"
@@ -97,7 +99,7 @@ def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
     teacher = config.load_engine()
     drawn = answer_corpus(config, teacher, progress)
     kept = max(1, round(config.held_out * len(drawn.answers)))
-    # The last ones: of the same corpus and seed, calibration draws the first, and has fitted its bridges to them.
+    # The last ones: of the same part and seed, calibration draws the first, and has fitted its bridges to them.
     held_out = drawn.answers[-kept:]
     answers = with_more_answers(config, teacher, drawn.answers[:-kept], config.answers_per_prompt, progress)
     student = Engine.load(config.model, config.device, "float32", config.threads, Kernels())

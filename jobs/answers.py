@@ -15,14 +15,19 @@ from engine import Engine, Sampling
 from engine.adaptation.peers import Peers
 from engine.calibration.collect import Progress, answer_prompts
 from engine.forward.teacher_forcing import Answer
-from jobs.corpus_split import Part, part_of
 from jobs.prompts import SUMMARIZE
-from pipeline.inputs.sample_prompts import SampleConfig, sample_prompts
+from pipeline.inputs.corpus_parts import Part
+from pipeline.inputs.sample_prompts import CorpusConfig, sample_prompts
 from pipeline.preparing.fit import longest_prompt
 from pipeline.rows.rows import TOKENS
 
+PART = (
+    "of the input's rows, to draw from; a hash of each row's id, or of its text where no id column is named, says to "
+    "which one it belongs: test and calibrate are an eighth each, train is the rest"
+)
 
-class AnswersConfig(SampleConfig):
+
+class AnswersConfig(CorpusConfig):
     """Which prompts the model answers at full depth."""
 
     prompt: str = Field(
@@ -30,9 +35,8 @@ class AnswersConfig(SampleConfig):
         description="user text, with {text} and {column} fields; {{ and }} are plain braces",
     )
     max_new_tokens: int = Field(64, ge=1, description="longest answer")
-    part: Part | None = Field(
-        None, description="use only rows whose id hashes into this part of the corpus: calibrate, train or test"
-    )
+    prompts: int = Field(500, ge=1, description="prompts to draw, by the seed")
+    part: Part = Field("all", description=PART)
     threads: int | None = Field(None, ge=1, description="CPU threads; default torch's own choice")
 
     def load_engine(self) -> Engine:
@@ -50,8 +54,8 @@ class Answers:
 
 def answer_corpus(config: AnswersConfig, model: Engine, progress: Progress) -> Answers:
     """Draw prompts and let the model answer them. Raises JobError for an input that does not fit."""
-    belongs = None if config.part is None else lambda row_id: part_of(row_id) == config.part
-    rows = sample_prompts(config, model.tokenizer, longest_prompt(config, model.shape), belongs=belongs)
+    longest = longest_prompt(config, model.shape)
+    rows = sample_prompts(config, config.part, config.prompts, model.tokenizer, longest)
     prompts: list[list[int]] = rows[TOKENS].to_pylist()
     # As in the job that will run the schedule: computed once, and at full depth.
     model.share_prefix(config.template().shared_prefix(model.tokenizer))
@@ -61,6 +65,7 @@ def answer_corpus(config: AnswersConfig, model: Engine, progress: Progress) -> A
         "prompts": len(prompts),
         "prompts_digest": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
         "part": config.part,
+        "parted_by": config.parted_by,
         "sampling": sampling.to_dict(),
         "version": engine.__version__,
     }

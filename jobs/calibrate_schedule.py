@@ -16,9 +16,10 @@ from rich.table import Table
 
 from engine.calibration.calibrate import Calibrated, Calibration
 from jobs import command_line
-from jobs.answers import AnswersConfig, answer_corpus
+from jobs.answers import PART, AnswersConfig, answer_corpus
 from pipeline import logs
 from pipeline.evaluation.charts import schedule_maps
+from pipeline.inputs.corpus_parts import Part
 from pipeline.monitoring.stage_progress import StageProgress
 from pipeline.storage.ownership import claim_directory
 
@@ -31,6 +32,7 @@ log = logging.getLogger("jobs.calibrate_schedule")
 class CalibrateSchedule(AnswersConfig):
     """Fit and choose bridged schedules on a sample of your prompts; writes a directory for each, and draws them."""
 
+    part: Part = Field("calibrate", description=PART)
     output: str = Field(description="local directory to write the schedules to, one below it for each target")
     target_speedups: list[float] = Field([1.25, 1.45, 1.65], min_length=1, description="decode FLOP speed-ups")
     prompt_layers: int | None = Field(

@@ -5,6 +5,7 @@ python jobs/evaluate_schedule.py --input corpus.parquet --schedules calibrated/ 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import sys
@@ -12,9 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field, model_validator
 from rich.console import Console
@@ -24,11 +24,10 @@ from engine import Engine, ModelShape, Schedule, describe, model_identity
 from engine.calibration.prompts import check_prompt_layers
 from engine.checkpoints.tokenizer import Tokenizer
 from jobs import command_line
-from jobs.corpus_split import Part, rows_of_part
+from jobs.answers import PART
 from jobs.prompts import SUMMARIZE
 from pipeline import logs
-from pipeline.config import AnswerConfig
-from pipeline.errors import JobError, one_line
+from pipeline.errors import JobError
 from pipeline.evaluation.bootstrap import Bootstrap, Estimate
 from pipeline.evaluation.bridged_rivals import bridged_rivals
 from pipeline.evaluation.contender import Contender, ending
@@ -38,11 +37,12 @@ from pipeline.evaluation.rivals import RIVALS, Calibration
 from pipeline.evaluation.shorter_prompts import with_shorter_prompts
 from pipeline.evaluation.solved import SolvedRivals
 from pipeline.evaluation.study import Prompt, Study
+from pipeline.inputs.corpus_parts import Part
+from pipeline.inputs.sample_prompts import CorpusConfig, sample_prompts
 from pipeline.preparing.fit import longest_prompt, read_schedules
-from pipeline.rows.rows import check_text, text_values
-from pipeline.rows.template import RowError
+from pipeline.rows.rows import TOKENS
 from pipeline.storage.ownership import claim_directory
-from pipeline.values.show import names, shown, texts
+from pipeline.values.show import names, texts
 
 log = logging.getLogger("jobs.evaluate_schedule")
 
@@ -51,10 +51,9 @@ FIGURES_FILE, OUTPUTS_FILE, WORK_FOLDER = "figures.json", "outputs.parquet", "wo
 RIVALS_FOLDER = "rivals"  # in the work folder as they were solved, beside it as schedules
 
 
-class EvaluateSchedule(AnswerConfig):
+class EvaluateSchedule(CorpusConfig):
     """Judge schedules and rivals against full depth: quality with intervals, FLOPs and speed. Rerun to resume."""
 
-    input: Path = Field(description="Parquet file of texts, and references if there are any")
     output: Path = Field(description="directory to write to; outputs found there are not computed again")
     schedules: list[Path] = Field(
         [], description="schedule files, their directories, or directories of such directories (as calibrating writes)"
@@ -65,14 +64,11 @@ class EvaluateSchedule(AnswerConfig):
     reference_column: str | None = Field(
         "reference", description="string column of reference outputs; '' judges against full depth's outputs alone"
     )
-    id_column: str = Field("id", description="column that names a row and decides which part it belongs to")
     prompt: str = Field(SUMMARIZE, description="user text, with a {text} field")
     max_new_tokens: int = Field(64, ge=2, description="longest generation")
     batch_size: int = Field(32, ge=1, description="prompts that decode together, and are saved together")
 
-    part: Literal["test", "train", "calibrate", "all"] = Field(
-        "test", description="part of the rows, by id, to judge on"
-    )
+    part: Part = Field("test", description=PART)
     rows: int = Field(500, ge=2, description="prompts to judge on; raising it later adds to those there")
     calibration_rows: int = Field(32, ge=2, description="prompts of the calibrate part that rivals are solved on")
     bridged_rivals: bool = Field(False, description="also judge rivals whose skipped blocks are given bridges")
@@ -110,6 +106,7 @@ def evaluate(config: EvaluateSchedule) -> None:
     for layers in config.prompt_layers:
         check_prompt_layers(layers, shape)
     named = read_contenders(config.schedules, shape)
+    warn_of_seen_rows(config, named)
     tokenizer = Tokenizer.load(config.model)
     prompts = read_prompts(config, config.part, config.rows, tokenizer, shape)
     bridging = config.bridged_rivals or bool(config.prompt_layers)
@@ -181,40 +178,42 @@ def read_contenders(paths: Sequence[Path], shape: ModelShape) -> list[Contender]
 
 
 def read_prompts(
-    config: EvaluateSchedule, part: Part | Literal["all"], count: int, tokenizer: Tokenizer, shape: ModelShape
+    config: EvaluateSchedule, part: Part, count: int, tokenizer: Tokenizer, shape: ModelShape
 ) -> list[Prompt]:
-    """Rows of a part as prompts; a row that no prompt can be made of is left out. Raises JobError."""
-    columns = [config.id_column, config.text_column, *([config.reference_column] if config.reference_column else [])]
-    try:
-        table = pq.read_table(config.input, columns=columns)
-    except (OSError, ValueError) as error:
-        raise JobError(f"input {str(config.input)!r} cannot be read: {one_line(error)}") from None
-    missing = sorted(set(columns) - set(table.column_names))
-    if missing:
-        held = ", ".join(pq.read_schema(config.input).names)
-        raise JobError(f"input {str(config.input)!r} has no column {missing[0]!r}: it holds {held}")
-    ids, sources = names(table[config.id_column]), text_values(table[config.text_column])
-    references = texts(table[config.reference_column]) if config.reference_column else [""] * table.num_rows
-    rows = pa.table({"id": ids, "row": range(table.num_rows)})
-    drawn = rows_of_part(rows, "id", part, count, config.seed) if part != "all" else rows.slice(0, count)
-    template = config.template()
-    longest = longest_prompt(config, shape)
-    prompts = []
-    for row in drawn["row"].to_pylist():
-        text, reference = sources[row], references[row]
-        try:
-            check_text("text", text)
-            check_text("reference", reference)
-            tokens = template.encode({"text": text}, tokenizer, longest).tokens
-        except RowError as error:
-            log.warning("row %s is left out: %s", shown(ids[row]), error)
-            continue
-        prompts.append(Prompt(ids[row], str(text), str(reference or ""), tuple(tokens)))
+    """Rows of a part as prompts. Raises JobError."""
+    columns = [config.id_column, config.text_column, config.reference_column]
+    keep = list(dict.fromkeys(column for column in columns if column))
+    drawn = sample_prompts(config, part, count, tokenizer, longest_prompt(config, shape), keep)
+    sources = names(drawn[config.text_column])
+    ids = (
+        names(drawn[config.id_column])
+        if config.id_column
+        else [hashlib.sha256(text.encode()).hexdigest()[:12] for text in sources]
+    )
+    references = texts(drawn[config.reference_column]) if config.reference_column else [""] * len(ids)
+    prompts = [
+        Prompt(name, source, str(reference or ""), tuple(tokens))
+        for name, source, reference, tokens in zip(ids, sources, references, drawn[TOKENS].to_pylist(), strict=True)
+    ]
     if len(prompts) < 2:
-        raise JobError(f"the {part} part of {str(config.input)!r} has {len(prompts)} usable rows: give a larger input")
-    if len(prompts) < count:
-        log.info("the %s part has %d usable rows, %d were asked for", part, len(prompts), count)
+        raise JobError(f"the {part} part of {config.input!r} has one usable row: give a larger input")
     return prompts
+
+
+def warn_of_seen_rows(config: EvaluateSchedule, contenders: Sequence[Contender]) -> None:
+    """Say which schedules may have been made from rows that they are judged on."""
+    for contender in contenders:
+        for made, what in (("calibrated_on", "calibrated"), ("adapted_on", "trained")):
+            record = getattr(contender.method, "provenance", {}).get(made)
+            if record is None:
+                continue
+            part, parted_by = record.get("part") or "all", record.get("parted_by", "id")
+            if "all" in (part, config.part) or part == config.part or parted_by != config.parted_by:
+                log.warning(
+                    "%s was %s on the %s part by %s, and is judged on the %s part by %s: where both are of one input, "
+                    "it has seen some of these rows",
+                    contender.label, what, part, parted_by, config.part, config.parted_by,
+                )  # fmt: skip
 
 
 def _table(found: Sequence[Figures]) -> Table:

@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,7 +17,7 @@ from engine.forward.prompt_pass import shared_tokens
 from pipeline.commits.commit import Commit, open_rows, read_commits, total
 from pipeline.config import JobConfig
 from pipeline.errors import JobError
-from pipeline.inputs.sample_prompts import shuffled
+from pipeline.inputs.sample_prompts import draw_rows
 from pipeline.preparing.backend import Backend
 from pipeline.preparing.incremental import only_new, work_name
 from pipeline.preparing.preparation import Preparation, prepare_run
@@ -25,11 +25,11 @@ from pipeline.preparing.run_record import claim_name, read_run
 from pipeline.reporting.forecast import Forecast
 from pipeline.rows.read import read_units
 from pipeline.rows.row_generator import RowGenerator
-from pipeline.rows.rows import TOKENS, prepare
+from pipeline.rows.rows import TOKENS
 from pipeline.rows.template import PromptTokenizer
+from pipeline.rows.unit import WorkUnit
 from pipeline.storage.storage import Storage
 
-RUN_OF_ROWS = 16  # neighbouring rows drawn together: few, as neighbours are often alike, yet one read for all of them
 LENGTHS = 64  # output lengths that stand for all of an earlier run's
 MOST_FILES = 20  # data files of an earlier run that are looked into
 SAME_ANSWERS = ("model", "sampling", "prompt")  # of two run records: where these agree, lengths do
@@ -112,17 +112,14 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
 
 def _sample(job: Preparation, tokenizer: PromptTokenizer) -> list[list[int] | None]:
     """Prompts of rows drawn at random over all of the input; None for a row that no prompt can be made of."""
-    config, plan = job.config, job.plan
-    runs = [
-        replace(unit, start=start, rows=min(RUN_OF_ROWS, unit.start + unit.rows - start))
-        for unit in shuffled(plan.units, config.seed)[: config.plan_rows]
-        for start in range(unit.start, unit.start + unit.rows, RUN_OF_ROWS)
-    ]
-    storage = config.input_storage()
+    config, plan, storage = job.config, job.plan, job.config.input_storage()
+
+    def read(unit: WorkUnit) -> pa.Table:
+        [(_, table)] = read_units(storage, [unit], plan.read_columns)
+        return table
+
     prompts: list[list[int] | None] = []
-    for run in shuffled(runs, config.seed):
-        [(_, table)] = read_units(storage, [run], plan.read_columns)
-        prepared = prepare(table, plan.kept, config.text_column, job.template, tokenizer, job.longest_prompt)
+    for prepared in draw_rows(config, plan, read, job.template, tokenizer, job.longest_prompt):
         prompts += prepared[TOKENS].to_pylist()
         if len(prompts) >= config.plan_rows:
             break

@@ -33,7 +33,7 @@ def common(make_checkpoint: Callable[..., Path]) -> list[str]:
     model = make_checkpoint(vocab_size=260, eos=259)  # no byte ends an answer
     return [
         *("--model", str(model), "--device", "cpu", "--input", CORPUS, "--prompt", "{text}", "--prompt-format", "raw"),
-        *("--max-prompt-tokens", "40", "--max-new-tokens", "12", "--id-column", "id"),
+        *("--max-prompt-tokens", "40", "--max-new-tokens", "12", "--part", "all"),
     ]
 
 

@@ -16,7 +16,7 @@ from jobs import calibrate_schedule, command_line
 from pipeline.errors import JobError
 
 ROOT = Path(__file__).parent.parent.parent
-FLAGS = ["--prompts", "40", "--max-new-tokens", "6", "--min-new-tokens", "3"]
+FLAGS = ["--part", "all", "--prompts", "40", "--max-new-tokens", "6", "--min-new-tokens", "3"]
 CORPUS = "infra/demo/package_descriptions.parquet"
 
 
@@ -108,13 +108,12 @@ def test_progress_says_how_fast_it_goes(calibrated: tuple[Path, str]) -> None:
         (["--target-speedups", "40"], "40x cannot be met"),
         (["--prompt-layers", "12"], "prompts can run 1 to 11 of this model's layers, not 12"),
         (["--prompts", "5"], "calibration needs 20 answers"),
-        (["--part", "calibrate", "--text-column", "body"], "name the id column"),
         (["--text-column", "body"], "no column 'body'"),
     ],
 )
 def test_what_cannot_work_is_said(model: Path, tmp_path: Path, flags: list[str], said: str) -> None:
     given = ["--input", str(ROOT / CORPUS), "--model", str(model), "--output", str(tmp_path), "--threads", "1"]
-    given += ["--prompts", "24", "--max-new-tokens", "4", *flags]
+    given += ["--part", "all", "--prompts", "24", "--max-new-tokens", "4", *flags]
     config = command_line.parse(calibrate_schedule.CalibrateSchedule, calibrate_schedule.PROGRAM, given)
     with pytest.raises((JobError, ScheduleError), match=said):
         calibrate_schedule.calibrate(config)

@@ -24,7 +24,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 def judging(schedules: Path, out: Path) -> list[str]:
     """Arguments that judge schedules on the demo's texts, in a few tokens each."""
-    common = ["--input", CORPUS, "--part", "all", "--max-new-tokens", "6", "--threads", "2"]
+    common = ["--input", CORPUS, "--id-column", "id", "--part", "all", "--max-new-tokens", "6", "--threads", "2"]
     return [*common, "--schedules", str(schedules), "--output", str(out)]
 
 

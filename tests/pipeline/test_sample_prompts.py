@@ -1,0 +1,94 @@
+"""Prompts drawn from a corpus: its parts never meet, whatever the files, and a larger sample only adds to a smaller."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from conftest import WriteParquet
+from engine_double import ByteTokenizer
+
+from pipeline.errors import JobError
+from pipeline.inputs.corpus_parts import Part, part_of
+from pipeline.inputs.sample_prompts import CorpusConfig, sample_prompts
+
+ROWS = 4000
+IDS = [f"package-{number}" for number in range(ROWS)]
+TABLE = pa.table({"id": IDS, "text": [f"text of {row_id}" for row_id in IDS]})
+
+Drawn = Callable[..., list[str]]
+
+
+@pytest.fixture
+def drawn(tmp_path: Path, write_parquet: WriteParquet, byte_tokens: ByteTokenizer) -> Drawn:
+    """Texts of the prompts drawn from two files."""
+
+    def draw(part: Part, count: int = ROWS, table: pa.Table = TABLE, **options: object) -> list[str]:
+        for file in range(2):
+            half = table.slice(file * (table.num_rows // 2), table.num_rows // 2)
+            write_parquet(
+                tmp_path / f"in/{file}.parquet", half, [half.num_rows // 3, half.num_rows - half.num_rows // 3]
+            )
+        config = CorpusConfig(**{"input": str(tmp_path / "in"), "prompt_format": "raw", "id_column": "id"} | options)
+        rows = sample_prompts(config, part, count, byte_tokens, 100, ["text"])
+        assert [bytes(tokens).decode() for tokens in rows["_prompt"].to_pylist()] == rows["text"].to_pylist()
+        return list(rows["text"].to_pylist())
+
+    return draw
+
+
+def test_an_eighth_each_is_for_calibration_and_test() -> None:
+    parts = Counter(map(part_of, IDS))
+    assert 420 < parts["calibrate"] < 580
+    assert 420 < parts["test"] < 580
+
+
+def test_the_parts_are_those_of_earlier_runs() -> None:
+    """Figures of different runs are compared: the split must never move."""
+    known = {"openssl": "train", "bubblewrap": "train", "apt-utils": "test", "catdoc": "calibrate"}
+    assert {row_id: part_of(row_id) for row_id in known} == known
+
+
+@pytest.mark.parametrize("id_column", ["id", None])
+def test_parts_do_not_overlap_and_make_up_the_table(drawn: Drawn, id_column: str | None) -> None:
+    parts = [drawn(part, id_column=id_column) for part in ("calibrate", "train", "test")]
+    assert sorted(chain(*parts)) == sorted(TABLE["text"].to_pylist()) == sorted(drawn("all", id_column=id_column))
+
+
+def test_rows_of_the_same_text_are_in_one_part_where_no_id_is_named(drawn: Drawn) -> None:
+    texts = [f"text {row % 50}" for row in range(ROWS)]
+    table = TABLE.set_column(1, "text", pa.array(texts))
+    seen = [set(drawn(part, table=table, id_column=None)) for part in ("calibrate", "train", "test")]
+    assert sum(map(len, seen)) == 50
+    assert set[str]().union(*seen) == set(texts)
+
+
+def test_rows_belong_to_their_part_wherever_they_stand(drawn: Drawn) -> None:
+    backwards = TABLE.take(list(range(ROWS))[::-1])
+    assert sorted(drawn("test", table=backwards)) == sorted(drawn("test"))
+
+
+def test_a_larger_sample_adds_to_a_smaller_and_another_seed_draws_others(drawn: Drawn) -> None:
+    few, more = drawn("test", 50), drawn("test", 80)
+    assert (len(few), more[:50]) == (50, few)
+    assert drawn("test", 50, seed=1) != few
+    assert drawn("all", 50) != TABLE["text"].to_pylist()[:50]
+
+
+def test_rows_that_make_no_prompt_are_left_out_and_counted(drawn: Drawn, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "pipeline")
+    texts = [None if row % 2 else f"text {row}" for row in range(100)]
+    table = pa.table({"id": IDS[:100], "text": pa.array(texts, pa.string())})
+    assert len(drawn("all", 60, table=table)) == 50
+    assert "50 prompts drawn from all rows of" in caplog.text
+    assert "no more than these, 60 were asked for; 50 rows that make no prompt are left out" in caplog.text
+
+
+def test_a_part_without_rows_is_said(drawn: Drawn) -> None:
+    of_train = next(row for row in range(ROWS) if part_of(IDS[row]) == "train")
+    with pytest.raises(JobError, match=r"the test part, told by a hash of each row's id, of .* make no prompt"):
+        drawn("test", table=pa.concat_tables([TABLE.slice(of_train, 1)] * 2))
