@@ -1,12 +1,18 @@
-"""A pydantic model as a command line: a kebab-case flag for every field, and --config for a YAML file of them."""
+"""A pydantic model as a command line: a kebab-case flag for every field, and --config for a YAML file of them.
+
+pydantic-settings is no substitute: it splits a list's values at commas, so that the pattern a{1,3} becomes two, and
+takes no list as `--target-speedups 1.25 1.65`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import re
 import reprlib
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -36,14 +42,18 @@ def parse(
 
     One field may be positional: given by its place instead of by a flag.
     """
-    given = vars(_parser(config_class, program, positional).parse_args(arguments))
+    parsed, unknown = _parser(config_class, program, positional).parse_known_args(arguments)
+    given, options = vars(parsed), ["--config", *map(_flag, config_class.model_fields)]
     file = given.pop("config")
+    mistakes = [_no_option(argument, options) for argument in unknown]
     try:
-        return config_class(**{**(_read(file) if file else {}), **given})
+        config = config_class(**{**(_read(file) if file else {}), **given})
+        if not mistakes:
+            return config
     except ValidationError as error:
-        mistakes = [_mistake(part) for part in error.errors()]
+        mistakes += [_mistake(part, options) for part in error.errors()]
     except (OSError, ValueError, yaml.YAMLError) as error:
-        mistakes = [f"--config {file!r} cannot be read: {one_line(error)}"]
+        mistakes += [f"--config {file!r} cannot be read: {one_line(error)}"]
     for mistake in mistakes:
         print(f"{program}: error: {mistake}", file=sys.stderr)
     print(f"try {program} --help", file=sys.stderr)
@@ -84,21 +94,47 @@ def _ended(program: str, how: str, code: int) -> int:
 
 def _parser(config_class: type[BaseModel], program: str, positional: str | None) -> argparse.ArgumentParser:
     """Flags are passed on as the strings they are: pydantic converts them."""
-    parser = argparse.ArgumentParser(program, description=config_class.__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        program, usage="%(prog)s [--config FILE] [OPTION ...]", description=config_class.__doc__, allow_abbrev=False
+    )
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file with any of these options as keys; flags win over it"
     )
+    groups: dict[type[BaseModel], Any] = {
+        part: parser.add_argument_group(_title(part)) for part in _parts(config_class)[1:]
+    }
+    groups[config_class] = parser
     for name, field in config_class.model_fields.items():
+        owner = [each for each in _parts(config_class) if name in each.model_fields][-1]
+        group = groups[owner]
         shown: dict[str, Any] = {"nargs": "*", "action": "extend"} if _is_list(field.annotation) else {}
         if get_origin(field.annotation) is Literal:
             shown["metavar"] = "{" + ",".join(map(str, get_args(field.annotation))) + "}"
         elif field.annotation is bool:
             shown["action"] = argparse.BooleanOptionalAction
         if name == positional:
-            parser.add_argument(name, help=_help(field))
+            group.add_argument(name, help=_help(field))
         else:
-            parser.add_argument(_flag(name), dest=name, default=argparse.SUPPRESS, help=_help(field), **shown)
+            group.add_argument(_flag(name), dest=name, default=argparse.SUPPRESS, help=_help(field), **shown)
     return parser
+
+
+def _parts(config_class: type[BaseModel]) -> list[type[BaseModel]]:
+    """The classes that a configuration is made of; a field is the last one's that has it."""
+    return [part for part in config_class.__mro__ if issubclass(part, BaseModel) and part is not BaseModel]
+
+
+def _title(part: type[BaseModel]) -> str:
+    """The first sentence of what the class says that it is."""
+    return re.split(r"\.(?=\s|$)", part.__doc__ or part.__name__)[0]
+
+
+def _no_option(argument: str, options: Sequence[str]) -> str:
+    if not argument.startswith("--"):
+        return f"{argument!r} belongs to no option"
+    name = argument.split("=")[0]
+    nearest = get_close_matches(name, options, 1)
+    return f"{name} is not an option" + (f": did you mean {nearest[0]}?" if nearest else "")
 
 
 def _is_list(annotation: Any) -> bool:
@@ -134,11 +170,11 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _mistake(part: Any) -> str:
+def _mistake(part: Any, options: Sequence[str]) -> str:
     name = _flag(str(part["loc"][0])) if part["loc"] else ""
     if part["type"] == "missing":
         return f"{name} is required"
     if part["type"] == "extra_forbidden":
-        return f"{name} is not an option"
+        return _no_option(name, options)
     given = f", got {_SHORT.repr(part['input'])}" if name else ""
     return f"{name} {part['msg'].removeprefix('Value error, ')}{given}".strip()

@@ -91,7 +91,7 @@ class AnswerConfig(BaseModel):
 
 
 class GenerationConfig(AnswerConfig):
-    """How a text is made from a row, and at what depth."""
+    """At what depth a text is made."""
 
     target_speedup: float | None = Field(
         None,
@@ -156,7 +156,7 @@ class PlanConfig(BaseModel):
 
 
 class JobConfig(GenerationConfig, StorageConfig, PlanConfig):
-    """Generate a text for every row of a Parquet data set, at a fraction of the decoding compute."""
+    """Where a job reads and writes, on which machines, and when it stops."""
 
     input: str = Field(description="Parquet file, directory or glob: a local path or any fsspec URL such as s3://")
     output: str = Field(description="directory to write to; an unfinished run found there is resumed")

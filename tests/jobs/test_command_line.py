@@ -174,15 +174,26 @@ def test_options_that_contradict_each_other_are_named(capsys: pytest.CaptureFixt
     assert "min_new_tokens 9 exceeds max_new_tokens 8" in said
 
 
-@pytest.mark.parametrize("arguments", [["--modle", "x"], ["--mod", "x"], ["--max_new_tokens", "5"], ["stray"]])
-def test_an_unknown_flag_is_named(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    assert arguments[0] in mistake(capsys, *REQUIRED, *arguments)
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--modle", "x"], "--modle is not an option: did you mean --model?"),
+        (["--mod=x"], "--mod is not an option: did you mean --model?"),
+        (["--max_new_tokens", "5"], "--max_new_tokens is not an option: did you mean --max-new-tokens?"),
+        (["--xyz"], "--xyz is not an option\n"),
+        (["stray"], "'stray' belongs to no option"),
+    ],
+)
+def test_an_unknown_flag_is_named_and_the_nearest_right_one(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert f"error: {said}" in mistake(capsys, *REQUIRED, *arguments)
 
 
 def test_an_unknown_key_of_the_config_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("input: in/\noutput: out/\nmodle: x\n")
-    assert "modle is not an option" in mistake(capsys, "--config", str(file))
+    assert "--modle is not an option: did you mean --model?" in mistake(capsys, "--config", str(file))
 
 
 @pytest.mark.parametrize("content", ["input: [", "- a list\n", "just words", "\x00"])
@@ -207,6 +218,17 @@ def test_help_explains_every_option(capsys: pytest.CaptureFixture[str], config_c
         assert field.description is not None
         assert " ".join(field.description.split()) in shown
     assert "--config" in shown
+
+
+def test_help_shows_options_under_what_they_are_about(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help")
+    _, where, depth, how, storage, *_ = capsys.readouterr().out.split("\n\n")[2:]
+    assert where.startswith("Where a job reads and writes")
+    assert "--input" in where
+    assert "--schedule" in depth
+    assert "--prompt " in how
+    assert "--s3-endpoint" in storage
 
 
 @pytest.mark.parametrize("error", [JobError, ModelError, ScheduleError])
