@@ -13,7 +13,7 @@ from engine.captured.workspace import Workspaces
 from engine.checkpoints import checkpoint
 from engine.checkpoints.tokenizer import Tokenizer
 from engine.checkpoints.weight_files import Weights
-from engine.decoding.batch import Batch, BatchStats, Sample
+from engine.decoding.batch import Batch, BatchContext, BatchStats, Sample
 from engine.decoding.early_exit import EarlyExit, EarlyExitBatch
 from engine.decoding.generation import Generation, generation_of
 from engine.decoding.sampling import Sampling
@@ -170,7 +170,8 @@ class Engine:
         sampling = sampling or Sampling()
         ledger = self._ledger(schedule)
         samples = self._samples(prompts, sample_ids, sampling, batch_size)
-        return self._run(samples, ledger, self.compiled(ledger.schedule), sampling, batch_size, on_batch)
+        context = self._context(sampling, self.compiled(ledger.schedule))
+        return self._run(context, samples, ledger, batch_size, on_batch)
 
     def generate_each(
         self,
@@ -190,8 +191,8 @@ class Engine:
         sampling = sampling or Sampling()
         ledgers = [self._ledger(schedule) for schedule in schedules]
         samples = self._samples(prompts, sample_ids, sampling, batch_size)
-        compiled = self.compiled(*(ledger.schedule for ledger in ledgers))
-        return self._run_each(samples, ledgers, compiled, sampling, batch_size, on_batch)
+        context = self._context(sampling, self.compiled(*(ledger.schedule for ledger in ledgers)))
+        return self._run_each(context, samples, ledgers, batch_size, on_batch)
 
     def generate_with_exits(
         self,
@@ -207,18 +208,18 @@ class Engine:
         FLOPs and mean depth are those of the layers that each token really ran. `on_confidences` is given what the
         first check found for every decode token. Errors as for `generate`.
         """
-        stopping = Stopping(sampling, self.tokenizer, self.tokenizer.eos_ids)
+        context = self._context(sampling, Compiled())
         samples, ledger = self._samples(prompts, sample_ids, sampling, batch_size), self._ledger(None)
         for first in range(0, len(samples), batch_size):
             rows = samples[first : first + batch_size]
             with torch.inference_mode():
-                batch = EarlyExitBatch(rule, *self._batch_arguments(rows, ledger, Compiled(), sampling, stopping))
+                batch = EarlyExitBatch(rule, context, ledger, rows)
                 batch.run()
             if on_confidences is not None:
                 on_confidences(batch.confidences)
             for sample in rows:
                 flops, layers = batch.decode_flops(sample), batch.mean_active_layers(sample)
-                whole = generation_of(sample, stopping, ledger)
+                whole = generation_of(sample, context.stopping, ledger)
                 yield replace(whole, flops_decode=flops, mean_active_layers=layers)
 
     def unit_similarity(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> dict[Unit, float]:
@@ -339,32 +340,28 @@ class Engine:
 
     def _run(
         self,
+        context: BatchContext,
         samples: Sequence[Sample],
         ledger: Ledger,
-        compiled: Compiled,
-        sampling: Sampling,
         batch_size: int,
         on_batch: Callable[[BatchStats], None] | None,
     ) -> Iterator[Generation]:
-        stopping = Stopping(sampling, self.tokenizer, self.tokenizer.eos_ids)
         for first in range(0, len(samples), batch_size):
             rows = samples[first : first + batch_size]
             with torch.inference_mode():
-                stats = self._batch(rows, ledger, compiled, sampling, stopping).run()
+                stats = self._batch(context, ledger, rows).run()
             if on_batch is not None:
                 on_batch(stats)
-            yield from (generation_of(sample, stopping, ledger) for sample in rows)
+            yield from (generation_of(sample, context.stopping, ledger) for sample in rows)
 
     def _run_each(
         self,
+        context: BatchContext,
         samples: Sequence[Sample],
         ledgers: Sequence[Ledger],
-        compiled: Compiled,
-        sampling: Sampling,
         batch_size: int,
         on_batch: Callable[[int, BatchStats], None] | None,
     ) -> Iterator[tuple[int, Generation]]:
-        stopping = Stopping(sampling, self.tokenizer, self.tokenizer.eos_ids)
         alike: dict[PromptBridge | None, list[int]] = {}  # indices of ledgers, by what they do with prompts
         for index, ledger in enumerate(ledgers):
             alike.setdefault(ledger.schedule.prompt_bridge, []).append(index)
@@ -373,26 +370,20 @@ class Engine:
             for bridge, indices in alike.items():
                 whole = self._ledger(replace(Schedule.full_depth(self.shape.layers), prompt_bridge=bridge))
                 with torch.inference_mode():
-                    batch = self._batch(rows, whole, compiled, sampling, stopping)
+                    batch = self._batch(context, whole, rows)
                     runs = batch.run_each([ledgers[index] for index in indices])
                 for index, (finished, stats) in zip(indices, runs, strict=True):
                     if on_batch is not None:
                         on_batch(index, stats)
+                    stopping = context.stopping
                     yield from ((index, generation_of(sample, stopping, ledgers[index])) for sample in finished)
 
-    def _batch(self, *arguments: Any) -> Batch:
-        """A batch that decodes as the kernels ask for; arguments as for `_batch_arguments`."""
-        batch = self._batch_arguments(*arguments)
-        return StaticBatch(self._workspaces, *batch) if self._kernels.static_passes else Batch(*batch)
+    def _context(self, sampling: Sampling, compiled: Compiled) -> BatchContext:
+        stopping = Stopping(sampling, self.tokenizer, self.tokenizer.eos_ids)
+        return BatchContext(self._decoder, self._kernels, self._prompts, compiled, stopping, self._dtype, self._device)
 
-    def _batch_arguments(
-        self,
-        samples: Sequence[Sample],
-        ledger: Ledger,
-        compiled: Compiled,
-        sampling: Sampling,
-        stopping: Stopping,
-    ) -> tuple[Any, ...]:
-        model, where = (self._decoder, self._kernels), (self._dtype, self._device)
-        ends = (self.tokenizer.eos_ids, stopping)
-        return (*model, ledger, compiled, samples, sampling, *ends, *where, self._prompts)
+    def _batch(self, context: BatchContext, ledger: Ledger, samples: Sequence[Sample]) -> Batch:
+        """A batch that decodes as the kernels ask for."""
+        if self._kernels.static_passes:
+            return StaticBatch(self._workspaces, context, ledger, samples)
+        return Batch(context, ledger, samples)

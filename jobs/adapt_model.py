@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from huggingface_hub import ModelCardData
 from rich.console import Console
 from rich.table import Table
 
@@ -109,8 +110,7 @@ def _card(config: AdaptModel, names: Sequence[str], done: Training) -> str:
     )
     alone = "" in names
     return f"""---
-base_model: {config.model}
-library_name: skipdecode
+{ModelCardData(base_model=config.model, library_name="skipdecode").to_yaml()}
 ---
 {"A SkipDecode schedule" if alone else "SkipDecode schedules"} trained on {config.input}, from {config.schedule}: \
 {what}. The model's own weights are unchanged.

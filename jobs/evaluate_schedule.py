@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine import Engine, ModelShape, Schedule, describe, model_identity
+from engine.bootstrap import Bootstrap, Estimate
 from engine.calibration.prompts import check_prompt_layers
 from engine.checkpoints.tokenizer import Tokenizer
 from jobs import command_line
@@ -28,7 +29,6 @@ from jobs.answers import PART
 from jobs.prompts import SUMMARIZE
 from pipeline import logs
 from pipeline.errors import JobError
-from pipeline.evaluation.bootstrap import Bootstrap, Estimate
 from pipeline.evaluation.bridged_rivals import bridged_rivals
 from pipeline.evaluation.contender import Contender, ending
 from pipeline.evaluation.figures import Figures, combined, figures, read_outputs, worst

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from engine.captured.late_reads import LateReads
 from engine.captured.workspace import Workspaces, padded_rows
-from engine.decoding.batch import COMPACT_BELOW, Batch, BatchStats, Sample
+from engine.decoding.batch import COMPACT_BELOW, Batch, BatchContext, BatchStats, Sample
 from engine.decoding.cache import KVCache
 from engine.forward.ledger import Ledger
 from engine.forward.operations import attention_layers
@@ -20,10 +20,11 @@ class StaticBatch(Batch):
     The host learns that a row has ended one pass late: it drops what the row said after its end.
     """
 
-    def __init__(self, workspaces: Workspaces, *batch: Any) -> None:
-        """Arguments after the workspaces as for `Batch`."""
+    def __init__(
+        self, workspaces: Workspaces, context: BatchContext, ledger: Ledger, samples: Sequence[Sample]
+    ) -> None:
         self._workspaces = workspaces
-        super().__init__(*batch)
+        super().__init__(context, ledger, samples)
         self._left: list[tuple[Sample | None, int]] = []  # rows, and how many passes each was part of
 
     def run(self) -> BatchStats:
@@ -33,14 +34,9 @@ class StaticBatch(Batch):
         return stats
 
     def _make_cache(self) -> KVCache:
-        rows, layers = len(self.samples), attention_layers(self._ledger.plans[0])
+        rows, layers = len(self.samples), attention_layers(self._plans[0])
         longest = max(len(sample.prompt) + sample.limit for sample in self.samples)
-        model, ends, where = (
-            (self._decoder, self._kernels),
-            (self._sampling, self._eos_ids),
-            (self._dtype, self._device),
-        )
-        self._workspace = self._workspaces.take(*model, layers, rows, longest, *ends, *where)
+        self._workspace = self._workspaces.take(self._context, layers, rows, longest)
         return self._workspace.empty_cache(rows, layers)
 
     def _fork(self, ledger: Ledger) -> Batch:
@@ -72,17 +68,17 @@ class StaticBatch(Batch):
         return step
 
     def _start_pass(self, step: int, rows: int) -> None:
-        plan = self._ledger.plans[self._ledger.schedule.plateau_at(step)]
+        plan = self._plans[self._ledger.schedule.plateau_at(step)]
         self._cache.keep_layers(attention_layers(plan))
         self._cache_course.append(self._cache.bytes)
-        head = self._compiled.head(self._ledger.schedule, self._decoder)
-        self._workspace.run_pass(plan, head, self._compiled, rows)
+        compiled = self._context.compiled
+        self._workspace.run_pass(plan, compiled.head(self._ledger.schedule, self._decoder), compiled, rows)
 
     def _extend_late(self, rows: list[Sample | None], tokens: list[int]) -> None:
         for sample, token in zip(rows, tokens, strict=True):
             if sample is not None and not sample.finished:
                 sample.tokens.append(token)
-                sample.ended = self._stopping.ends(sample.tokens)
+                sample.ended = self._context.stopping.ends(sample.tokens)
 
     def _compact_late(self, rows: list[Sample | None], passes: int) -> list[Sample | None]:
         """The rows to go on with: the unfinished ones, and as many others as fill up the next smaller batch size."""
@@ -106,7 +102,7 @@ class StaticBatch(Batch):
             spent = self._ledger.decode(len(sample.prompt), len(sample.tokens))
             context = len(sample.prompt) + len(sample.tokens)
             # After a stop string, which the device doesn't see, a row grows on.
-            longest = context if self._stopping.is_end(sample.tokens[-1]) else len(sample.prompt) + sample.limit
+            longest = context if self._context.stopping.is_end(sample.tokens[-1]) else len(sample.prompt) + sample.limit
         for step in range(useful, passes):
             spent += plateaus[schedule.plateau_at(step)].tokens(context, context)
             context = min(context + 1, longest)

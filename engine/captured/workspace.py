@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from engine.captured.graphs import Graphs
+from engine.decoding.batch import BatchContext
 from engine.decoding.cache import GROWTH, KVCache
 from engine.decoding.sampling import Sampler, Sampling
 from engine.forward.compiled_parts import Head
@@ -147,24 +148,14 @@ class Workspaces:
         """To be called when a batch is done; one that failed, for lack of memory say, leaves nothing behind."""
         self._kept = workspace
 
-    def take(
-        self,
-        decoder: Decoder,
-        kernels: Kernels,
-        layers: set[int],
-        rows: int,
-        capacity: int,
-        sampling: Sampling,
-        eos_ids: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Workspace:
+    def take(self, context: BatchContext, layers: set[int], rows: int, capacity: int) -> Workspace:
         """A workspace for `rows` rows of `capacity` tokens in the cache of `layers`: the one kept if it will do."""
         rows = padded_rows(rows)
         workspace, self._kept = self._kept, None
-        if workspace is not None and workspace.sampling == sampling and workspace.holds(layers, rows, capacity):
+        if workspace is not None and workspace.sampling == context.sampling and workspace.holds(layers, rows, capacity):
             return workspace
         del workspace  # before its successor takes memory
         capacity = -(-capacity // GROWTH) * GROWTH  # a little more, so that it is not too small for the next batch
-        cache = KVCache(decoder.shape, layers, rows, capacity, dtype, device)
-        return Workspace(decoder, kernels, cache, rows, sampling, eos_ids)
+        decoder, stopping = context.decoder, context.stopping
+        cache = KVCache(decoder.shape, layers, rows, capacity, context.dtype, context.device)
+        return Workspace(decoder, context.kernels, cache, rows, stopping.sampling, stopping.eos_ids)

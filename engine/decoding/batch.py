@@ -16,7 +16,7 @@ from engine.decoding.cache import GROWTH, KVCache
 from engine.decoding.sampling import Sampler, Sampling
 from engine.decoding.stopping import Stopping
 from engine.forward.ledger import Ledger
-from engine.forward.operations import Compiled, Operation, attention_layers, run_plan
+from engine.forward.operations import Compiled, Operation, attention_layers, decode_plans, run_plan
 from engine.forward.packing import packs
 from engine.forward.prompt_pass import PROMPT_TOKENS, PromptPass
 from engine.kernels.base import Kernels
@@ -72,6 +72,23 @@ class BatchStats:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchContext:
+    """What all batches of a call share."""
+
+    decoder: Decoder
+    kernels: Kernels
+    prompts: PromptPass
+    compiled: Compiled  # of all schedules that the call runs
+    stopping: Stopping
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.stopping.sampling
+
+
+@dataclass(frozen=True, slots=True)
 class RowGroup:
     """Neighbouring rows of a batch that attend together, for one step."""
 
@@ -83,24 +100,10 @@ class RowGroup:
 class Batch:
     """The rows of one batch, from their prompts to their last tokens."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        kernels: Kernels,
-        ledger: Ledger,
-        compiled: Compiled,
-        samples: Sequence[Sample],
-        sampling: Sampling,
-        eos_ids: Sequence[int],
-        stopping: Stopping,
-        dtype: torch.dtype,
-        device: torch.device,
-        prompts: PromptPass,
-    ) -> None:
-        self._prompts = prompts
-        self._decoder, self._kernels, self._ledger, self._stopping = decoder, kernels, ledger, stopping
-        self._compiled, self._dtype, self._device = compiled, dtype, device
-        self._sampling, self._eos_ids = sampling, eos_ids
+    def __init__(self, context: BatchContext, ledger: Ledger, samples: Sequence[Sample]) -> None:
+        """`ledger` is of the schedule to decode under."""
+        self._context, self._decoder, self._device = context, context.decoder, context.device
+        self._ledger, self._plans = ledger, decode_plans(ledger.schedule)
         self.samples = samples
         self._rows = list(samples)  # row -> sample
         self._sampler = self._make_sampler()
@@ -125,22 +128,23 @@ class Batch:
     def _fork(self, ledger: Ledger) -> Batch:
         """This batch as it is after its prompt pass, to be decoded under another schedule."""
         fork = copy.copy(self)
-        fork._ledger = ledger
+        fork._ledger, fork._plans = ledger, decode_plans(ledger.schedule)
         fork.samples = [replace(sample, tokens=[]) for sample in self.samples]
         fork._rows = list(fork.samples)
         fork._sampler = fork._make_sampler()
-        fork._cache = self._cache.copy(attention_layers(ledger.plans[0]))
+        fork._cache = self._cache.copy(attention_layers(fork._plans[0]))
         fork._cache_course = [fork._cache.bytes]
         return fork
 
     def _make_sampler(self) -> Sampler:
         prompts, ids = [s.prompt for s in self.samples], [s.sample_id for s in self.samples]
-        return Sampler(self._sampling, self._eos_ids, self._decoder.shape.vocab, prompts, ids, self._device)
+        stopping, vocab = self._context.stopping, self._decoder.shape.vocab
+        return Sampler(stopping.sampling, stopping.eos_ids, vocab, prompts, ids, self._device)
 
     def _make_cache(self) -> KVCache:
         longest = max(len(sample.prompt) + min(sample.limit, GROWTH) for sample in self.samples)
-        cached = attention_layers(self._ledger.plans[0])
-        return KVCache(self._decoder.shape, cached, len(self.samples), longest, self._dtype, self._device)
+        cached = attention_layers(self._plans[0])
+        return KVCache(self._decoder.shape, cached, len(self.samples), longest, self._context.dtype, self._device)
 
     def _generate(self, logits: Tensor, prefill_seconds: float) -> BatchStats:
         """From the last prompt tokens' logits [B, vocab] to the end of every sample."""
@@ -182,7 +186,7 @@ class Batch:
         rows = range(len(self._rows))
         groups = [list(group) for _, group in groupby(rows, key=lambda row: self._rows[row].index)]
         for group in groups:
-            shared = self._prompts.shared(self._rows[group[0]].prompt)
+            shared = self._context.prompts.shared(self._rows[group[0]].prompt)
             for row in group:
                 self._rows[row].shared_prefix = shared
                 self._rows[row].shares_prompt = row != group[0]
@@ -201,12 +205,12 @@ class Batch:
                     self._cache.write_prompt(layer, row, k, v)
 
         prompts = [self._rows[group[0]].prompt for group in groups]
-        return self._decoder.logits(self._prompts.run(prompts, keep, self._ledger.schedule.prompt_bridge))
+        return self._decoder.logits(self._context.prompts.run(prompts, keep, self._ledger.schedule.prompt_bridge))
 
     def _decode(self, step: int) -> Tensor:
         """One pass over every row's newest token under the schedule's active set: logits [B, vocab]."""
         plateau = self._ledger.schedule.plateau_at(step)
-        plan = self._ledger.plans[plateau]
+        plan = self._plans[plateau]
         cache, longest = self._cache, max(len(s.prompt) + len(s.tokens) for s in self._rows)
         layers = attention_layers(plan)
         cache.keep_layers(layers)
@@ -226,7 +230,7 @@ class Batch:
             kind = shape.attention_kind(layer)
             return torch.cat(
                 [
-                    self._kernels.decode_attention(
+                    self._context.kernels.decode_attention(
                         q[group.rows], *cache.view(layer, group.rows, group.longest), group.masks[kind.window], kind
                     )
                     for group in groups
@@ -243,7 +247,7 @@ class Batch:
         for group in groups:
             self._executed += (group.rows.stop - group.rows.start) * cost.tokens(group.longest, group.longest)
         with record_function("head"):
-            return self._compiled.head(self._ledger.schedule, self._decoder)(x)
+            return self._context.compiled.head(self._ledger.schedule, self._decoder)(x)
 
     def _row_group(self, rows: range, windows: Collection[int | None]) -> RowGroup:
         longest = max(len(self._rows[row].prompt) + len(self._rows[row].tokens) for row in rows)
@@ -252,13 +256,15 @@ class Batch:
         masks = {}
         for window in windows:
             unseen = slots > newest if window is None else (slots > newest) | (slots <= newest - window)
-            mask = torch.zeros(unseen.shape, dtype=self._dtype, device=self._device).masked_fill_(unseen, -torch.inf)
+            mask = torch.zeros(unseen.shape, dtype=self._context.dtype, device=self._device).masked_fill_(
+                unseen, -torch.inf
+            )
             masks[window] = mask.repeat_interleave(self._decoder.shape.kv_heads, 0).unsqueeze(1)
         return RowGroup(slice(rows.start, rows.stop), longest, masks)
 
     def _run_plan(self, plan: Sequence[Operation], x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
         """Hidden states [N, hidden] after the plan's operations."""
-        return run_plan(self._decoder, plan, self._compiled, x, rotations, attend)
+        return run_plan(self._decoder, plan, self._context.compiled, x, rotations, attend)
 
     def _extend(self, logits: Tensor, step: int) -> None:
         """Sample a token for every unfinished row."""
@@ -267,7 +273,7 @@ class Batch:
         for sample, token in zip(self._rows, tokens, strict=True):
             if not sample.finished:
                 sample.tokens.append(token)
-                sample.ended = self._stopping.ends(sample.tokens)
+                sample.ended = self._context.stopping.ends(sample.tokens)
 
     def _compact(self) -> None:
         """Drop finished rows once enough of them are."""

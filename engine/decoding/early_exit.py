@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.decoding.batch import Batch, Sample
+from engine.decoding.batch import Batch, BatchContext, Sample
 from engine.forward.ledger import Ledger
 from engine.forward.operations import Operation
 from engine.models.decoder import Attend, Rotations
@@ -61,9 +61,9 @@ class EarlyExit:
 class EarlyExitBatch(Batch):
     """A batch that decodes under an exit rule."""
 
-    def __init__(self, rule: EarlyExit, *batch: object) -> None:
-        """Arguments after the rule as for `Batch`, whose schedule must be full depth."""
-        super().__init__(*batch)  # type: ignore[arg-type]
+    def __init__(self, rule: EarlyExit, context: BatchContext, ledger: Ledger, samples: Sequence[Sample]) -> None:
+        """`ledger` must be of full depth."""
+        super().__init__(context, ledger, samples)
         self._rule = rule
         self._depths: dict[int, list[int]] = {id(sample): [] for sample in self.samples}  # layers run, step by step
         self.confidences: list[float] = []  # of running rows at the first check

@@ -20,7 +20,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from engine.forward.operations import ApplyBridge, Operation, decode_plan, run_units
 from engine.schedules.schedule import Schedule
 from engine.shape import ModelShape
 
@@ -50,21 +49,16 @@ class Ledger:
     schedule: Schedule
 
     @cached_property
-    def plans(self) -> tuple[tuple[Operation, ...], ...]:
-        """What decode tokens go through on each plateau: what is run, and what is counted."""
-        return tuple(decode_plan(self.schedule, index) for index in range(len(self.schedule.plateaus)))
-
-    @cached_property
     def plateaus(self) -> tuple[PlateauCost, ...]:
         costs, preview = [], self.schedule.head_preview
-        for plateau, plan in zip(self.schedule.plateaus, self.plans, strict=True):
-            units = run_units(plan)
+        for index, plateau in enumerate(self.schedule.plateaus):
+            units = self.schedule.active_units(index)
             layers = [unit.layer for unit in units if unit.kind == "a"]
             parameters = (
                 self.shape.input_parameters
                 + len(layers) * self.shape.attention_parameters
                 + (len(units) - len(layers)) * self.shape.mlp_parameters
-                + sum(operation.bridge.parameters for operation in plan if isinstance(operation, ApplyBridge))
+                + sum(bridge.parameters for bridge in self.schedule.bridges_on(index))
                 + (preview.parameters(self.shape) if preview else self.shape.head_parameters)
             )
             costs.append(PlateauCost(plateau.first_step, 2 * parameters, self._attention(layers), len(units)))

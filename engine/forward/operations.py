@@ -1,6 +1,6 @@
 """What a pass over the layers does: a short list of operations.
 
-Decoding, the FLOP ledger and every other forward under a schedule read this one list.
+Decoding and every other forward under a schedule read this one list.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def decode_plan(schedule: Schedule, plateau: int) -> tuple[Operation, ...]:
     return tuple(plan)
 
 
-def run_units(plan: tuple[Operation, ...]) -> tuple[Unit, ...]:
-    """The units that a plan runs, in order."""
-    return tuple(operation.unit for operation in plan if isinstance(operation, RunUnit))
+def decode_plans(schedule: Schedule) -> tuple[tuple[Operation, ...], ...]:
+    """The plan of each plateau."""
+    return tuple(decode_plan(schedule, plateau) for plateau in range(len(schedule.plateaus)))
 
 
 def attention_layers(plan: Sequence[Operation]) -> set[int]:

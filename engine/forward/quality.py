@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from engine.bootstrap import Bootstrap
 from engine.forward.operations import Compiled
 from engine.forward.teacher_forcing import AnswerPass
 from engine.schedules.schedule import Schedule
-
-RESAMPLES = 1000
 
 
 @dataclass(frozen=True)
@@ -34,18 +32,14 @@ class Quality:
     def figures(self, seed: int = 0) -> dict[str, float | list[float]]:
         """Means over tokens with 95 % bootstrap intervals; answers are drawn, as tokens of one are not independent."""
         figures: dict[str, float | list[float]] = {}
+        tokens = torch.bincount(self.sample).double().numpy()
+        bootstrap = Bootstrap(len(tokens), seed)
         for name, values in (("kl", self.kl.double()), ("agreement", self.agrees.double())):
-            low, high = self._interval(values, seed)
-            figures |= {name: round(float(values.mean()), 4), f"{name}_interval": [round(low, 4), round(high, 4)]}
+            estimate = bootstrap.ratio(torch.bincount(self.sample, weights=values).numpy(), tokens)
+            assert estimate is not None
+            value, low, high = (round(figure, 4) for figure in estimate)
+            figures |= {name: value, f"{name}_interval": [low, high]}
         return figures
-
-    def _interval(self, values: Tensor, seed: int) -> tuple[float, float]:
-        sums = torch.bincount(self.sample, weights=values).numpy()
-        counts = torch.bincount(self.sample).numpy()
-        drawn = np.random.default_rng(seed).integers(0, len(counts), (RESAMPLES, len(counts)))
-        means = sums[drawn].sum(1) / counts[drawn].sum(1)
-        low, high = np.quantile(means, [0.025, 0.975])
-        return float(low), float(high)
 
 
 class Judge:

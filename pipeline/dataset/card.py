@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
-import yaml
+from huggingface_hub import DatasetCardData
 
 from pipeline.commits.commit import Totals, checksum
 from pipeline.dataset.config import DatasetConfig
@@ -28,20 +28,18 @@ def write_card(
     """Markdown. `run` is the generation's manifest, `manifest` the data set's."""
     rows = sum(shard.rows for shard in shards)
     name = config.dataset_name or config.output.rstrip("/").rsplit("/", 1)[-1]
-    front: dict[str, Any] = {
-        "pretty_name": name,
-        **({"license": config.dataset_license} if config.dataset_license else {}),
-        "tags": ["synthetic"],
-        "size_categories": [_size(rows)],
-        "configs": [
-            {"config_name": "default", "data_files": [{"split": SPLIT, "path": f"{FOLDER}/{SPLIT}-*.parquet"}]}
-        ],
-    }
+    front = DatasetCardData(
+        pretty_name=name,
+        license=config.dataset_license,
+        tags=["synthetic"],
+        size_categories=[_size(rows)],
+        configs=[{"config_name": "default", "data_files": [{"split": SPLIT, "path": f"{FOLDER}/{SPLIT}-*.parquet"}]}],
+    )
     dropped = "\n".join(f"| {reason} | {count:,} |" for reason, count in manifest["dropped"].items())
     columns = "\n".join(f"| {_inline(field.name)} | {_inline(field.type)} |" for field in schema)
     sampling = ", ".join(f"{key} {_inline(value)}" for key, value in run["sampling"].items() if value not in ([], None))
     return _signed(f"""---
-{yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip()}
+{front.to_yaml()}
 ---
 
 # {_escaped(name)}

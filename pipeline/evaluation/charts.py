@@ -14,9 +14,9 @@ from matplotlib.patches import Patch
 
 from engine import Schedule
 from engine.adaptation.trainer import Point
+from engine.bootstrap import Estimate
 from engine.forward.operations import ApplyBridge, decode_plan
 from engine.parts.unit import all_units
-from pipeline.evaluation.bootstrap import Estimate
 from pipeline.evaluation.contender import FULL_DEPTH
 from pipeline.evaluation.figures import Figures
 from pipeline.reporting.chart_style import ACCENT, INK, PALE, to_svg

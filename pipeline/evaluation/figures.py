@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from engine import Schedule
-from pipeline.evaluation.bootstrap import Bootstrap, Estimate, Values
+from engine.bootstrap import Bootstrap, Estimate, Values
 from pipeline.evaluation.contender import Contender
 from pipeline.evaluation.study import OUTPUTS, Prompt, Study, Timing
 from pipeline.reporting.text_metrics import Overlap, overlap, repetition

@@ -9,8 +9,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 
 from engine import Schedule
+from engine.bootstrap import Estimate
 from pipeline.evaluation import charts
-from pipeline.evaluation.bootstrap import Estimate
 from pipeline.evaluation.contender import FULL_DEPTH, Contender
 from pipeline.evaluation.figures import Figures
 

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from engine import EarlyExit, Engine, Generation, Sampling, Schedule
+from engine.bootstrap import Bootstrap
 from engine.schedules import decays, orders, recipes
-from pipeline.evaluation.bootstrap import Bootstrap
 from pipeline.evaluation.contender import Contender
 from pipeline.evaluation.figures import combined, figures, read_outputs, worst
 from pipeline.evaluation.study import Prompt, Study

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.evaluation.bootstrap import Bootstrap
+from engine.bootstrap import Bootstrap
 from pipeline.reporting.text_metrics import overlap, repetition
 
 

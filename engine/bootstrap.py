@@ -1,4 +1,7 @@
-"""Bootstrap intervals of sums over sums, all from the same resamples, so that comparisons are paired."""
+"""Bootstrap intervals of sums over sums, all from the same resamples, so that comparisons are paired.
+
+As `scipy.stats.bootstrap` gives them with its percentile method; the engine does without scipy.
+"""
 
 from __future__ import annotations
 
