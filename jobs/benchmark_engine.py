@@ -34,7 +34,7 @@ from jobs.engine_benchmark.contenders import CTranslate2, run_engine, time_engin
 from jobs.engine_benchmark.figures import ablation_table, cache_line, split_line, table, write_chart
 from jobs.engine_benchmark.floor import MachineRates, decode_floor, measure_rates
 from jobs.engine_benchmark.split import time_split
-from jobs.engine_benchmark.timing import Contender, compare, take_turns
+from jobs.engine_benchmark.timing import TimedContender, compare, take_turns
 from pipeline.errors import JobError
 from pipeline.rows.template import PromptTemplate
 from pipeline.storage.ownership import claim_directory
@@ -123,12 +123,12 @@ class _Baselines:
             tokenizer = AutoTokenizer.from_pretrained(directory)
             self._vocabulary = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
 
-    def contenders(self, prompts: Sequence[Sequence[int]]) -> list[Contender]:
+    def contenders(self, prompts: Sequence[Sequence[int]]) -> list[TimedContender]:
         runs = {
             "transformers": lambda: time_transformers(self._transformers, prompts, self._new_tokens),
             "ctranslate2": lambda: self._ctranslate2.time(prompts, self._new_tokens, self._vocabulary),
         }
-        return [Contender(name, runs[name]) for name in self._names]
+        return [TimedContender(name, runs[name]) for name in self._names]
 
 
 def _measure(
@@ -146,7 +146,7 @@ def _measure(
     schedules[RAMP] = recipes.skipdecode(layers, 4, max_active=layers, min_active=5, horizon=config.new_tokens - 1)
 
     ours = [
-        Contender(
+        TimedContender(
             name,
             partial(time_engine, engine, prompts, config.new_tokens, schedule),
             decode_flop_speedup(engine.shape, schedule, lengths),

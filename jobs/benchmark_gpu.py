@@ -32,7 +32,7 @@ from jobs.engine_benchmark.floor import MachineRates, decode_floor, measure_rate
 from jobs.engine_benchmark.gpu_peers import VLLM, random_reference, time_continuous_batching
 from jobs.engine_benchmark.host_syncs import WAITS, events_per_step
 from jobs.engine_benchmark.random_model import SHAPES, RandomWeights, config_of, random_engine, random_prompts
-from jobs.engine_benchmark.timing import Contender, Timing, compare, take_turns
+from jobs.engine_benchmark.timing import TimedContender, Timing, compare, take_turns
 from pipeline.errors import JobError
 from pipeline.storage.ownership import claim_directory
 
@@ -106,7 +106,7 @@ def measure(
     schedules = {FULL_DEPTH: Schedule.full_depth(engine.shape.layers)}
     schedules |= {f"{x:g}x": for_target_speedup(x, lengths, engine.shape) for x in options.speedups}
     ours = [
-        Contender(
+        TimedContender(
             name,
             partial(time_warm, engine, prompts, new_tokens, schedule),
             decode_flop_speedup(engine.shape, schedule, lengths),
@@ -138,14 +138,14 @@ def time_peer(
     device: torch.device,
     prompts: Prompts,
     options: argparse.Namespace,
-) -> Contender | None:
+) -> TimedContender | None:
     """A peer with its timings, or None where it is not installed or fails, which is printed: it decides nothing."""
     if peer == "vllm" and importlib.util.find_spec("vllm") is None:
         return None
     with tempfile.TemporaryDirectory() as scratch:
         try:
             run = _peer_run(peer, config, dtype, device, Path(scratch), prompts, options.new_tokens)
-            contender = Contender(peer, run)
+            contender = TimedContender(peer, run)
             take_turns([contender], options.rounds)
         except Exception as error:  # another project's code, on a device of its choosing
             print(f"{peer} failed: {type(error).__name__}: {error}", file=sys.stderr)

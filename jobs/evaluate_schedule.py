@@ -33,7 +33,7 @@ from pipeline.evaluation.bridged_rivals import bridged_rivals
 from pipeline.evaluation.contender import Contender, ending
 from pipeline.evaluation.figures import Figures, combined, figures, read_outputs, worst
 from pipeline.evaluation.report import REPORT_FILE, Section, render
-from pipeline.evaluation.rivals import RIVALS, Calibration
+from pipeline.evaluation.rivals import RIVALS, RivalCalibration
 from pipeline.evaluation.shorter_prompts import with_shorter_prompts
 from pipeline.evaluation.solved import SolvedRivals
 from pipeline.evaluation.study import Prompt, Study
@@ -122,14 +122,14 @@ def evaluate(config: EvaluateSchedule) -> None:
         )
     if config.bridged_rivals:
         log.info("fitting the rivals' bridges on %d calibration prompts", len(held_back))
-        calibration = Calibration.measure(engine, sampling, [prompt.tokens for prompt in held_back])
+        calibration = RivalCalibration.measure(engine, sampling, [prompt.tokens for prompt in held_back])
         contenders += bridged_rivals(config.target_speedups, calibration)
     if config.rivals:
         tokens = [prompt.tokens for prompt in held_back[: config.calibration_rows]]
         wanted = list(RIVALS) if "all" in config.rivals else config.rivals
         log.info("solving rivals on %d calibration prompts", len(tokens))
         solved = SolvedRivals(config.output / WORK_FOLDER / RIVALS_FOLDER, identity, sampling, tokens)
-        measure = partial(Calibration.measure, engine, sampling, tokens)
+        measure = partial(RivalCalibration.measure, engine, sampling, tokens)
         for rival in solved.solve(wanted, config.target_speedups, measure):
             log.info("%s: %s", rival.label, rival.note or "solved")
             contenders.append(rival)

@@ -36,7 +36,7 @@ SAME_ANSWERS = ("model", "sampling", "prompt")  # of two run records: where thes
 
 
 @dataclass(frozen=True, slots=True)
-class Outputs:
+class ExpectedOutputs:
     """What is known of the answers before the run."""
 
     lengths: Sequence[int]  # output tokens of a row, values that stand for the distribution
@@ -126,21 +126,21 @@ def _sample(job: Preparation, tokenizer: PromptTokenizer) -> list[list[int] | No
     return prompts[: config.plan_rows]
 
 
-def _outputs(job: Preparation, ledger: Ledger, prompts: Sequence[list[int]], prefix: list[int]) -> Outputs:
+def _outputs(job: Preparation, ledger: Ledger, prompts: Sequence[list[int]], prefix: list[int]) -> ExpectedOutputs:
     config = job.config
     if config.plan_prompts:
         found = _answer(job, ledger, prompts[: config.plan_prompts], prefix)
     else:
-        found = _earlier(job) or Outputs(
+        found = _earlier(job) or ExpectedOutputs(
             [config.max_new_tokens], "the most that is allowed, max_new_tokens for every row"
         )
     if config.plan_output_tokens is not None:
         assumed = [round(config.plan_output_tokens)]
-        return Outputs(assumed, f"{config.plan_output_tokens:g} for every row, as you say", found.speed)
+        return ExpectedOutputs(assumed, f"{config.plan_output_tokens:g} for every row, as you say", found.speed)
     return found
 
 
-def _answer(job: Preparation, ledger: Ledger, prompts: Sequence[list[int]], prefix: list[int]) -> Outputs:
+def _answer(job: Preparation, ledger: Ledger, prompts: Sequence[list[int]], prefix: list[int]) -> ExpectedOutputs:
     """Answer some prompts with the run's own settings, in this process."""
     config = job.config
     engine = job.backend.engine(config, config.threads_per_replica)
@@ -165,10 +165,10 @@ def _answer(job: Preparation, ledger: Ledger, prompts: Sequence[list[int]], pref
         decode / max(1, sum(answer.flops_decode for answer in good)),
         source,
     )
-    return Outputs([answer.generated_tokens for answer in good], f"{len(good)} sampled prompts answered", speed)
+    return ExpectedOutputs([answer.generated_tokens for answer in good], f"{len(good)} sampled prompts answered", speed)
 
 
-def _earlier(job: Preparation) -> Outputs | None:
+def _earlier(job: Preparation) -> ExpectedOutputs | None:
     """Lengths and speed of what a run with the same model, prompt and sampling has committed, under any schedule."""
     storage = job.config.output_storage()
     record, wanted = read_run(storage), json.loads(json.dumps(job.description))
@@ -181,7 +181,7 @@ def _earlier(job: Preparation) -> Outputs | None:
         return None
     rate = totals.seconds / totals.flops
     said = f"{totals.rows - totals.errors:,} rows that run {record['fingerprint']} committed here"
-    return Outputs(lengths, said, (rate, rate, said))
+    return ExpectedOutputs(lengths, said, (rate, rate, said))
 
 
 def _lengths(storage: Storage, commits: Sequence[Commit]) -> list[int]:

@@ -9,7 +9,7 @@ from unittest.mock import patch
 from engine import Engine, Schedule
 from engine.kernels.base import Kernels, OneDnnKernels
 from jobs.engine_benchmark.contenders import Prompts, time_engine
-from jobs.engine_benchmark.timing import Contender, Timing
+from jobs.engine_benchmark.timing import TimedContender, Timing
 
 ALL = "all of them"
 
@@ -33,7 +33,7 @@ class Ablation:
 
     def contenders(
         self, engine: Engine, prompts: Prompts, new_tokens: int, schedule: Schedule, instruction: Sequence[int]
-    ) -> list[Contender]:
+    ) -> list[TimedContender]:
         """The engine with everything, named `ALL`, and without each one; `instruction` is what prompts begin with."""
         time = partial(time_engine, prompts=prompts, new_tokens=new_tokens, schedule=schedule)
 
@@ -54,6 +54,6 @@ class Ablation:
             "instruction computed once": partial(time, engine),
         }
         return [
-            Contender(ALL, partial(sharing, engine), flop_speedup=1.0),
-            *(Contender(name, run) for name, run in without.items()),
+            TimedContender(ALL, partial(sharing, engine), flop_speedup=1.0),
+            *(TimedContender(name, run) for name, run in without.items()),
         ]

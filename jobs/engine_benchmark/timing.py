@@ -29,7 +29,7 @@ class Timing:
 
 
 @dataclass
-class Contender:
+class TimedContender:
     """Something that generates for a batch of prompts."""
 
     name: str
@@ -40,7 +40,7 @@ class Contender:
 
 
 def take_turns(
-    contenders: Sequence[Contender], rounds: int, track: Callable[[Iterable[int]], Iterable[int]] = iter
+    contenders: Sequence[TimedContender], rounds: int, track: Callable[[Iterable[int]], Iterable[int]] = iter
 ) -> None:
     """Time every contender once a round, in a rotating order, after a round that warms up; `track` shows progress."""
     for turn in track(range(rounds + 1)):
@@ -51,12 +51,12 @@ def take_turns(
                 contender.timings.append(timing)
 
 
-def compare(contenders: Sequence[Contender], full_depth: str) -> list[dict[str, Any]]:
+def compare(contenders: Sequence[TimedContender], full_depth: str) -> list[dict[str, Any]]:
     """Medians of each contender, and of its ratios to the others round by round: a drifting machine favours nobody."""
     by_name = {contender.name: contender for contender in contenders}
     baselines = [contender.name for contender in contenders if contender.flop_speedup is None]
 
-    def ratio(contender: Contender, baseline: str, rate: Callable[[Timing], float]) -> float:
+    def ratio(contender: TimedContender, baseline: str, rate: Callable[[Timing], float]) -> float:
         pairs = zip(contender.timings, by_name[baseline].timings, strict=True)
         return median(rate(ours) / rate(theirs) for ours, theirs in pairs)
 

@@ -44,7 +44,7 @@ class _File(TypedDict):
     rows: Count
 
 
-class _Manifest(TypedDict):
+class _DatasetManifest(TypedDict):
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     run: Fingerprint
     rows: Count
@@ -53,7 +53,7 @@ class _Manifest(TypedDict):
 
 
 _RECORD: Record[dict[str, Any]] = Record(
-    _Manifest, "delete it, and start the job again: the data set is published anew from the run", LARGE
+    _DatasetManifest, "delete it, and start the job again: the data set is published anew from the run", LARGE
 )
 
 

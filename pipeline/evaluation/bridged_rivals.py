@@ -17,7 +17,7 @@ from engine.calibration.head import HeadStates, counted_preview
 from engine.forward.teacher_forcing import Answer
 from engine.schedules import decays, orders
 from pipeline.evaluation.contender import Contender
-from pipeline.evaluation.rivals import Calibration
+from pipeline.evaluation.rivals import RivalCalibration
 
 RIDGE = 1e-3  # of the mean variance; the calibration job's usual choice
 SKIPDECODE_WARMUP = 3  # bare, the best warm-up varies; behind a bridge 2 to 4 do about equally well
@@ -25,7 +25,7 @@ SKIPDECODE_WARMUP = 3  # bare, the best warm-up varies; behind a bridge 2 to 4 d
 Layers = tuple[int, int]  # [first, end)
 
 
-def bridged_rivals(targets: Sequence[float], calibration: Calibration) -> Iterator[Contender]:
+def bridged_rivals(targets: Sequence[float], calibration: RivalCalibration) -> Iterator[Contender]:
     """Early termination, Unified Layer Skipping and SkipDecode at each target, bridged and with a head preview.
 
     The preview's rank is the largest that calibrating tries, and mostly ends with. All calibration answers are used to
@@ -74,7 +74,7 @@ def attach(schedule: Schedule, bridge: Callable[[Layers], Bridge]) -> Schedule:
 
 def _solve(
     target: float,
-    calibration: Calibration,
+    calibration: RivalCalibration,
     order: orders.Order,
     decay: Callable[[int], decays.Decay],
     horizon: int,
@@ -91,7 +91,7 @@ def _solve(
     raise ScheduleError(f"a decode FLOP speed-up of {target:g}x cannot be met with bridges: ask for less")
 
 
-def _fit(blocks: set[Layers], calibration: Calibration, head: HeadStates) -> Mapping[Layers, Bridge]:
+def _fit(blocks: set[Layers], calibration: RivalCalibration, head: HeadStates) -> Mapping[Layers, Bridge]:
     """Affine bridges by ridge regression on full-depth states; the head is given what it sees."""
     ends: dict[int, list[int]] = {}
     for first, end in sorted(blocks):

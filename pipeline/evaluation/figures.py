@@ -14,7 +14,7 @@ import pyarrow as pa
 from engine import Schedule
 from engine.bootstrap import Bootstrap, Estimate, Values
 from pipeline.evaluation.contender import Contender
-from pipeline.evaluation.study import OUTPUTS, Prompt, Study, Timing
+from pipeline.evaluation.study import OUTPUTS, BatchTiming, Prompt, Study
 from pipeline.reporting.text_metrics import Overlap, overlap, repetition
 
 METRICS = Overlap._fields
@@ -30,8 +30,8 @@ class Outputs:
     prompts: Sequence[Prompt]
     rows: Sequence[dict[str, Any]]
     full: Sequence[dict[str, Any]]
-    timings: Sequence[Timing]
-    full_timings: Sequence[Timing]
+    timings: Sequence[BatchTiming]
+    full_timings: Sequence[BatchTiming]
 
     @cached_property
     def against_reference(self) -> list[Overlap]:

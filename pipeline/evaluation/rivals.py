@@ -25,7 +25,7 @@ TOLERANCE = 0.01  # share of the target by which an exit rule may miss it
 
 
 @dataclass(frozen=True)
-class Calibration:
+class RivalCalibration:
     """What rivals may look at before they are judged: prompts apart from the test's, and full depth's answers."""
 
     engine: Engine
@@ -34,7 +34,7 @@ class Calibration:
     answers: Sequence[Sequence[int]]
 
     @classmethod
-    def measure(cls, engine: Engine, sampling: Sampling, prompts: Sequence[Sequence[int]]) -> Calibration:
+    def measure(cls, engine: Engine, sampling: Sampling, prompts: Sequence[Sequence[int]]) -> RivalCalibration:
         """Let full depth answer the prompts."""
         found = sorted(engine.generate(prompts, sampling), key=lambda generation: generation.index)
         return cls(engine, sampling, prompts, [generation.tokens for generation in found])
@@ -63,10 +63,10 @@ class Calibration:
         return [float(np.mean([kl for score in row for kl in score.kl])) for row in scores]
 
 
-Rival = Callable[[Calibration, float], Contender]
+Rival = Callable[[RivalCalibration, float], Contender]
 
 
-def skipdecode(calibration: Calibration, target: float) -> Contender:
+def skipdecode(calibration: RivalCalibration, target: float) -> Contender:
     """Lowest layers above the warm-up first, linear decay over the horizon; best warm-up of 1 to 6 by KL.
 
     The decay starts at half of its floor, as the paper's does: for 2x, 22 of 32 layers run at first and 11 at last.
@@ -76,36 +76,36 @@ def skipdecode(calibration: Calibration, target: float) -> Contender:
     return _rival("SkipDecode", target, schedule, note)
 
 
-def early_termination(calibration: Calibration, target: float) -> Contender:
+def early_termination(calibration: RivalCalibration, target: float) -> Contender:
     """The top layers never run, the same number at every step."""
     order = orders.top_first(calibration.shape.layers)
     return _rival("early termination", target, _solve(calibration, target, order))
 
 
-def unified_layer_skipping(calibration: Calibration, target: float) -> Contender:
+def unified_layer_skipping(calibration: RivalCalibration, target: float) -> Contender:
     """Evenly spaced layers, first and last kept, the same number at every step."""
     order = orders.evenly_spaced(calibration.shape.layers)
     return _rival("Unified Layer Skipping", target, _solve(calibration, target, order))
 
 
-def power_law(calibration: Calibration, target: float) -> Contender:
+def power_law(calibration: RivalCalibration, target: float) -> Contender:
     """SkipDecode's order, best warm-up of 1 to 6 by KL, with a power-law decay from full depth, exponent 0.5."""
     horizon = calibration.horizon
     schedule, note = _best_warmup(calibration, target, lambda floor: decays.power_law(0, floor, horizon))
     return _rival("power-law decay", target, schedule, note)
 
 
-def most_similar_units(calibration: Calibration, target: float) -> Contender:
+def most_similar_units(calibration: RivalCalibration, target: float) -> Contender:
     """AdaSkip's importance: single units whose output is most like their input, the same at every step."""
     return _rival("AdaSkip", target, _solve(calibration, target, calibration.similarity))
 
 
-def calm_dec(calibration: Calibration, target: float) -> Contender:
+def calm_dec(calibration: RivalCalibration, target: float) -> Contender:
     """Softmax confidence, hidden-state propagation for missing keys and values."""
     return _exits("CALM-DEC", calibration, target)
 
 
-def multi_layer_exit(calibration: Calibration, target: float) -> Contender:
+def multi_layer_exit(calibration: RivalCalibration, target: float) -> Contender:
     """Softmax confidence, attention blocks above the exit run on."""
     return _exits("multi-layer exit", calibration, target)
 
@@ -121,7 +121,7 @@ RIVALS: dict[str, Rival] = {
 }
 
 
-def rivals(names: Sequence[str], targets: Sequence[float], calibration: Calibration) -> Iterator[Contender]:
+def rivals(names: Sequence[str], targets: Sequence[float], calibration: RivalCalibration) -> Iterator[Contender]:
     """Each named rival at each target; one that cannot meet a target is left out, and said so."""
     for target in targets:
         for name in names:
@@ -135,12 +135,14 @@ def _rival(name: str, target: float, method: Schedule | EarlyExit, note: str = "
     return Contender(name, target, method, is_rival=True, note=note)
 
 
-def _solve(calibration: Calibration, target: float, order: orders.Order) -> Schedule:
+def _solve(calibration: RivalCalibration, target: float, order: orders.Order) -> Schedule:
     """The same units at every step."""
     return for_target_speedup(target, calibration.lengths, calibration.shape, order)
 
 
-def _best_warmup(calibration: Calibration, target: float, decay: Callable[[int], decays.Decay]) -> tuple[Schedule, str]:
+def _best_warmup(
+    calibration: RivalCalibration, target: float, decay: Callable[[int], decays.Decay]
+) -> tuple[Schedule, str]:
     """The schedule of SkipDecode's order and this decay with the lowest calibration KL, and what was tried."""
     options: dict[int, Schedule] = {}
     for warmup in WARMUPS:
@@ -159,7 +161,7 @@ def _best_warmup(calibration: Calibration, target: float, decay: Callable[[int],
     return options[best], f"warm-up {best}; calibration KL by warm-up: {tried}"
 
 
-def _exits(kind: Kind, calibration: Calibration, target: float) -> Contender:
+def _exits(kind: Kind, calibration: RivalCalibration, target: float) -> Contender:
     """An exit rule of one check whose threshold meets the target on freely generated calibration answers."""
     context = int(np.mean([prompt + generated / 2 for prompt, generated in calibration.lengths]))
     check = cheapest_check(calibration.shape, kind, target, context)
@@ -182,7 +184,7 @@ def _exits(kind: Kind, calibration: Calibration, target: float) -> Contender:
     return _rival(kind, target, EarlyExit(kind, (check,), threshold), note)
 
 
-def _generate(calibration: Calibration, rule: EarlyExit, confidences: list[float]) -> Iterator[Generation]:
+def _generate(calibration: RivalCalibration, rule: EarlyExit, confidences: list[float]) -> Iterator[Generation]:
     prompts = calibration.prompts[:EXIT_PROMPTS]
     return calibration.engine.generate_with_exits(
         prompts, calibration.sampling, rule, len(prompts), on_confidences=confidences.extend

@@ -16,7 +16,7 @@ from engine import EarlyExit, Sampling, Schedule, __version__
 from engine.decoding.early_exit import Kind
 from pipeline.errors import one_line
 from pipeline.evaluation.contender import Contender
-from pipeline.evaluation.rivals import Calibration, rivals
+from pipeline.evaluation.rivals import RivalCalibration, rivals
 from pipeline.storage.records import LARGE, Count, Record
 from pipeline.storage.storage import Storage
 
@@ -52,7 +52,7 @@ class SolvedRivals:
         self._basis = [__version__, model_identity, sampling.to_dict(), [list(prompt) for prompt in prompts]]
 
     def solve(
-        self, names: Sequence[str], targets: Sequence[float], measure: Callable[[], Calibration]
+        self, names: Sequence[str], targets: Sequence[float], measure: Callable[[], RivalCalibration]
     ) -> Iterator[Contender]:
         """As `rivals`; `measure` is called at most once, and only if one of them was not solved before."""
         calibration = cache(measure)

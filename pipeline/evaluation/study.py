@@ -58,7 +58,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class BatchTiming:
     """How long one batch of prompts decoded under one contender."""
 
     session: str  # only times of one session compare
@@ -66,7 +66,7 @@ class Timing:
     decode_seconds: Amount
 
 
-_TIMING: Record[Timing] = Record(Timing, "delete it")
+_TIMING: Record[BatchTiming] = Record(BatchTiming, "delete it")
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Study:
         """All of a contender's rows, in the prompts' order."""
         return pa.concat_tables(self._read(contender, batch) for batch in self._batches())
 
-    def timings(self, contender: Contender) -> list[Timing]:
+    def timings(self, contender: Contender) -> list[BatchTiming]:
         """One per batch of prompts."""
         return [_timing(self._file(contender, batch)) for batch in self._batches()]
 
@@ -134,13 +134,13 @@ class Study:
             rows = sorted(generations[index], key=lambda generation: generation.index)
             forced = [{"kl": list(score.kl), "agrees": list(score.agrees)} for score in scores[index]]
             passes = sum(generation.generated_tokens - 1 for generation in rows)
-            timing = Timing(session, passes, sum(batch_stats.decode_seconds for batch_stats in stats[index]))
+            timing = BatchTiming(session, passes, sum(batch_stats.decode_seconds for batch_stats in stats[index]))
             self._write(contender, batch, rows, forced, timing)
         for contender in missing:
             if isinstance(contender.method, EarlyExit):
                 found = engine.generate_with_exits(prompts, self.sampling, contender.method, self.batch_size, ids)
                 rows = sorted(found, key=lambda generation: generation.index)
-                self._write(contender, batch, rows, [{}] * len(rows), Timing(session, 0, 0.0))
+                self._write(contender, batch, rows, [{}] * len(rows), BatchTiming(session, 0, 0.0))
 
     def _answers(
         self, batch: Sequence[Prompt], full: Contender, computed: Sequence[Sequence[Generation]]
@@ -157,7 +157,7 @@ class Study:
         batch: Sequence[Prompt],
         generations: Sequence[Generation],
         forced: Sequence[dict[str, Any]],
-        timing: Timing,
+        timing: BatchTiming,
     ) -> None:
         records = [
             {
@@ -209,7 +209,7 @@ def _is_there(file: Path) -> bool:
     return True
 
 
-def _timing(file: Path) -> Timing:
+def _timing(file: Path) -> BatchTiming:
     """Of a file of outputs. Raises JobError."""
     try:
         check_is_file(file)

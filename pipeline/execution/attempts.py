@@ -19,7 +19,7 @@ class Next(Enum):
 
 
 @dataclass(slots=True)
-class History:
+class UnitHistory:
     """Of one unit."""
 
     failures: int = 0
@@ -38,9 +38,9 @@ class Attempts:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._units: defaultdict[str, History] = defaultdict(History)
+        self._units: defaultdict[str, UnitHistory] = defaultdict(UnitHistory)
 
-    def of(self, unit: str) -> History:
+    def of(self, unit: str) -> UnitHistory:
         return self._units[unit]
 
     def failed(self, unit: str, failure: Failure) -> None:

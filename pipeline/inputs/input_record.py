@@ -22,11 +22,11 @@ Held = dict[str, tuple[str | None, Count]]  # stamp and rows, by name relative t
 
 
 @dataclass(frozen=True, slots=True)
-class _Files:
+class _InputFiles:
     files: Held
 
 
-_RECORD: Record[_Files] = Record(_Files, "discard the run with --fresh", LARGE)
+_RECORD: Record[_InputFiles] = Record(_InputFiles, "discard the run with --fresh", LARGE)
 
 
 def hold_input(storage: Storage, plan: Plan, begun: bool) -> None:

@@ -40,11 +40,11 @@ class KnownFile:
 
 
 @dataclass(frozen=True, slots=True)
-class _Files:
+class _KnownFiles:
     files: dict[str, KnownFile]
 
 
-_RECORD: Record[_Files] = Record(_Files, "discard the run with --fresh", LARGE)
+_RECORD: Record[_KnownFiles] = Record(_KnownFiles, "discard the run with --fresh", LARGE)
 
 
 def name_versions(contents: Mapping[str, str | None], known: Mapping[str, KnownFile]) -> dict[str, str]:

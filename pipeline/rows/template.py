@@ -34,7 +34,7 @@ class RowError(ValueError):
     """A row that no prompt can be made of; the text goes into its `error` column."""
 
 
-class Prompt(NamedTuple):
+class EncodedPrompt(NamedTuple):
     tokens: list[int]
     truncated: bool = False
 
@@ -84,7 +84,7 @@ class PromptTemplate:
         if missing:
             raise JobError(f"the prompt names column {missing[0]!r}, the input has {', '.join(sorted(columns))}")
 
-    def encode(self, row: Mapping[str, object], tokenizer: PromptTokenizer, longest: int) -> Prompt:
+    def encode(self, row: Mapping[str, object], tokenizer: PromptTokenizer, longest: int) -> EncodedPrompt:
         """Prompt tokens of a row, at most `longest`. Raises RowError.
 
         Args:
@@ -103,7 +103,7 @@ class PromptTemplate:
         tokens = self._render(values, tokenizer)
         excess = len(tokens) - longest
         if excess <= 0:
-            return Prompt(tokens)
+            return EncodedPrompt(tokens)
         if self.overlong == "reject" or self.format == "messages":  # there is no telling what of a chat to cut
             raise RowError(f"prompt has {len(tokens)} tokens, the limit is {longest}")
         text_tokens = tokenizer.encode_plain(text if self.parse_control_tokens else tokenizer.as_text(text))
@@ -114,7 +114,7 @@ class PromptTemplate:
                 raise RowError(f"prompt has more than {longest} tokens even without its text")
             tokens = self._render(values | {"text": tokenizer.decode(text_tokens)}, tokenizer)
             excess = len(tokens) - longest
-        return Prompt(tokens, truncated=True)
+        return EncodedPrompt(tokens, truncated=True)
 
     def shared_prefix(self, tokenizer: PromptTokenizer) -> list[int]:
         """Tokens that the prompts of nearly all rows begin with: the instruction before the first field.

@@ -40,9 +40,9 @@ from pipeline.dataset.json_filter import json_filter
 from pipeline.dataset.openai_batch import read_requests, write_requests
 from pipeline.errors import JobError, UnitsFailed
 from pipeline.evaluation.contender import Contender
-from pipeline.evaluation.rivals import Calibration
+from pipeline.evaluation.rivals import RivalCalibration
 from pipeline.evaluation.solved import SolvedRivals
-from pipeline.evaluation.study import Prompt, Study, Timing
+from pipeline.evaluation.study import BatchTiming, Prompt, Study
 from pipeline.rows.template import RowError, _messages
 from pipeline.run import run_job
 from pipeline.storage.storage import Storage
@@ -207,7 +207,7 @@ def rivals(draw: random.Random, folder: Path, canary: Path) -> tuple[str, Read]:
         solved._write(solved._file(name, 1.3), Contender(name, 1.3, method, is_rival=True, note="fitted"))
     what = damage(draw, draw.choice(sorted(folder.glob("*.json"))), canary)
 
-    def measure() -> Calibration:
+    def measure() -> RivalCalibration:
         raise JobError("it would be solved again")
 
     def read() -> None:
@@ -223,7 +223,7 @@ def study(draw: random.Random, folder: Path, canary: Path) -> tuple[str, Read]:
     contender = Contender.full_depth(4)
     for batch in made._batches():
         rows = [Generation(i, 0, "said", (4, 5), "stop", 3, 0, 300, 60, 60, 360, 4.0) for i in range(2)]
-        made._write(contender, batch, rows, [{"kl": [0.1], "agrees": [True]}] * 2, Timing("s", 2, 0.5))
+        made._write(contender, batch, rows, [{"kl": [0.1], "agrees": [True]}] * 2, BatchTiming("s", 2, 0.5))
     file = draw.choice(sorted(folder.glob("*/*.parquet")))
     if draw.random() < 0.5:
         what = damage(draw, file, canary, is_json=False)

@@ -7,7 +7,7 @@ import torch
 from engine import Block, Bridge, Engine, Sampling, Schedule, decode_flop_speedup
 from engine.schedules import decays, orders
 from pipeline.evaluation.bridged_rivals import attach, bridged_rivals
-from pipeline.evaluation.rivals import Calibration
+from pipeline.evaluation.rivals import RivalCalibration
 
 
 def test_every_skipped_block_of_every_plateau_is_bridged() -> None:
@@ -23,7 +23,7 @@ def test_every_skipped_block_of_every_plateau_is_bridged() -> None:
 
 def test_they_meet_their_target_with_their_bridges_counted(packaged: Engine, texts: list[str]) -> None:
     prompts = [packaged.tokenizer.encode_chat(text) for text in sorted(texts, key=len)[:6]]
-    calibration = Calibration.measure(packaged, Sampling(max_new_tokens=16), prompts)
+    calibration = RivalCalibration.measure(packaged, Sampling(max_new_tokens=16), prompts)
     found = list(bridged_rivals([1.3], calibration))
     assert [rival.name for rival in found] == [
         "early termination, bridged", "Unified Layer Skipping, bridged", "SkipDecode, bridged",

@@ -11,20 +11,20 @@ from engine import EarlyExit, Engine, Sampling, Schedule, ScheduleError, decode_
 from engine.schedules.schedule import Plateau
 from pipeline.evaluation import rivals as module
 from pipeline.evaluation.contender import Contender
-from pipeline.evaluation.rivals import RIVALS, TOLERANCE, Calibration, rivals, skipdecode
+from pipeline.evaluation.rivals import RIVALS, TOLERANCE, RivalCalibration, rivals, skipdecode
 from pipeline.evaluation.solved import SolvedRivals
 
 TARGETS = [1.3, 1.6]
 
 
 @pytest.fixture(scope="module")
-def calibration(packaged: Engine, texts: list[str]) -> Calibration:
+def calibration(packaged: Engine, texts: list[str]) -> RivalCalibration:
     prompts = [packaged.tokenizer.encode_chat(text) for text in sorted(texts, key=len)[:4]]
-    return Calibration.measure(packaged, Sampling(max_new_tokens=10), prompts)
+    return RivalCalibration.measure(packaged, Sampling(max_new_tokens=10), prompts)
 
 
 @pytest.mark.parametrize("name", [name for name in RIVALS if name not in ("calm-dec", "multi-layer-exit")])
-def test_a_rival_meets_its_target_and_no_milder_one_would(calibration: Calibration, name: str) -> None:
+def test_a_rival_meets_its_target_and_no_milder_one_would(calibration: RivalCalibration, name: str) -> None:
     for target in TARGETS:
         rival = RIVALS[name](calibration, target)
         schedule = rival.method
@@ -38,7 +38,7 @@ def test_a_rival_meets_its_target_and_no_milder_one_would(calibration: Calibrati
         assert decode_flop_speedup(calibration.shape, milder, calibration.lengths) < target
 
 
-def test_skipdecode_takes_the_warm_up_with_the_lowest_kl(calibration: Calibration) -> None:
+def test_skipdecode_takes_the_warm_up_with_the_lowest_kl(calibration: RivalCalibration) -> None:
     rival = skipdecode(calibration, 1.3)
     assert isinstance(rival.method, Schedule)
     listed = dict(pair.split(": ") for pair in rival.note.split("by warm-up: ")[1].split(", "))
@@ -50,7 +50,7 @@ def test_skipdecode_takes_the_warm_up_with_the_lowest_kl(calibration: Calibratio
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["calm-dec", "multi-layer-exit"])
-def test_an_exit_rule_meets_its_target_on_what_it_generates(calibration: Calibration, name: str) -> None:
+def test_an_exit_rule_meets_its_target_on_what_it_generates(calibration: RivalCalibration, name: str) -> None:
     rival = RIVALS[name](calibration, 1.3)
     assert isinstance(rival.method, EarlyExit)
     found = list(
@@ -63,7 +63,7 @@ def test_an_exit_rule_meets_its_target_on_what_it_generates(calibration: Calibra
 
 
 def test_a_target_out_of_reach_leaves_the_rival_out_and_says_so(
-    calibration: Calibration, caplog: pytest.LogCaptureFixture
+    calibration: RivalCalibration, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger=module.__name__):
         assert list(rivals(["early-termination"], [40.0], calibration)) == []
@@ -71,12 +71,12 @@ def test_a_target_out_of_reach_leaves_the_rival_out_and_says_so(
 
 
 def test_what_was_solved_is_not_solved_again(
-    calibration: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    calibration: RivalCalibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names, targets = ["unified-layer-skipping", "early-termination", "calm-dec"], [1.3, 40.0]
     exits = Contender("CALM-DEC", 1.3, EarlyExit("CALM-DEC", (10,), 0.25), is_rival=True, note="made up")
 
-    def made_up(_: Calibration, target: float) -> Contender:
+    def made_up(_: RivalCalibration, target: float) -> Contender:
         if target > 2:
             raise ScheduleError("out of reach")
         return exits
@@ -95,5 +95,5 @@ def test_what_was_solved_is_not_solved_again(
         list(other.solve(names, targets, lambda: _raise()))
 
 
-def _raise() -> Calibration:
+def _raise() -> RivalCalibration:
     raise RuntimeError("asked")
