@@ -41,7 +41,7 @@ test-cluster: install  ## the local cluster with a second node: nightly incremen
 
 fuzz: install  ## 13,000 damaged records, input files and weight headers, each read right or refused in one sentence
 	$(BIN)/python -m pytest -m slow -s tests/fuzz
-	SKIPDECODE_FUZZ=500 $(BIN)/python -m pytest -s --timeout 3600 tests/engine/test_checkpoint.py -k damaged_header
+	SKIPDECODE_FUZZ=500 $(BIN)/python -m pytest -s --timeout 3600 tests/engine/checkpoints/test_checkpoint.py -k damaged_header
 
 chaos: install  ## 200 random fault schedules on real parts, an hour or two; replay one with CHAOS='--schedules 1 --seed N'
 	PYTHONPATH=.:tests:tests/pipeline:tests/faults $(BIN)/python tests/faults/chaos.py $(CHAOS)

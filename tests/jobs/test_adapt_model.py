@@ -111,7 +111,7 @@ def test_several_schedules_are_trained_together_and_a_job_chooses_among_them(
 
 
 def test_several_workers_train_on_a_ray_cluster(common: list[str], tmp_path: Path) -> None:
-    """As one process would on the mean of their gradients (tests/engine/test_peers.py)."""
+    """As one process would on the mean of their gradients (tests/engine/adaptation/test_peers.py)."""
     model = Engine.load(common[1], device="cpu")
     zeros = torch.zeros(model.shape.hidden, model.shape.hidden), torch.zeros(model.shape.hidden)
     block = Block.of_layers(1, 2)

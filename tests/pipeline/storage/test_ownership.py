@@ -39,7 +39,7 @@ from pipeline.storage.lease import Lease
 from pipeline.storage.ownership import Kind, check_files, check_place, claim_directory, own, remove
 from pipeline.storage.storage import Storage
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ROWS = 4
 TREES = int(os.environ.get("FOREIGN_TREES", "30"))
 ENDS = (JobError, JobStopped, NothingToDo, UnitsFailed, ModelError, ScheduleError)

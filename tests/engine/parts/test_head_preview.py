@@ -20,8 +20,8 @@ from engine.kernels.base import Kernels, OneDnnKernels
 from engine.memory import batch_bytes
 from engine.schedules import recipes
 from tests.engine.conftest import random_head_preview
+from tests.engine.models.test_families import LAYERS, VARIANTS, masked_logits, reference
 from tests.engine.prompts import random_prompts
-from tests.engine.test_families import LAYERS, VARIANTS, masked_logits, reference
 
 CPU = torch.device("cpu")
 SAMPLING = Sampling(max_new_tokens=12, min_new_tokens=12)

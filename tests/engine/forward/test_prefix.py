@@ -9,8 +9,8 @@ import pytest
 
 from engine import Engine, Generation, Sampling
 from engine.schedules import recipes
+from tests.engine.models.test_families import LAYERS, VARIANTS
 from tests.engine.prompts import random_prompts
-from tests.engine.test_families import LAYERS, VARIANTS
 
 SHARED = 20  # more than the windows of the variants that have them
 

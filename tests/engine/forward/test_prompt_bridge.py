@@ -18,8 +18,8 @@ from engine.calibration.prompts import fit_prompt_bridge
 from engine.models.opt import OPTDecoder
 from engine.schedules import recipes
 from tests.engine.conftest import random_prompt_bridge
+from tests.engine.models.test_families import LAYERS, VARIANTS, masked_logits, reference
 from tests.engine.prompts import random_prompts
-from tests.engine.test_families import LAYERS, VARIANTS, masked_logits, reference
 
 FIRST = 3
 SAMPLING = Sampling(max_new_tokens=12, min_new_tokens=12)

@@ -18,7 +18,7 @@ CASES = Path(__file__).with_name("triton_cases.py")
 def test_it_gives_what_float64_gives_and_reads_nothing_beyond_a_row() -> None:
     """Over lengths, windows, soft caps, grouped heads, odd head sizes, splits and dtypes; then what is no attention."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = os.pathsep.join([str(CASES.parents[2]), *sys.path])
+    environment["PYTHONPATH"] = os.pathsep.join([str(CASES.parents[3]), *sys.path])
     done = subprocess.run([sys.executable, str(CASES)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

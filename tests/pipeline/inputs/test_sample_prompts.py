@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from conftest import WriteParquet
 from engine_double import ByteTokenizer
 
 from pipeline.errors import JobError
@@ -24,7 +23,7 @@ Drawn = Callable[..., list[str]]
 
 
 @pytest.fixture
-def drawn(tmp_path: Path, write_parquet: WriteParquet, byte_tokens: ByteTokenizer) -> Drawn:
+def drawn(tmp_path: Path, write_parquet: Callable[..., Path], byte_tokens: ByteTokenizer) -> Drawn:
     """Texts of the prompts drawn from two files."""
 
     def draw(part: Part, count: int = ROWS, table: pa.Table = TABLE, **options: object) -> list[str]:

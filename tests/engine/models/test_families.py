@@ -16,8 +16,8 @@ from engine import Engine, Ledger, Sampling, Schedule, decode_flop_speedup, desc
 from engine.models.families import FAMILIES
 from engine.parts.unit import Unit
 from tests.engine.adapters import adapted, random_adapter
+from tests.engine.models.test_full_depth import generated_by_engine, generated_by_transformers
 from tests.engine.prompts import random_prompts
-from tests.engine.test_full_depth import generated_by_engine, generated_by_transformers
 
 LAYERS = 5
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 16}
