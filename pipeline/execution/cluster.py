@@ -10,6 +10,8 @@ import ray
 from pipeline.config import JobConfig
 from pipeline.errors import JobError
 
+log = logging.getLogger(__name__)
+
 EMBEDDED_STORE_BYTES = 1 << 30  # work units in flight are small; Ray's default would claim a third of the memory
 # A Ray of one machine shares its cores with the replicas, whose threads wait for each other: what it reports to itself
 # many times a second would cost them twice.
@@ -43,9 +45,12 @@ def connect(address: str | None, log_to_driver: bool = True) -> None:
     """Join a cluster, or start an embedded one that ends with this process; show what its processes log, or don't."""
     if ray.is_initialized():
         return
+    log.info("starting a Ray of its own" if address == "local" else "joining the Ray cluster")
     quiet = {"logging_level": logging.WARNING, "log_to_driver": log_to_driver}
     try:
         if address == "local":
+            # It says how to turn tokens off, which nobody needs who has not heard of them.
+            logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
             ray.init(
                 address="local",
                 include_dashboard=False,

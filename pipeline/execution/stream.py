@@ -146,5 +146,7 @@ def _set_context() -> None:
     context.execution_no_progress_timeout_s = -1  # it counts units, which may take hours; ours counts batches
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # says that its bars are off
+    # That there are too few CPUs is said by the job's own watchdog, which knows whether they are awaited.
+    logging.getLogger("ray.data._internal.execution.resource_manager").setLevel(logging.ERROR)
     logging.getLogger("ray.data._internal.execution.streaming_executor_state").setLevel(logging.CRITICAL)
     logging.getLogger("ray.data._internal.execution.operators.actor_pool_map_operator").setLevel(logging.CRITICAL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
 from types import TracebackType
 
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
@@ -31,6 +32,7 @@ class ProgressReporter:
         self._totals.add(resumed)
         self._generated_before = resumed.generated_tokens
         self._fresh: list[str] = []  # units committed since the board was last read
+        self._start = time.monotonic()
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._terminal = sys.stderr.isatty() and not logs.for_machines()
@@ -70,21 +72,23 @@ class ProgressReporter:
             committed = Totals()
             committed.add(self._totals)
         flight = self._board.read(fresh)
-        if not flight.replicas:
-            return committed.rows, "starting replicas"
-        elapsed = max(flight.seconds, 1e-9)
         rows = flight.rows + committed.rows
+        if not flight.replicas:
+            waited = time.monotonic() - self._start
+            return committed.rows, f"loading the model on the replicas, {waited:.0f} s so far"
+        elapsed = max(flight.seconds, 1e-9)
+        if rows == self._resumed_rows:
+            return rows, f"{rows:,}/{self._total_rows:,} rows | first batches under way, {elapsed:.0f} s so far"
         row_rate = (rows - self._resumed_rows) / elapsed
         token_rate = (flight.tokens + committed.generated_tokens - self._generated_before) / elapsed
-        left = _duration((self._total_rows - rows) / row_rate) if row_rate else "unknown"
-        saved = committed.flops_full_depth - committed.flops
-        share = saved / committed.flops_full_depth if committed.flops_full_depth else 0.0
-        audit = audit_estimate(committed)
-        return rows, (
-            f"{rows:,}/{self._total_rows:,} rows | {row_rate:.1f} rows/s | {token_rate:.0f} output tokens/s | "
-            f"FLOPs saved {share:.1%} | {committed.errors} errors | "
-            f"{audit + ' | ' if audit else ''}{left} left"
-        )
+        facts = [
+            f"{rows:,}/{self._total_rows:,} rows", f"{row_rate:.1f} rows/s", f"{token_rate:.0f} output tokens/s"
+        ]  # fmt: skip
+        if committed.rows:  # what is known of committed units alone
+            share = 1 - committed.flops / committed.flops_full_depth if committed.flops_full_depth else 0.0
+            facts += [f"FLOPs saved {share:.1%}", f"{committed.errors} errors", audit_estimate(committed)]
+        facts.append(f"{_duration((self._total_rows - rows) / row_rate)} left")
+        return rows, " | ".join(filter(None, facts))
 
 
 def _duration(seconds: float) -> str:

@@ -104,10 +104,10 @@ def summary(totals: Totals, layers: int) -> dict[str, str]:
         "ended by themselves": f"{totals.stopped / good:.1%} of rows" if good else "no rows",
         "output tokens/s": f"{tokens_per_second:.1f} per replica while generating",
         "mean active layers": f"{totals.mean_active_layers:.2f} of {layers}",
+        "FLOPs saved": f"{saved / 1e12:.3f} T ({saved / max(1, totals.flops_full_depth):.1%})",
+        "whole-sample FLOPs": _flops(totals.flops, totals.sample_speedup),
         "prompt FLOPs": f"{_flops(totals.flops_prompt, totals.prompt_speedup)}{_shared(totals)}",
         "decode FLOPs": _flops(totals.flops_decode, totals.decode_speedup),
-        "whole-sample FLOPs": _flops(totals.flops, totals.sample_speedup),
-        "FLOPs saved": f"{saved / 1e12:.3f} T ({saved / max(1, totals.flops_full_depth):.1%})",
         "padding": f"{totals.flops_padding / 1e12:.3f} T beside that, computed for nobody",
         **audited,
     }

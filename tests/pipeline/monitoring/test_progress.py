@@ -1,0 +1,50 @@
+"""The progress line says what is known, and nothing that is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeline.commits.commit import Commit, Totals
+from pipeline.monitoring.board import Counts
+from pipeline.monitoring.progress import ProgressReporter
+
+
+class StillBoard:
+    """Says what it was told to."""
+
+    def __init__(self, counts: Counts) -> None:
+        self.counts = counts
+
+    def read(self, committed: list[str]) -> Counts:
+        return self.counts
+
+
+def line(counts: Counts, resumed: Totals | None = None, *commits: Totals) -> str:
+    board: Any = StillBoard(counts)
+    reporter = ProgressReporter(board, 100, resumed or Totals())
+    for number, totals in enumerate(commits):
+        reporter.committed(Commit(f"00000-{number:09d}", "a", "data/x.parquet", "s", 1, "in", 0, totals=totals))
+    return reporter._line()[1]
+
+
+def test_before_a_row_is_done_it_says_what_is_waited_for() -> None:
+    assert line(Counts()) == "loading the model on the replicas, 0 s so far"
+    assert line(Counts(replicas=1, seconds=7.0)) == "0/100 rows | first batches under way, 7 s so far"
+    assert line(Counts(replicas=1, seconds=7.0), Totals(rows=40)).startswith("40/100 rows | first batches")
+
+
+def test_rates_and_time_left_are_this_sessions_and_savings_wait_for_a_commit() -> None:
+    counts = Counts(replicas=1, seconds=10.0, rows=20, tokens=400)
+    assert line(counts) == "20/100 rows | 2.0 rows/s | 40 output tokens/s | 0:00:40 left"
+    resumed = Totals(rows=40, flops_prompt=50, flops_decode=25, flops_full_depth=100)
+    said = line(counts, resumed)
+    assert said == "60/100 rows | 2.0 rows/s | 40 output tokens/s | FLOPs saved 25.0% | 0 errors | 0:00:20 left"
+
+
+@pytest.mark.parametrize("errors", [0, 3])
+def test_what_is_committed_counts_with_its_errors(errors: int) -> None:
+    done = Totals(rows=10, errors=errors, generated_tokens=50, flops_prompt=60, flops_decode=30, flops_full_depth=100)
+    said = line(Counts(replicas=1, seconds=10.0), None, done)
+    assert said == f"10/100 rows | 1.0 rows/s | 5 output tokens/s | FLOPs saved 10.0% | {errors} errors | 0:01:30 left"
