@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Compiling what is never imported would double the time of an installation.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint infra/constraints.txt
 
-.PHONY: help install demo local test test-slow test-cluster test-stores fuzz chaos scale lint benchmark benchmark-gpu quality-report adapt-demo clean
+.PHONY: help install demo local test test-slow test-docs test-cluster test-stores fuzz chaos scale lint benchmark benchmark-gpu quality-report adapt-demo clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -37,6 +37,9 @@ test: lint  ## lint, types and the whole suite
 
 test-slow: install  ## tests of real jobs and clusters that take minutes each
 	$(BIN)/python -m pytest -m slow
+
+test-docs: install  ## every block of commands in README and docs, as it stands there, some twenty minutes
+	$(BIN)/python -m pytest -m "slow or not slow" tests/e2e/test_docs.py
 
 test-cluster: install  ## the local cluster with a second node: nightly incremental jobs, overlapping ones, output read back
 	$(BIN)/python -m pytest -m slow tests/e2e/test_cluster.py
