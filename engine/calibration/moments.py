@@ -1,8 +1,9 @@
-"""Streaming sums for the ridge regression of a bridge: their size does not depend on the number of tokens."""
+"""Streaming sums for ridge regressions: their size does not depend on the number of tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -12,19 +13,82 @@ from engine.parts.part import rounded
 from engine.parts.unit import Block, Unit
 
 
-class Moments:
-    """Sums over tokens of X'X and X'Y, X being the state at `start` and Y = state(end) - X for each of `ends`.
+class RidgeSums:
+    """Sums over tokens of X'X and X'Y, X [n, d] being the same for several Y [n, e].
 
-    Places are positions of units in running order. In float64: hidden states have a few very large entries.
+    In float64: hidden states have a few very large entries.
+    """
+
+    def __init__(self, inputs: int, outputs: Mapping[int, int], device: torch.device) -> None:
+        """`inputs` is d, `outputs` the e of each Y, by its key."""
+        self.count = 0.0  # tokens, or the sum of their weights
+        self._xx = torch.zeros(inputs, inputs, dtype=torch.float64, device=device)
+        self._sum_x = self._xx.new_zeros(inputs)
+        self._sum_y = {key: self._xx.new_zeros(width) for key, width in outputs.items()}
+        self._xy = {key: self._xx.new_zeros(inputs, width) for key, width in outputs.items()}
+
+    def add_inputs(self, x: Tensor, weights: Tensor | None = None) -> None:
+        """X of some tokens, whose Y are to follow; `weights` [n] are theirs, default 1 each."""
+        x = x.double()
+        self._weights = torch.ones(len(x), dtype=x.dtype, device=x.device) if weights is None else weights.double()
+        self._weighted = x * self._weights[:, None]
+        self.count += float(self._weights.sum())
+        self._sum_x += self._weighted.sum(0)
+        self._xx += self._weighted.T @ x
+
+    def add_outputs(self, key: int, y: Tensor) -> None:
+        """A Y of the same tokens."""
+        self._sum_y[key] += self._weights @ y.double()
+        self._xy[key] += self._weighted.T @ y.double()
+
+    def merged(self, other: RidgeSums) -> RidgeSums:
+        """The sums over the tokens of both."""
+        widths = {key: len(sums) for key, sums in self._sum_y.items()}
+        both = RidgeSums(len(self._sum_x), widths, self._xx.device)
+        for part in (self, other):
+            both.count += part.count
+            both._sum_x += part._sum_x
+            both._xx += part._xx
+            for key in widths:
+                both._sum_y[key] += part._sum_y[key]
+                both._xy[key] += part._xy[key]
+        return both
+
+    def fit(self, keys: Sequence[int], ridge: float, gain: float = 1.0) -> tuple[Tensor, Tensor]:
+        """W [d, e] and b [e] with the least ridge loss for these Y side by side, W then scaled.
+
+        With Xc, Yc the centred X and Y, C = Xc'Xc: W = gain (C + ridge trace(C)/d I)^-1 Xc'Yc, b = mean(Y) - mean(X) W.
+
+        Args:
+            keys: of the Y.
+            ridge: relative to the mean variance of an entry of X.
+            gain: a regression predicts less variance than there is, while the layers above expect states that are
+                spread as they know them; a little more than 1 brings them closer to full depth.
+        """
+        mean_x = self._sum_x / self.count
+        mean_y = torch.cat([self._sum_y[key] for key in keys]) / self.count
+        covariance = self._xx - self.count * torch.outer(mean_x, mean_x)
+        cross = torch.cat([self._xy[key] for key in keys], 1) - self.count * torch.outer(mean_x, mean_y)
+        penalty = ridge * covariance.trace() / len(mean_x)
+        factor = torch.linalg.cholesky(covariance + penalty * torch.eye(len(mean_x), device=mean_x.device))
+        weight = gain * torch.cholesky_solve(cross, factor)
+        return weight, mean_y - mean_x @ weight
+
+
+class Moments:
+    """What bridges are fitted from: X is the state at `start`, Y = state(end) - X for each of `ends`.
+
+    Places are positions of units in running order.
     """
 
     def __init__(self, start: int, ends: tuple[int, ...], hidden: int, device: torch.device) -> None:
         self.start, self.ends = start, ends
-        self.count = 0.0  # tokens, or the sum of their weights
-        zeros = torch.zeros(hidden, hidden, dtype=torch.float64, device=device)
-        self._sum_x, self._xx = zeros[0].clone(), zeros.clone()
-        self._sum_y = {end: zeros[0].clone() for end in ends}
-        self._xy = {end: zeros.clone() for end in ends}
+        self._sums = RidgeSums(hidden, dict.fromkeys(ends, hidden), device)
+
+    @property
+    def count(self) -> float:
+        """Tokens, or the sum of their weights."""
+        return self._sums.count
 
     def add(self, x: Tensor, after: Mapping[int, Tensor], weights: Tensor | None = None) -> None:
         """Count in some tokens.
@@ -34,41 +98,19 @@ class Moments:
             after: place -> hidden states [n, hidden], for all `ends`.
             weights: of the tokens, [n]; default 1 each.
         """
-        x = x.double()
-        weighted = x if weights is None else x * weights.double()[:, None]
-        self.count += len(x) if weights is None else float(weights.sum())
-        self._sum_x += weighted.sum(0)
-        self._xx += weighted.T @ x
+        self._sums.add_inputs(x, weights)
         for end in self.ends:
-            y = after[end].double() - x
-            self._sum_y[end] += y.sum(0) if weights is None else weights.double() @ y
-            self._xy[end] += weighted.T @ y
+            self._sums.add_outputs(end, after[end].double() - x.double())
 
     def merged(self, other: Moments) -> Moments:
         """The sums over the tokens of both."""
-        both = Moments(self.start, self.ends, len(self._sum_x), self._sum_x.device)
-        for part in (self, other):
-            both.count += part.count
-            both._sum_x += part._sum_x
-            both._xx += part._xx
-            for end in self.ends:
-                both._sum_y[end] += part._sum_y[end]
-                both._xy[end] += part._xy[end]
+        both = copy(self)
+        both._sums = self._sums.merged(other._sums)
         return both
 
     def fit(self, end: int, ridge: float, gain: float = 1.0) -> Bridge:
-        """The affine bridge from `start` to `end` with the least ridge loss, its linear part then scaled.
-
-        With Xc, Yc the centred states, C = Xc'Xc: W = gain (C + ridge trace(C)/d I)^-1 Xc'Yc, b = mean(Y) - mean(X) W.
-
-        Args:
-            end: one of `ends`.
-            ridge: relative to the mean variance of an entry of X.
-            gain: a regression predicts less variance than there is, while the layers above expect states that are
-                spread as they know them; a little more than 1 brings them closer to full depth.
-        """
-        sums = (self._sum_x, self._sum_y[end], self._xx, self._xy[end])
-        weight, bias = ridge_map(self.count, *sums, ridge, gain)
+        """The affine bridge from `start` to `end`, one of `ends`; other arguments as for `RidgeSums.fit`."""
+        weight, bias = self._sums.fit([end], ridge, gain)
         return Bridge.affine(Block(Unit.at(self.start), Unit.at(end - 1)), rounded(weight), rounded(bias))
 
 
@@ -78,23 +120,3 @@ def relative(states: Tensor) -> Tensor:
     The layers above see states after an RMS norm: an error counts in relation to the state's size.
     """
     return 1 / states.double().square().mean(-1)
-
-
-def ridge_map(
-    count: float, sum_x: Tensor, sum_y: Tensor, xx: Tensor, xy: Tensor, ridge: float, gain: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """W [d, e] and b [e] of the formula in `Moments.fit`, from sums over `count` tokens.
-
-    Args:
-        count: tokens, or the sum of their weights.
-        sum_x, sum_y: [d], [e].
-        xx, xy: X'X [d, d], X'Y [d, e].
-        ridge, gain: as there.
-    """
-    mean_x, mean_y = sum_x / count, sum_y / count
-    covariance = xx - count * torch.outer(mean_x, mean_x)
-    cross = xy - count * torch.outer(mean_x, mean_y)
-    penalty = ridge * covariance.trace() / len(mean_x)
-    factor = torch.linalg.cholesky(covariance + penalty * torch.eye(len(mean_x), device=mean_x.device))
-    weight = gain * torch.cholesky_solve(cross, factor)
-    return weight, mean_y - mean_x @ weight

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.calibration.collect import Progress
-from engine.calibration.moments import ridge_map
+from engine.calibration.moments import RidgeSums
 from engine.engine import Engine
 from engine.errors import ScheduleError
 from engine.forward.packing import packs
@@ -49,34 +49,24 @@ def fit_prompt_bridge(
 
 
 class _Sums:
-    """Sums over tokens, in float64: X the state before layer `first`, Y keys and values of all layers from there on."""
+    """X is the state before layer `first`, Y the keys and values of each layer from there on."""
 
     def __init__(self, engine: Engine, first: int) -> None:
         shape = engine.shape
-        self._decoder, self._first = engine.decoder, first
-        self._width = 2 * shape.kv_heads * shape.head_dim  # of a layer's part of Y
-        zeros = torch.zeros(shape.hidden, shape.hidden, dtype=torch.float64, device=engine.device)
-        self._count, self._sum_x, self._xx = 0, zeros[0].clone(), zeros
-        self._sum_y = zeros.new_zeros((shape.layers - first) * self._width)
-        self._xy = zeros.new_zeros(shape.hidden, len(self._sum_y))
-        self._x = zeros  # of the pack that is passing
+        self._decoder, self._first, self._layers = engine.decoder, first, range(first, shape.layers)
+        width = 2 * shape.kv_heads * shape.head_dim
+        self._sums = RidgeSums(shape.hidden, dict.fromkeys(self._layers, width), engine.device)
 
     def observe(self, place: int, x: Tensor) -> None:
         """Hidden states before a unit."""
         layer, is_mlp = divmod(place, 2)
-        if is_mlp or layer < self._first:
+        if is_mlp or layer not in self._layers:
             return
         if layer == self._first:
-            self._x = x.double()
-            self._count += len(x)
-            self._sum_x += self._x.sum(0)
-            self._xx += self._x.T @ self._x
+            self._sums.add_inputs(x)
         k, v = self._decoder.keys_and_values(layer, x)
-        y = torch.cat([k.flatten(1), v.flatten(1)], 1).double()
-        part = slice((layer - self._first) * self._width, (layer - self._first + 1) * self._width)
-        self._sum_y[part] += y.sum(0)
-        self._xy[:, part] += self._x.T @ y
+        self._sums.add_outputs(layer, torch.cat([k.flatten(1), v.flatten(1)], 1))
 
     def fit(self, ridge: float) -> PromptBridge:
-        weight, bias = ridge_map(self._count, self._sum_x, self._sum_y, self._xx, self._xy, ridge)
+        weight, bias = self._sums.fit(self._layers, ridge)
         return PromptBridge(self._first, {"weight": rounded(weight).cpu(), "bias": rounded(bias).cpu()})

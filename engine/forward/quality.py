@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.bootstrap import Bootstrap
+from engine.forward.divergence import divergence
 from engine.forward.operations import Compiled
 from engine.forward.teacher_forcing import AnswerPass
 from engine.schedules.schedule import Schedule
@@ -62,9 +63,7 @@ class Judge:
 
         x = answers.hidden(Schedule.full_depth(layers), Compiled(), observe=keep)
         # In half precision: a probability is then off by a thousandth of itself, the divergence by less than that.
-        full = [logits.float().log_softmax(-1).half() for _, logits in answers.logits(x)]
-        self._full = torch.cat(full)
-        self._likeliest = torch.cat([part.float().argmax(-1) for part in full])
+        self._full = torch.cat([logits.float().log_softmax(-1).half() for _, logits in answers.logits(x)])
 
     @property
     def answers(self) -> AnswerPass:
@@ -84,8 +83,7 @@ class Judge:
         x = passed.hidden(schedule, compiled, start)
         kl, agrees = [], []
         for part, logits in passed.scheduled_logits(x, schedule, compiled):
-            full = self._full[part].float()
-            ours = logits.float().log_softmax(-1)
-            kl.append((full.exp() * (full - ours)).sum(-1))
-            agrees.append(self._likeliest[part] == ours.argmax(-1))
+            found = divergence(self._full[part], logits)
+            kl.append(found[0])
+            agrees.append(found[1])
         return Quality(torch.cat(kl).cpu(), torch.cat(agrees).cpu(), self._answers.sample)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.forward.divergence import divergence
 from engine.forward.operations import Compiled
 from engine.forward.packing import packs
 from engine.forward.teacher_forcing import Answer, AnswerPass
@@ -88,10 +89,9 @@ def _compare(
     kl: list[float] = []
     agrees: list[bool] = []
     for part, logits in scheduled:
-        full = reference[part]
-        divergence = full.exp() * (full - logits.float().log_softmax(-1))
-        kl += divergence.sum(-1).clamp_min(0).tolist()  # rounding can leave equal distributions just below 0
-        agrees += (logits.argmax(-1) == full.argmax(-1)).tolist()
+        found = divergence(reference[part], logits)
+        kl += found[0].tolist()
+        agrees += found[1].tolist()
     ends = list(accumulate(answer.passes for answer in answers))
     for start, end in zip([0, *ends], ends, strict=False):
         yield AnswerScore(tuple(kl[start:end]), tuple(agrees[start:end]))
