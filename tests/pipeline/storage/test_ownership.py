@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from engine_double import Echo, EchoBackend, NoEngineBackend
+from huggingface_hub import DatasetCard
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from inline_session import without_ray
@@ -233,7 +234,7 @@ def test_what_others_put_into_a_data_set_stays_and_a_card_that_was_edited_too(tm
     foreign[tmp_path / "out/README.md"] = (tmp_path / "out/README.md").read_bytes()
     generate_dataset(config, EchoBackend())
     generate_dataset(config.model_copy(update={"fresh": True}), EchoBackend())
-    assert (tmp_path / "out/_README.md").read_text().startswith("---\npretty_name")
+    assert DatasetCard.load(tmp_path / "out/_README.md").data.pretty_name == "out"
     assert {path: path.read_bytes() for path in foreign} == foreign
 
 
