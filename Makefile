@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Compiling what is never imported would double the time of an installation.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint infra/constraints.txt
 
-.PHONY: help install demo local test test-slow test-docs test-cluster test-stores fuzz chaos scale lint benchmark benchmark-gpu quality-report adapt-demo clean
+.PHONY: help install demo local test test-slow test-docs test-cluster test-stores fuzz chaos scale lint benchmark quality-report adapt-demo clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -68,10 +68,6 @@ benchmark: install  ## engine against its peers on this machine, and the pipelin
 	$(PIP) --editable '.[benchmark]'
 	$(BIN)/python jobs/benchmark_engine.py
 	$(BIN)/python jobs/benchmark_pipeline.py
-
-# No install: the device's own torch is the one to measure, and beside it only transformers is needed.
-benchmark-gpu:  ## engine on this machine's GPU with PYTHON's own torch and transformers; options: GPU='--shapes ...'
-	PYTHONPATH=. $(PYTHON) -m jobs.benchmark_gpu $(GPU)
 
 adapt-demo: install  ## minutes: half of the layers calibrated away on 30 texts, then trained on 200 to be missed less
 	$(BIN)/python jobs/calibrate_schedule.py --config infra/demo/adapt.yaml --prompts 30 --target-speedups 1.65 \

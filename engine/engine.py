@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from engine.captured.static_batch import StaticBatch
-from engine.captured.workspace import Workspaces
 from engine.checkpoints import checkpoint
 from engine.checkpoints.tokenizer import Tokenizer
 from engine.checkpoints.weight_files import Weights
@@ -78,7 +76,6 @@ class Engine:
         self._device = device
         self._compiled = Compiled()  # of the last schedules
         self._prompts = PromptPass(decoder, kernels, dtype, device)
-        self._workspaces = Workspaces()
         self.tokenizer = tokenizer
 
     @classmethod
@@ -269,10 +266,8 @@ class Engine:
         new_tokens = (sampling or Sampling()).max_new_tokens
         schedule = schedule or Schedule.full_depth(self.shape.layers)
         self.compiled(schedule)  # before the free memory is measured: an adapter takes some
-        free = free_bytes(self._device) + self._workspaces.bytes
         sizes = (prompt_tokens, new_tokens, self._dtype.itemsize)
-        static = self._kernels.static_passes
-        return rows_that_fit(free, self._device.type, self.shape, schedule, *sizes, static=static)
+        return rows_that_fit(free_bytes(self._device), self._device.type, self.shape, schedule, *sizes)
 
     def _ledger(self, schedule: Schedule | None) -> Ledger:
         schedule = schedule or Schedule.full_depth(self.shape.layers)
@@ -349,7 +344,7 @@ class Engine:
         for first in range(0, len(samples), batch_size):
             rows = samples[first : first + batch_size]
             with torch.inference_mode():
-                stats = self._batch(context, ledger, rows).run()
+                stats = Batch(context, ledger, rows).run()
             if on_batch is not None:
                 on_batch(stats)
             yield from (generation_of(sample, context.stopping, ledger) for sample in rows)
@@ -370,7 +365,7 @@ class Engine:
             for bridge, indices in alike.items():
                 whole = self._ledger(replace(Schedule.full_depth(self.shape.layers), prompt_bridge=bridge))
                 with torch.inference_mode():
-                    batch = self._batch(context, whole, rows)
+                    batch = Batch(context, whole, rows)
                     runs = batch.run_each([ledgers[index] for index in indices])
                 for index, (finished, stats) in zip(indices, runs, strict=True):
                     if on_batch is not None:
@@ -381,9 +376,3 @@ class Engine:
     def _context(self, sampling: Sampling, compiled: Compiled) -> BatchContext:
         stopping = Stopping(sampling, self.tokenizer, self.tokenizer.eos_ids)
         return BatchContext(self._decoder, self._kernels, self._prompts, compiled, stopping, self._dtype, self._device)
-
-    def _batch(self, context: BatchContext, ledger: Ledger, samples: Sequence[Sample]) -> Batch:
-        """A batch that decodes as the kernels ask for."""
-        if self._kernels.static_passes:
-            return StaticBatch(self._workspaces, context, ledger, samples)
-        return Batch(context, ledger, samples)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from engine.captured.workspace import padded_rows
 from engine.decoding.batch import ATTENTION_ROWS
 from engine.decoding.cache import GROWTH
 from engine.forward.operations import attention_layers, decode_plan
@@ -28,7 +27,6 @@ def batch_bytes(
     prompt_tokens: int,
     new_tokens: int,
     element_bytes: int,
-    static: bool = False,
 ) -> int:
     """Most memory that a batch takes beside the weights.
 
@@ -37,7 +35,6 @@ def batch_bytes(
         prompt_tokens: of its longest prompt.
         new_tokens: most that a row generates.
         element_bytes: 4 in float32, 2 in half precision.
-        static: it decodes in a `Workspace`, which has a cache of its full size from the start.
     """
     mlp_width = shape.mlp_parameters // shape.hidden  # three times the inner width where there is a gate
     per_token = 8 * shape.hidden + 2 * shape.query_width + mlp_width
@@ -47,11 +44,6 @@ def batch_bytes(
         logits += rows * preview.candidates * preview.width * element_bytes
     context = prompt_tokens + new_tokens
     scores = 2 * min(rows, ATTENTION_ROWS) * shape.heads * context * element_bytes
-    if static:
-        layers, slots = len(attention_layers(decode_plan(schedule, 0))), -(-context // GROWTH) * GROWTH
-        cache = layers * padded_rows(rows) * shape.cache_elements(slots) * element_bytes
-        moving = cache // max(1, layers)  # while rows change places, those of one layer stand in memory twice
-        return cache + max(prompt_pass + logits, logits + moving)
     return cache_peak(shape, schedule, rows, prompt_tokens, new_tokens, element_bytes) + max(
         prompt_pass + logits, logits + scores
     )
@@ -83,7 +75,6 @@ def rows_that_fit(
     prompt_tokens: int,
     new_tokens: int,
     element_bytes: int,
-    static: bool = False,
 ) -> int:
     """Largest batch size, at least 1, whose predicted memory is within SHARE of `free_bytes`.
 
@@ -94,7 +85,7 @@ def rows_that_fit(
     low, high = 1, most
     while low <= high:
         middle = (low + high) // 2
-        needed = batch_bytes(shape, schedule, middle, prompt_tokens, new_tokens, element_bytes, static)
+        needed = batch_bytes(shape, schedule, middle, prompt_tokens, new_tokens, element_bytes)
         if needed <= SHARE * free_bytes:
             fits, low = middle, middle + 1
         else:

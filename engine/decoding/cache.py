@@ -61,10 +61,6 @@ class KVCache:
         pair[0, self._rows, :, self.lengths] = k
         pair[1, self._rows, :, self.lengths] = v
 
-    def pair(self, layer: int) -> Tensor:
-        """Keys and values [2, B, kv_heads, capacity, head_dim]."""
-        return self._layers[layer]
-
     def view(self, layer: int, rows: slice, length: int) -> tuple[Tensor, Tensor]:
         """The first `length` slots of some rows: keys and values [rows * kv_heads, length, head_dim], no copies."""
         k, v = self._layers[layer][:, rows].flatten(1, 2)
@@ -87,20 +83,6 @@ class KVCache:
         twin._layers = {layer: pair.clone() for layer, pair in self._layers.items() if layer in layers}
         twin.lengths = self.lengths.clone()
         return twin
-
-    def of_first_rows(self, rows: int, layers: Collection[int]) -> KVCache:
-        """The first rows of some layers, empty again, in the same memory. Layers freed there are kept here."""
-        part = copy(self)
-        part._layers = {layer: pair for layer, pair in self._layers.items() if layer in layers}
-        for pair in part._layers.values():
-            pair.zero_()
-        part.lengths, part._rows = torch.zeros_like(self.lengths[:rows]), self._rows[:rows]
-        return part
-
-    def move_rows(self, rows: Tensor) -> None:
-        """Put these rows [B'] first, in this order, without moving the cache."""
-        for pair in self._layers.values():
-            pair[:, : len(rows)] = pair.index_select(1, rows)  # a copy of the rows of one layer at a time
 
     def keep_rows(self, rows: Tensor) -> None:
         """Compact the batch to these row indices [B'], in this order."""

@@ -84,13 +84,12 @@ class Sampler:
             for row, prompt in enumerate(prompts):
                 self._seen[row, torch.tensor(prompt, device=device)] = True
 
-    def choose(self, logits: Tensor, step: int | Tensor) -> Tensor:
+    def choose(self, logits: Tensor, step: int) -> Tensor:
         """Tokens of the first B rows, [B].
 
         Args:
             logits: [B, vocab], overwritten.
-            step: how many tokens were generated before. A tensor [1] on the logits' device is never looked at by the
-                host, and nothing else is: for passes that run without it.
+            step: how many tokens were generated before.
         """
         rows = len(logits)
         if self._seen is not None:
@@ -100,36 +99,18 @@ class Sampler:
         if self._sampling.min_new_tokens:
             self._hold_back_the_end(logits, step)
         if self._uniform is None:
-            tokens = logits.argmax(-1) if isinstance(step, Tensor) else _likeliest(logits)
+            tokens = _likeliest(logits)
         else:
-            if isinstance(step, Tensor):
-                uniform, first_width = self._uniform[:rows].index_select(1, step)[:, 0], logits.shape[1]
-            else:
-                uniform, first_width = self._uniform[:rows, step], CANDIDATES
-            tokens = _draw(logits.float() / self._sampling.temperature, uniform, self._sampling, first_width)
+            uniform = self._uniform[:rows, step]
+            tokens = _draw(logits.float() / self._sampling.temperature, uniform, self._sampling)
         if self._seen is not None:
             self._seen[:rows].scatter_(1, tokens[:, None], True)
         return tokens
 
-    def _hold_back_the_end(self, logits: Tensor, step: int | Tensor) -> None:
+    def _hold_back_the_end(self, logits: Tensor, step: int) -> None:
         """No end-of-sequence before `min_new_tokens`."""
-        if isinstance(step, Tensor):
-            held = torch.where(step < self._sampling.min_new_tokens, -torch.inf, logits.index_select(1, self._eos))
-            logits.index_copy_(1, self._eos, held.to(logits.dtype))
-        elif step < self._sampling.min_new_tokens:
+        if step < self._sampling.min_new_tokens:
             logits.index_fill_(1, self._eos, -torch.inf)
-
-    def load(self, other: Sampler) -> None:
-        """Take over another sampler's rows of the same settings as the first ones, at the addresses held before."""
-        for ours, theirs in ((self._uniform, other._uniform), (self._seen, other._seen)):
-            if ours is not None and theirs is not None:
-                ours[: len(theirs)] = theirs
-
-    def move_rows(self, rows: Tensor) -> None:
-        """Put these rows [B'] first, in this order, at the addresses held before."""
-        for held in (self._uniform, self._seen):
-            if held is not None:
-                held[: len(rows)] = held[rows]
 
     def keep_rows(self, rows: Tensor) -> None:
         """Compact the batch to these row indices [B'], in this order."""
@@ -147,9 +128,9 @@ def _likeliest(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
-def _draw(logits: Tensor, uniform: Tensor, sampling: Sampling, first_width: int) -> Tensor:
+def _draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
     """Sample tokens [B] by inverting the distribution function of the tokens left by top-k, then top-p, then min-p."""
-    logits, ids = _candidates(logits, sampling, first_width)
+    logits, ids = _candidates(logits, sampling)
     probabilities = logits.softmax(-1)
     if sampling.min_p:
         probabilities = probabilities.where(probabilities >= sampling.min_p * probabilities.amax(-1, keepdim=True), 0)
@@ -162,10 +143,10 @@ def _draw(logits: Tensor, uniform: Tensor, sampling: Sampling, first_width: int)
     return (chosen if ids is None else ids.gather(1, chosen))[:, 0]
 
 
-def _candidates(logits: Tensor, sampling: Sampling, first_width: int) -> tuple[Tensor, Tensor | None]:
+def _candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
     """Logits left by top-k and top-p (-inf for those removed), and their token ids where not in vocabulary order.
 
-    For top-p the likeliest `first_width` tokens are sorted, and more where the host sees that they do not reach it.
+    For top-p the likeliest CANDIDATES tokens are sorted, and more where the host sees that they do not reach it.
     """
     vocab = logits.shape[1]
     if sampling.top_p == 1.0:
@@ -174,7 +155,7 @@ def _candidates(logits: Tensor, sampling: Sampling, first_width: int) -> tuple[T
         kept = logits.topk(sampling.top_k)
         return kept.values, kept.indices
     log_total = logits.logsumexp(-1, keepdim=True)
-    width = sampling.top_k if 0 < sampling.top_k < vocab else first_width
+    width = sampling.top_k if 0 < sampling.top_k < vocab else CANDIDATES
     while True:
         top = logits.topk(min(width, vocab))
         if width == sampling.top_k:

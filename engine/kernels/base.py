@@ -21,8 +21,6 @@ _LEAST = 1e-30  # stands for a largest number of zero, to divide by
 class Kernels:
     """Portable kernels in plain torch."""
 
-    static_passes = False  # decode with `StaticBatch`: passes of fixed shapes, made for graphs, instead of `Batch`
-
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """x -> x W' + b for a weight of [out, in]."""
         return lambda x: F.linear(x, weight, bias)
@@ -123,30 +121,6 @@ class Kernels:
             scores = _cap(torch.bmm(grouped, k.transpose(1, 2)) * kind.scale, kind.softcap) + mask
         return torch.bmm(scores.softmax(-1), v).view(rows, heads * head_dim)
 
-    def append_and_attend(
-        self, q: Tensor, k: Tensor, v: Tensor, pair: Tensor, lengths: Tensor, kind: AttentionKind
-    ) -> Tensor:
-        """One new token per row joins its row's cache and attends to it, with shapes that no length decides.
-
-        Args:
-            q: [B, heads, head_dim].
-            k, v: [B, kv_heads, head_dim].
-            pair: keys and values of a layer, [2, R, kv_heads, T, head_dim] with R >= B; changed.
-            lengths: [B], tokens that each row has cached: the new one takes the slot after them.
-            kind: the layer's scale, window and soft cap.
-
-        Returns:
-            [B, heads * head_dim].
-        """
-        count, kv_heads, slots = len(q), pair.shape[2], torch.arange(pair.shape[3], device=q.device)
-        rows, newest = torch.arange(count, device=q.device), lengths[:, None]
-        pair[0, rows, :, lengths] = k
-        pair[1, rows, :, lengths] = v
-        unseen = slots > newest if kind.window is None else (slots > newest) | (slots <= newest - kind.window)
-        mask = torch.zeros(unseen.shape, dtype=q.dtype, device=q.device).masked_fill_(unseen, -torch.inf)
-        keys, values = pair[:, :count].flatten(1, 2)  # [B * kv_heads, T, head_dim] each
-        return self.decode_attention(q, keys, values, mask.repeat_interleave(kv_heads, 0).unsqueeze(1), kind)
-
 
 def _cap(scores: Tensor, softcap: float) -> Tensor:
     return torch.tanh(scores / softcap) * softcap
@@ -219,9 +193,5 @@ def _sparse(ends: Tensor, columns: Tensor, values: Tensor, size: tuple[int, int]
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
     """The fastest kernels for a device and dtype."""
-    if device.type == "cuda":
-        from engine.kernels.cuda import CudaKernels  # needs Triton, which CPUs do without
-
-        return CudaKernels(device)
     packs = device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
     return OneDnnKernels() if packs and hasattr(torch.ops.mkldnn, "_linear_pointwise") else Kernels()

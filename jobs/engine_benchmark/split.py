@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from engine import BatchStats
@@ -14,10 +13,7 @@ PARTS = ("prompts", "layers", "head", "sampling")  # the ranges that `engine.dec
 
 def time_split(run: Callable[[], BatchStats]) -> tuple[dict[str, float], BatchStats]:
     """Shares of a run's time, adding up to 1, and its stats. "host" is what lies outside the marked ranges."""
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler, record_function("run"):
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function("run"):
         stats = run()
     events = profiler.key_averages()
     microseconds = {key: sum(event.cpu_time_total for event in events if event.key == key) for key in ("run", *PARTS)}

@@ -26,7 +26,6 @@ from engine import ModelError, ScheduleError
 from jobs.adapt_model import adapt
 from jobs.adaptation import AdaptModel
 from jobs.benchmark_engine import BenchmarkEngine, benchmark
-from jobs.benchmark_gpu import main as benchmark_gpu
 from jobs.calibrate_schedule import CalibrateSchedule, calibrate
 from jobs.evaluate_schedule import EvaluateSchedule, evaluate
 from jobs.generate_dataset import generate
@@ -386,11 +385,6 @@ def _data_set(make: Callable[..., DatasetConfig], folder: Path, flags: Mapping[s
     return generate(config) if config.plan else generate_dataset(config, EchoBackend())
 
 
-def _gpu(folder: Path, flags: Mapping[str, bool], output: str) -> object:
-    given = ["--device", "cuda" if flags["fresh"] else "cpu", "--shapes", "--output", str(folder / output)]
-    return benchmark_gpu(given) if flags["fresh"] else claim_directory(folder / output, "benchmark_gpu")
-
-
 JOBS: dict[str, Callable[[Path, Mapping[str, bool], str], object]] = {
     "summarize_corpus": _run,
     "generate_dataset": partial(_data_set, data_set_config),
@@ -399,7 +393,6 @@ JOBS: dict[str, Callable[[Path, Mapping[str, bool], str], object]] = {
     "adapt_model": _local_job(AdaptModel, adapt, schedule="infra/demo/calibrated"),
     "evaluate_schedule": _local_job(EvaluateSchedule, evaluate, rivals=["all"]),
     "benchmark_engine": _local_job(BenchmarkEngine, benchmark, baselines=[]),
-    "benchmark_gpu": _gpu,
 }
 # Data sets, other runs, notes; some named almost as we name things.
 FOREIGN = (

@@ -1,1 +1,0 @@
-"""Decoding in passes of fixed shapes, recorded once as CUDA graphs."""
