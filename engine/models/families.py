@@ -10,7 +10,7 @@ import torch
 from engine.checkpoints.weight_files import Weights
 from engine.errors import ModelError
 from engine.kernels.base import Kernels
-from engine.models import gemma, llama, opt
+from engine.models import gemma, granite, llama, opt
 from engine.models.decoder import Decoder
 from engine.shape import ModelShape
 
@@ -34,6 +34,7 @@ FAMILIES = {
     "smollm3": Family(llama.windowed_shape, llama.SmolLM3Decoder),
     "gemma2": Family(gemma.gemma2_shape, gemma.Gemma2Decoder),
     "gemma3_text": Family(gemma.gemma3_shape, gemma.Gemma3Decoder),
+    "granite": Family(granite.shape, granite.GraniteDecoder),
     "opt": Family(opt.shape, opt.OPTDecoder),
 }
 

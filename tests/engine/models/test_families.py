@@ -22,6 +22,7 @@ from tests.engine.prompts import random_prompts
 LAYERS = 5
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 16}
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+GRANITE = {"embedding_multiplier": 2.5, "attention_multiplier": 0.5, "residual_multiplier": 0.6, "logits_scaling": 1.5}
 OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama"},
@@ -39,6 +40,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gemma2": {"family": "gemma2", **GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     "gemma2, no caps": {"family": "gemma2", **GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None},
     "gemma3": {"family": "gemma3_text", **GEMMA, "layer_types": ALTERNATING},
+    "granite": {"family": "granite", **GRANITE},
+    "granite, tied, biases": {
+        "family": "granite", **GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True,
+    },
     "opt": {"family": "opt", "tie_word_embeddings": False, **OPT},
     "opt, tied": {"family": "opt", **OPT},
     "opt, norm after, narrow embeddings": {
