@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from pipeline.config import JobConfig
 from pipeline.dataset.patterns import finder
 
 
-class DatasetConfig(JobConfig):
-    """Generate a data set: several samples per prompt, filtered, in shards that `datasets.load_dataset` reads."""
+class FilterConfig(BaseModel):
+    """Which generations a data set keeps. A data set whose options here have changed is filtered again."""
 
-    samples_per_prompt: int = Field(1, ge=1, le=1000, description="generations per row, each on a stream of its own")
-    input_format: Literal["parquet", "openai-batch"] = Field(
-        "parquet", description="openai-batch: a JSONL file of requests, whose parameters replace those given here"
-    )
-    output_format: Literal["parquet", "openai-batch"] = Field(
-        "parquet", description="openai-batch: output.jsonl and errors.jsonl, a line for each request of such an input"
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     finish_reasons: list[Literal["stop", "length"]] = Field(
         ["stop", "length"], min_length=1, description="keep generations that ended so"
@@ -31,10 +25,44 @@ class DatasetConfig(JobConfig):
     json_schema: str | None = Field(
         None, description="JSON Schema file: keep generations that are JSON and valid under it"
     )
+    max_repetition: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="drop generations of whose runs of four words more than this share were in them already; words are "
+        "what white space separates",
+    )
     duplicates: Literal["keep", "exact", "normalized"] | None = Field(
         None,
         description="keep or drop repeated generations; normalized: case and white space make no difference; default "
         "normalized, but keep where the output answers requests",
+    )
+
+    @field_validator("require_pattern", "forbid_pattern")
+    @classmethod
+    def _is_pattern(cls, pattern: str | None) -> str | None:
+        try:
+            finder(pattern or "")
+        except ValueError as error:
+            raise ValueError(f"is no regular expression that can be used ({error})") from None
+        return pattern
+
+    @model_validator(mode="after")
+    def _lengths(self) -> Self:
+        if self.max_chars is not None and self.max_chars < self.min_chars:
+            raise ValueError(f"min_chars {self.min_chars} exceeds max_chars {self.max_chars}")
+        return self
+
+
+class DatasetConfig(JobConfig, FilterConfig):
+    """Generate a data set: several samples per prompt, filtered, in shards that `datasets.load_dataset` reads."""
+
+    samples_per_prompt: int = Field(1, ge=1, le=1000, description="generations per row, each on a stream of its own")
+    input_format: Literal["parquet", "openai-batch"] = Field(
+        "parquet", description="openai-batch: a JSONL file of requests, whose parameters replace those given here"
+    )
+    output_format: Literal["parquet", "openai-batch"] = Field(
+        "parquet", description="openai-batch: output.jsonl and errors.jsonl, a line for each request of such an input"
     )
 
     rows_per_shard: int = Field(50_000, ge=1, description="rows of a Parquet file of the data set")
@@ -50,15 +78,6 @@ class DatasetConfig(JobConfig):
         """What is done with repeated generations. Two requests may well have the same answer."""
         return self.duplicates or ("keep" if self.output_format == "openai-batch" else "normalized")
 
-    @field_validator("require_pattern", "forbid_pattern")
-    @classmethod
-    def _is_pattern(cls, pattern: str | None) -> str | None:
-        try:
-            finder(pattern or "")
-        except ValueError as error:
-            raise ValueError(f"is no regular expression that can be used ({error})") from None
-        return pattern
-
     @model_validator(mode="after")
     def _formats(self) -> Self:
         if self.output_format == "openai-batch" and self.input_format != "openai-batch":
@@ -69,6 +88,4 @@ class DatasetConfig(JobConfig):
             )
         if self.samples_per_prompt > 1 and not self.temperature and self.input_format == "parquet":
             raise ValueError("samples_per_prompt above 1 needs a temperature above 0: greedy samples are all the same")
-        if self.max_chars is not None and self.max_chars < self.min_chars:
-            raise ValueError(f"min_chars {self.min_chars} exceeds max_chars {self.max_chars}")
         return self

@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.dataset.config import DatasetConfig
+from pipeline.dataset.config import DatasetConfig, FilterConfig
 from pipeline.dataset.json_filter import json_filter, read_schema
 from pipeline.dataset.patterns import finder
+from pipeline.reporting.text_metrics import repetition
 
 Row = Mapping[str, Any]
-ERROR, FINISH_REASON, LENGTH, PATTERN, JSON_SCHEMA, DUPLICATE = (
-    "error", "finish_reason", "length", "pattern", "json_schema", "duplicate",
+ERROR, FINISH_REASON, LENGTH, PATTERN, JSON_SCHEMA, REPETITION, DUPLICATE = (
+    "error", "finish_reason", "length", "pattern", "json_schema", "repetition", "duplicate",
 )  # fmt: skip
 
 FILTERED = ["generation", "finish_reason", "error"]  # columns that decide
@@ -38,10 +39,9 @@ class Filters:
     @property
     def described(self) -> dict[str, Any]:
         """All settings that decide what is kept; a JSON Schema by its content."""
-        names = ("finish_reasons", "min_chars", "max_chars", "require_pattern", "forbid_pattern")
         schema = self._config.json_schema
         content = read_schema(schema) if schema is not None else None
-        chosen = {name: getattr(self._config, name) for name in names}
+        chosen = {name: getattr(self._config, name) for name in FilterConfig.model_fields}
         return {**chosen, "duplicates": self._config.duplicate_rule, "json_schema": content}
 
     def reason_to_drop(self, row: Row) -> str | None:
@@ -65,6 +65,8 @@ class Filters:
             return PATTERN
         if self._is_valid is not None and not self._is_valid(text):
             return JSON_SCHEMA
+        if config.max_repetition is not None and repetition(text.split()) > config.max_repetition:
+            return REPETITION
         return DUPLICATE if self._is_repeated(text) else None
 
     def _is_repeated(self, text: str) -> bool:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache
 from typing import NamedTuple
 
 from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics.chrf import CHRF
 
-NGRAM = 4  # tokens; a loop of any period repeats its n-grams
+NGRAM = 4  # tokens or words; a loop of any period repeats its n-grams
 
 
 class Overlap(NamedTuple):
@@ -35,8 +35,8 @@ def rouge_l(text: str, reference: str) -> float:
     return overlap(text, reference).rouge_l
 
 
-def repetition(tokens: Sequence[int]) -> float:
-    """Share of an output's n-grams of tokens that it already contained; 0 for outputs shorter than an n-gram."""
+def repetition(tokens: Sequence[Hashable]) -> float:
+    """Share of n-grams, of tokens or words, that the output already contained; 0 where it is shorter than an n-gram."""
     ngrams = [tuple(tokens[i : i + NGRAM]) for i in range(len(tokens) - NGRAM + 1)]
     return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from pipeline.dataset.config import DatasetConfig
+from pipeline.dataset.config import DatasetConfig, FilterConfig
 from pipeline.dataset.filters import Filters
 from pipeline.errors import JobError
 
@@ -63,6 +63,25 @@ def test_only_json_that_is_valid_under_the_schema_passes(tmp_path: Path) -> None
     ]  # fmt: skip
 
 
+def test_a_text_that_goes_round_is_dropped_by_the_share_of_its_words_that_it_had_said() -> None:
+    said, again = "one two three four five six seven", "one two three four"  # 8 runs of four words, 1 of them again
+    assert reasons(filters(max_repetition=0.125), said, f"{said} {again}") == [None, None]
+    assert reasons(filters(max_repetition=0.12), said, f"{said} {again}") == [None, "repetition"]
+    assert reasons(filters(max_repetition=0), "too short", "go go go go", "go go go go go") == [
+        None, None, "repetition",
+    ]  # fmt: skip
+
+
+def test_a_filter_that_changes_makes_the_data_set_anew() -> None:
+    changed: dict[str, Any] = {
+        "finish_reasons": ["stop"], "min_chars": 2, "max_chars": 9, "require_pattern": "a", "forbid_pattern": "b",
+        "max_repetition": 0.5, "duplicates": "exact",
+    }  # fmt: skip
+    assert set(filters().described) == {*changed, "json_schema"} == set(FilterConfig.model_fields)
+    for name, value in changed.items():
+        assert filters(**{name: value}).described != filters().described
+
+
 @pytest.mark.parametrize("content", ["{", '{"type": "thing"}'])
 def test_a_schema_that_cannot_be_used_is_named_before_anything_runs(tmp_path: Path, content: str) -> None:
     path = tmp_path / "schema.json"
@@ -103,6 +122,7 @@ def test_a_row_counts_under_the_first_filter_it_fails_and_what_was_dropped_is_no
         {"output_format": "openai-batch"},
         {"min_chars": 9, "max_chars": 3},
         {"finish_reasons": []},
+        {"max_repetition": 1.5},
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options: dict[str, Any]) -> None:
