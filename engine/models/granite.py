@@ -29,9 +29,9 @@ class GraniteDecoder(LlamaDecoder):
         self, config: Any, shape: ModelShape, weights: Weights, kernels: Kernels, device: torch.device
     ) -> None:
         super().__init__(config, shape, weights, kernels, device)
-        self._embedding_factor = config.embedding_multiplier
-        self._block_factor = config.residual_multiplier
-        self._logit_divisor = config.logits_scaling
+        self._embedding_factor: float = config.embedding_multiplier
+        self._block_factor: float = config.residual_multiplier
+        self._logit_divisor: float = config.logits_scaling
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Hidden states [N, hidden] of tokens [N]."""

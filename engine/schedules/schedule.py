@@ -136,8 +136,8 @@ class Schedule:
 
         Args:
             layers: layers of the model.
-            order: groups of units skipped together, first group first (see engine.orders).
-            decay: groups skipped at a step, never falling (see engine.decays).
+            order: groups of units skipped together, first group first (see `orders`).
+            decay: groups skipped at a step, never falling (see `decays`).
             horizon: the step from which on the decay stays at its floor.
             name: kept in the provenance.
         """

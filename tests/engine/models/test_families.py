@@ -104,6 +104,11 @@ def test_every_family_has_a_variant_here() -> None:
     assert {settings["family"] for settings in VARIANTS.values()} == set(FAMILIES)
 
 
+def test_every_family_stands_in_the_documentation() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
+    assert [family for family in FAMILIES if f"`{family}`" not in page] == []
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_family_generates_what_transformers_generates(checkpoint: Callable[[str], Path], variant: str) -> None:
     directory = checkpoint(variant)

@@ -72,6 +72,12 @@ def test_a_text_that_goes_round_is_dropped_by_the_share_of_its_words_that_it_had
     ]  # fmt: skip
 
 
+def test_every_filter_stands_in_the_documentation() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "datasets.md").read_text(encoding="utf-8")
+    flags = [f"--{name.replace('_', '-')}" for name in FilterConfig.model_fields]
+    assert [flag for flag in flags if f"`{flag}`" not in page] == []
+
+
 def test_a_filter_that_changes_makes_the_data_set_anew() -> None:
     changed: dict[str, Any] = {
         "finish_reasons": ["stop"], "min_chars": 2, "max_chars": 9, "require_pattern": "a", "forbid_pattern": "b",
