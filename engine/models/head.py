@@ -33,5 +33,5 @@ class Headed:
         return self._embedding if self._tied else self._weights.take("lm_head.weight").to(self._device)
 
     def capped(self, products: Tensor) -> Tensor:
-        """Logits, of their products with the head's matrix: the same, but for families that cap them."""
+        """Logits, of their products with the head's matrix: the same, but for families that cap or scale them."""
         return products
