@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -155,11 +156,11 @@ class OneDnnKernels(Kernels):
         return product
 
     def rough_linear(self, weight: Tensor, bias: Tensor) -> Linear:
-        """As above, in 8-bit integers where the CPU has instructions for them (without, sums of theirs can overflow).
+        """As above, in 8-bit integers where the CPU has instructions for them.
 
         A quarter of the weights' bytes: 32 rows of 192 numbers to 49,152 in 1.3 ms, not 3.8 ms.
         """
-        if not torch.cpu._is_vnni_supported():
+        if not _integers_are_exact():
             return self.linear(weight, bias)
         steps = (weight.abs().amax(1) / 127).clamp_(min=_LEAST)  # of each output's weights
         packed = torch.ops.onednn.qlinear_prepack((weight / steps[:, None]).round_().to(torch.int8), None)
@@ -184,6 +185,18 @@ class OneDnnKernels(Kernels):
     def largest(self, x: Tensor, count: int) -> Tensor:
         """As above; numpy selects with vector instructions: 256 of 6,144 in 32 rows in 0.4 ms, not 1.2 ms."""
         return torch.from_numpy(np.argpartition(x.numpy(), -count, axis=-1)[:, -count:])
+
+
+@cache
+def _integers_are_exact() -> bool:
+    """Whether sums of 8-bit products are right: without VNNI, or where oneDNN is told to do without, they overflow."""
+    if not torch.cpu._is_vnni_supported():
+        return False
+    x, weight = torch.full((32, 64), 255, dtype=torch.uint8), torch.full((64, 64), 127, dtype=torch.int8)
+    packed, apply = torch.ops.onednn.qlinear_prepack(weight, None), torch.ops.onednn.qlinear_pointwise
+    steps, zeros = torch.ones(64), torch.zeros(64, dtype=torch.long)
+    out: Tensor = apply(x, 1.0, 0, packed, steps, zeros, None, 1.0, 0, torch.float32, "none", [], "")
+    return bool((out == 255 * 127 * 64).all())
 
 
 def _sparse(ends: Tensor, columns: Tensor, values: Tensor, size: tuple[int, int]) -> Tensor:
