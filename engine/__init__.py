@@ -15,7 +15,7 @@ from engine.decoding.sampling import Sampling
 from engine.engine import Engine, describe, resolve_device, resolve_dtype
 from engine.errors import ModelError, PromptError, ScheduleError, brief
 from engine.forward.ledger import Ledger
-from engine.forward.scoring import AnswerScore
+from engine.forward.scoring import AnswerScore, Likelihood
 from engine.forward.target import decode_flop_speedup, for_target_speedup
 from engine.json_text import check_is_file, parse_json, read_json
 from engine.parts.bridge import Bridge
@@ -35,6 +35,7 @@ __all__ = [
     "Generation",
     "HeadPreview",
     "Ledger",
+    "Likelihood",
     "ModelError",
     "ModelShape",
     "Plateau",

@@ -5,12 +5,14 @@ As `scipy.stats.bootstrap` gives them with its percentile method; the engine doe
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Values = npt.NDArray[np.float64]
+_Sums = Callable[[Values], Any]  # of values by row: one sum, or one per resample
 
 RESAMPLES = 2000
 LEVEL = 0.95
@@ -40,12 +42,22 @@ class Bootstrap:
 
     def ratio(self, numerator: Values, denominator: Values) -> Estimate | None:
         """sum(numerator) / sum(denominator) over rows; None where a denominator sums to nothing."""
-        if not denominator.sum():
+        return self._estimate(lambda sums: sums(numerator) / sums(denominator), denominator)
+
+    def difference(self, first: tuple[Values, Values], second: tuple[Values, Values]) -> Estimate | None:
+        """The first ratio of sums less the second; None where a denominator sums to nothing."""
+        return self._estimate(
+            lambda sums: sums(first[0]) / sums(first[1]) - sums(second[0]) / sums(second[1]), first[1], second[1]
+        )
+
+    def _estimate(self, figure: Callable[[_Sums], Values], *denominators: Values) -> Estimate | None:
+        """Of a figure that is made of sums over rows; resamples without one of its denominators don't count."""
+        if not all(denominator.sum() for denominator in denominators):
             return None
-        above, below = self._counts @ numerator, self._counts @ denominator
-        ratios = above[below != 0] / below[below != 0]
-        low, high = np.quantile(ratios, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-        return Estimate(float(numerator.sum() / denominator.sum()), float(low), float(high))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            resampled = figure(lambda values: self._counts @ values)
+        low, high = np.quantile(resampled[np.isfinite(resampled)], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+        return Estimate(float(figure(lambda values: values.sum())), float(low), float(high))
 
     def mean(self, values: Values) -> Estimate:
         """Mean over rows."""

@@ -21,7 +21,7 @@ from engine.forward.compiled_parts import compile_bridge, compile_head
 from engine.forward.ledger import Ledger
 from engine.forward.operations import Compiled, Observe
 from engine.forward.prompt_pass import PromptPass
-from engine.forward.scoring import AnswerScore, score, similarity
+from engine.forward.scoring import AnswerScore, Likelihood, likelihood, score, similarity
 from engine.forward.teacher_forcing import Answer, AnswerPass
 from engine.kernels.base import Kernels, kernels_for
 from engine.memory import free_bytes, rows_that_fit
@@ -252,6 +252,25 @@ class Engine:
         with torch.inference_mode():
             compiled = self.compiled(*schedules)
             return score(self.teacher_forced, pairs, schedules, compiled, self.shape.layers)
+
+    def likelihood(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[Likelihood]:
+        """How likely full depth finds answers, whoever wrote them, in one teacher-forced pass.
+
+        Args:
+            prompts: token ids; the same prompt may come several times, and is computed once.
+            answers: all tokens generated for each prompt, the end-of-sequence token included.
+
+        Returns:
+            By answer.
+
+        Raises:
+            PromptError: an empty prompt.
+        """
+        if not all(prompts):
+            raise PromptError("a prompt is empty")
+        pairs = [Answer(prompt, tokens) for prompt, tokens in zip(prompts, answers, strict=True)]
+        with torch.inference_mode():
+            return likelihood(self.teacher_forced, pairs, self.shape.layers)
 
     def fitting_batch_size(
         self, prompt_tokens: int, sampling: Sampling | None = None, schedule: Schedule | None = None

@@ -1,10 +1,11 @@
-"""Score schedules on answers that full depth has written: how far each next-token distribution moves."""
+"""Answers in one pass: how far each schedule's distributions move along full depth's, how likely full depth finds any."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from engine.parts.unit import Unit, all_units
 from engine.schedules.schedule import Schedule
 
 PACK_TOKENS = 1024  # answer tokens scored together: bounds the distributions that are held, a vocabulary each
+IGNORED = -1  # label of a token that is not counted
 
 Forcing = Callable[[Sequence[Answer], PromptBridge | None], AnswerPass]
 
@@ -29,6 +31,13 @@ class AnswerScore:
 
     kl: tuple[float, ...]  # KL divergence of the schedule's distribution from full depth's, KL(full || schedule), nats
     agrees: tuple[bool, ...]  # whether both find the same token likeliest
+
+
+class Likelihood(NamedTuple):
+    """How likely full depth finds an answer."""
+
+    nll: float  # negative log-likelihood in nats, summed over all tokens of the answer
+    tokens: int
 
 
 def score(
@@ -61,6 +70,45 @@ def score(
             for index, answer_score in zip(pack, compared, strict=True):
                 row[index] = answer_score
     return scores
+
+
+def likelihood(forcing: Forcing, answers: Sequence[Answer], layers: int) -> list[Likelihood]:
+    """Of each answer at full depth, teacher-forced, its first token included; an empty answer has no tokens.
+
+    The answers may be anyone's. All answers to one prompt share a pass over it.
+
+    Args:
+        forcing: makes a pass over answers.
+        answers: to judge.
+        layers: of the model.
+    """
+    found = [Likelihood(0.0, 0)] * len(answers)
+    by_prompt: dict[tuple[int, ...], list[int]] = {}
+    for index, answer in enumerate(answers):
+        if answer.tokens:
+            by_prompt.setdefault(tuple(answer.prompt), []).append(index)
+    for pack in packs(by_prompt.values(), lambda group: sum(len(answers[i].tokens) for i in group), PACK_TOKENS):
+        indices = [index for group in pack for index in group]
+        packed = [answers[index] for index in indices]
+        # A pass needs a token to feed back: where there is but one, it is fed too, and what follows is not counted.
+        padded = [answer if answer.passes else Answer(answer.prompt, [*answer.tokens] * 2) for answer in packed]
+        forced = forcing(padded, None)
+        firsts, passes = (
+            torch.tensor(counts) for counts in ([a.tokens[0] for a in packed], [a.passes for a in packed])
+        )
+        labels = torch.where(forced.step < passes[forced.sample], forced.next_token, IGNORED)
+        x = forced.hidden(Schedule.full_depth(layers), Compiled())
+        sums = torch.zeros(len(packed), dtype=torch.float64)
+        for states, tokens, owners in (
+            (forced.first_hidden, firsts, torch.arange(len(packed))), (x, labels, forced.sample),
+        ):  # fmt: skip
+            for part, logits in forced.logits(states):
+                wanted = tokens[part].to(logits.device)
+                nll = F.cross_entropy(logits.float(), wanted, reduction="none", ignore_index=IGNORED)
+                sums.index_add_(0, owners[part], nll.double().cpu())
+        for index, answer, nll_sum in zip(indices, packed, sums.tolist(), strict=True):
+            found[index] = Likelihood(nll_sum, len(answer.tokens))
+    return found
 
 
 def similarity(forcing: Forcing, answers: Sequence[Answer], layers: int) -> dict[Unit, float]:

@@ -1,0 +1,82 @@
+"""How likely full depth finds an answer is what transformers computes of it, whoever wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine import Engine, Likelihood, PromptError, Sampling
+from engine.forward import scoring
+from engine.schedules import recipes
+from tests.engine.prompts import random_prompts
+
+LAYERS = 3
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2", "opt"])
+def checkpoint(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Path]) -> Path:
+    """Plain attention; sliding windows with soft caps; learned positions."""
+    family = {
+        "llama": {},
+        "gemma2": {"sliding_window": 6, "head_dim": 8, "query_pre_attn_scalar": 8},
+        "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    }[request.param]
+    return make_checkpoint(family=request.param, num_hidden_layers=LAYERS, **family)
+
+
+def by_transformers(
+    checkpoint: Path, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+) -> list[float]:
+    """Negative log-likelihoods, from the logits of prompt and answer in one call each."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
+    sums = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *answer]])).logits[0].log_softmax(-1)
+        labels = torch.tensor(answer)
+        sums.append(-float(logits[len(prompt) - 1 : -1].gather(1, labels[:, None]).sum()))
+    return sums
+
+
+def test_it_is_that_of_transformers_first_token_included(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several answers to a prompt, answers of one token, and more than a pass holds."""
+    monkeypatch.setattr(scoring, "PACK_TOKENS", 20)
+    engine = Engine.load(str(checkpoint), device="cpu")
+    prompts = random_prompts([5, 1, 17, 5, 9], seed=1)
+    prompts += [prompts[2], prompts[0]]
+    answers = random_prompts([7, 1, 12, 3, 1, 4, 30], seed=2)
+    found = engine.likelihood(prompts, answers)
+    assert [each.nll for each in found] == pytest.approx(by_transformers(checkpoint, prompts, answers), rel=1e-4)
+    assert [each.tokens for each in found] == [7, 1, 12, 3, 1, 4, 30]
+
+
+def test_a_shared_prefix_changes_nothing(checkpoint: Path) -> None:
+    engine = Engine.load(str(checkpoint), device="cpu")
+    prompts, answers = [[4, 5, 6, 7, 8], [4, 5, 6, 9]], [[1, 2, 7], [8]]
+    alone = engine.likelihood(prompts, answers)
+    engine.share_prefix([4, 5, 6])
+    assert [each.nll for each in engine.likelihood(prompts, answers)] == pytest.approx([each.nll for each in alone])
+
+
+def test_an_empty_answer_has_no_tokens_and_an_empty_prompt_is_refused(checkpoint: Path) -> None:
+    engine = Engine.load(str(checkpoint), device="cpu")
+    assert engine.likelihood([[5], [6]], [[], []]) == [Likelihood(0.0, 0)] * 2
+    with pytest.raises(PromptError, match="empty"):
+        engine.likelihood([[]], [[1]])
+
+
+def test_full_depth_finds_what_a_worse_schedule_writes_less_likely(packaged: Engine, chats: list[list[int]]) -> None:
+    prompts = sorted(chats, key=len)[::25]
+    nll = []
+    for active in (30, 26, 18):
+        schedule = recipes.skipdecode(30, warmup=4, max_active=active, min_active=active, horizon=1)
+        found = sorted(packaged.generate(prompts, Sampling(max_new_tokens=16), schedule), key=lambda each: each.index)
+        likely = packaged.likelihood(prompts, [each.tokens for each in found])
+        nll.append(sum(each.nll for each in likely) / sum(each.tokens for each in likely))
+    assert nll == sorted(nll)
+    assert nll[0] < 1
+    assert nll[2] > nll[0] + 1
