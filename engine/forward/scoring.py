@@ -1,4 +1,4 @@
-"""Answers in one pass: how far each schedule's distributions move along full depth's, how likely full depth finds any."""
+"""Answers in one pass: how far schedules move the distributions along full depth's, how likely it finds anyone's."""
 
 from __future__ import annotations
 

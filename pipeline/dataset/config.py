@@ -29,8 +29,7 @@ class FilterConfig(BaseModel):
         None,
         ge=0,
         le=1,
-        description="drop generations of whose runs of four words more than this share were in them already; words are "
-        "what white space separates",
+        description="drop generations of whose runs of three words more than this share were in them already",
     )
     duplicates: Literal["keep", "exact", "normalized"] | None = Field(
         None,

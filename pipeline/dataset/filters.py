@@ -65,7 +65,7 @@ class Filters:
             return PATTERN
         if self._is_valid is not None and not self._is_valid(text):
             return JSON_SCHEMA
-        if config.max_repetition is not None and repetition(text.split()) > config.max_repetition:
+        if config.max_repetition is not None and repetition(text) > config.max_repetition:
             return REPETITION
         return DUPLICATE if self._is_repeated(text) else None
 

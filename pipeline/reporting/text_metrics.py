@@ -1,15 +1,22 @@
-"""Text metrics of one output, by the reference implementations: rouge-score and sacrebleu."""
+"""Text metrics of one output: its overlap with a text, by the reference implementations (rouge-score and sacrebleu),
+what it repeats, and what it claims that its source does not hold."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import re
+import unicodedata
+from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
 from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics.chrf import CHRF
 
-NGRAM = 4  # tokens or words; a loop of any period repeats its n-grams
+NGRAM = 3  # words; a loop of any period repeats its n-grams
+_ALONE = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"  # kana and ideographs: written without spaces, each is a word
+WORD = re.compile(rf"[{_ALONE}]|(?:(?![{_ALONE}])\w)+(?:[.,]\d+)*")  # 1,000 and 2.5 are words too
+ENDS_SENTENCE = frozenset(".!?:;…。！？\n")  # noqa: RUF001
+MARKS = " \t\"'“”‘’«»()[]{}<>*_#•–—-"  # noqa: RUF001 - may stand between the end of a sentence and the next word
 
 
 class Overlap(NamedTuple):
@@ -35,10 +42,41 @@ def rouge_l(text: str, reference: str) -> float:
     return overlap(text, reference).rouge_l
 
 
-def repetition(tokens: Sequence[Hashable]) -> float:
-    """Share of n-grams, of tokens or words, that the output already contained; 0 where it is shorter than an n-gram."""
-    ngrams = [tuple(tokens[i : i + NGRAM]) for i in range(len(tokens) - NGRAM + 1)]
+def repetition(text: str) -> float:
+    """Share of an output's runs of three words that it already held, whatever their case; 0 for less than three."""
+    words = [word.casefold() for word, _ in _words(text)]
+    ngrams = [tuple(words[i : i + NGRAM]) for i in range(len(words) - NGRAM + 1)]
     return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
+
+
+def unsupported(text: str, source: str) -> list[str]:
+    """Numbers and names of an output that its source does not hold, each once, in the order they come.
+
+    A number is a word with a digit. A name is one of two letters or more with a capital; the capital that begins a
+    sentence does not count. The source holds a word that it has anywhere, whatever its case. So in scripts without
+    case only numbers are found, German nouns are names, and a number in other notation or an inflected name is
+    taken for a new one: figures mean something beside those of another output for the same source.
+    """
+    held = {word.casefold() for word, _ in _words(source)}
+    claims = dict.fromkeys(word for word, begins in _words(text) if _is_claim(word, begins))
+    return [word for word in claims if word.casefold() not in held]
+
+
+def _words(text: str) -> Iterator[tuple[str, bool]]:
+    """Words, and whether each begins a sentence."""
+    text = unicodedata.normalize("NFKC", text)
+    end, begins = 0, True
+    for found in WORD.finditer(text):
+        between = text[end : found.start()].rstrip(MARKS)
+        begins = not end or (bool(between) and between[-1] in ENDS_SENTENCE)
+        yield found[0], begins
+        end = found.end()
+
+
+def _is_claim(word: str, begins_sentence: bool) -> bool:
+    if any(character.isdigit() for character in word):
+        return True
+    return len(word) > 1 and any(character.isupper() for character in (word[1:] if begins_sentence else word))
 
 
 @cache

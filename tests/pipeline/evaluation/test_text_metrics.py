@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engine.bootstrap import Bootstrap
-from pipeline.reporting.text_metrics import overlap, repetition
+from pipeline.reporting.text_metrics import overlap, repetition, unsupported
 
 
 def test_a_text_overlaps_itself_wholly_and_a_stranger_not_at_all() -> None:
@@ -24,11 +24,33 @@ def test_rouge_is_an_f_measure_of_words_in_order() -> None:
     assert overlap("sat cat the", "the cat on the mat sat").rouge_l < found.rouge_l
 
 
-def test_only_what_was_there_before_counts_as_repeated() -> None:
-    assert repetition([1, 2, 3]) == 0
-    assert repetition(list(range(20))) == 0
-    assert repetition([7] * 20) == pytest.approx(1 - 1 / 17)
-    assert repetition([1, 2] * 10) == pytest.approx(1 - 2 / 17)
+def test_only_runs_of_three_words_that_were_there_before_count_as_repeated() -> None:
+    assert repetition("") == repetition("two words") == 0
+    assert repetition(" ".join(f"w{i}" for i in range(20))) == 0
+    assert repetition("a mail server, A Mail Server") == pytest.approx(1 / 4)
+    assert repetition("go " * 20) == pytest.approx(1 - 1 / 18)
+    assert repetition("tick tock " * 10) == pytest.approx(1 - 2 / 18)
+
+
+def test_a_number_or_name_that_the_source_does_not_hold_is_counted_once() -> None:
+    source = "exim4 is a mail server for Debian, first released in 1995 with 1,000 users."
+    assert unsupported("A mail server for debian from 1995 for 1,000 users.", source) == []
+    assert unsupported("A server for Fedora from 1996; Fedora ships it since 1996.", source) == ["Fedora", "1996"]
+    assert unsupported("Exim5 is part of GNU.", source) == ["Exim5", "GNU"]
+    assert unsupported("It has 5.2 and 95 users.", source) == ["5.2", "95"]  # 95 is not 1995
+
+
+def test_a_capital_that_begins_a_sentence_makes_no_name() -> None:
+    source = "a mail server"
+    assert unsupported('Server. "Mail" it!\nThe - Server: I say.', source) == []
+    assert unsupported("GNU mail. iOS mail - Foo", source) == ["GNU", "iOS", "Foo"]
+
+
+def test_scripts_without_case_have_numbers_in_any_digits() -> None:
+    assert unsupported("この本は２０１９年", "2018年の本") == ["2019"]
+    assert repetition("この本この本") == pytest.approx(1 / 4)
+    assert unsupported("٢٠١٩", "٢٠١٩") == []
+    assert unsupported("هذا كتاب", "") == []
 
 
 def test_an_interval_covers_the_truth_as_often_as_it_says() -> None:
@@ -48,6 +70,15 @@ def test_shares_of_the_same_rows_are_paired() -> None:
     unpaired = Bootstrap(200).ratio(draw.permutation(full) * 0.9, full)
     assert unpaired is not None
     assert unpaired.high - unpaired.low > 0.05
+
+
+def test_a_difference_of_ratios_is_paired() -> None:
+    draw = np.random.default_rng(3)
+    full, tokens = draw.uniform(10, 90, 200), draw.uniform(10, 60, 200)
+    bootstrap = Bootstrap(200)
+    assert bootstrap.difference((full, tokens), (full, tokens)) == (0, 0, 0)
+    assert bootstrap.difference((full + 0.3 * tokens, tokens), (full, tokens)) == pytest.approx((0.3, 0.3, 0.3))
+    assert bootstrap.difference((full, tokens), (full, np.zeros(200))) is None
 
 
 def test_a_ratio_without_a_denominator_is_no_figure() -> None:
