@@ -192,7 +192,7 @@ def read_prompts(
     )
     references = texts(drawn[config.reference_column]) if config.reference_column else [""] * len(ids)
     prompts = [
-        Prompt(name, source, str(reference or ""), tuple(tokens))
+        Prompt(name, source, str(reference or ""), tuple(tokens), tokenizer.decode(tokens))
         for name, source, reference, tokens in zip(ids, sources, references, drawn[TOKENS].to_pylist(), strict=True)
     ]
     if len(prompts) < 2:
@@ -218,17 +218,18 @@ def warn_of_seen_rows(config: EvaluateSchedule, contenders: Sequence[Contender])
 
 def _table(found: Sequence[Figures]) -> Table:
     table = Table(title=f"{found[0].rows} prompts, 95 % intervals", title_justify="left")
-    headings = ("contender", "sample FLOP x", "decode FLOP x", "ROUGE-L, share of full", "agreement", "KL")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "contender" else "right")
+    table.add_column("contender", no_wrap=True)
+    for heading in ("sample FLOP x", "decode FLOP x", "excess NLL", "ROUGE-L, share", "repe- tition", "unsup- ported"):
+        table.add_column(heading, justify="right")
     for each in found:
         table.add_row(
             each.label,
             _shown(each.sample_flop_speedup, interval=False),
             _shown(each.decode_flop_speedup, interval=False),
-            _shown(each.share_of_full_depth["rouge_l"]),
-            _shown(each.agreement),
-            _shown(each.kl, interval=False),
+            _shown(each.excess_nll),
+            _shown(each.share_of_full_depth["rouge_l"], interval=False),
+            _shown(each.repetition, interval=False),
+            _shown(each.unsupported, interval=False),
         )
     return table
 

@@ -40,7 +40,8 @@ OWN_COLORS = (ACCENT, "#66a61e", "#86c5a4", "#1b4d3e")
 MARKERS = "sD^vP*Xh<>pd"
 COLUMNS = 3  # small pictures side by side
 TITLE_CHARACTERS = 40  # that fit above one of them
-_HEAT = mpl.colors.LinearSegmentedColormap.from_list("quality", ["#f4d9c6", "#ffffff", "#8fc7a8"])
+_HEAT = mpl.colors.LinearSegmentedColormap.from_list("quality", ["#8fc7a8", "#ffffff", "#f4d9c6"])
+MOST_EXCESS = 2.0  # nats a token that are drawn: beyond them texts are broken, one as another
 MAPPED_STEPS = 48  # of a schedule's map at most
 
 
@@ -62,13 +63,13 @@ class Styles:
 
 
 def frontier(found: Sequence[Figures], styles: Styles, whole_sample: bool) -> str:
-    """Quality against FLOP speed-up, with intervals: share of full depth's ROUGE-L, and agreement."""
+    """Quality against FLOP speed-up, with intervals: excess NLL, and share of full depth's ROUGE-L."""
     figure = Figure(figsize=(9.6, 5.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     judged = "to references" if any(each.share_of_full_depth["rouge_l"] for each in found) else "to full depth's output"
     panels: list[tuple[Axes, str, list[Estimate | None]]] = [
-        (left, f"ROUGE-L {judged}, share of full depth", [_rouge_share(each) for each in found]),
-        (right, "agreement of the likeliest token, teacher-forced", [each.agreement for each in found]),
+        (left, "excess NLL under full depth, nats a token", [each.excess_nll for each in found]),
+        (right, f"ROUGE-L {judged}, share of full depth", [_rouge_share(each) for each in found]),
     ]
     for axes, title, qualities in panels:
         _style(axes, title)
@@ -80,10 +81,12 @@ def frontier(found: Sequence[Figures], styles: Styles, whole_sample: bool) -> st
                 if each.name == name and quality is not None and speed is not None
             ]
             _line(axes, name, sorted(points), styles)
-        axes.axhline(1, color=PALE, linewidth=1, zorder=1)
         axes.set_xlabel(f"{'whole-sample' if whole_sample else 'decode'} FLOP speed-up")
-        axes.set_ylim(-0.03, 1.12)
         axes.set_xlim(left=0.98)
+    left.axhline(0, color=PALE, linewidth=1, zorder=1)
+    left.set_ylim(top=min(left.get_ylim()[1], MOST_EXCESS))
+    right.axhline(1, color=PALE, linewidth=1, zorder=1)
+    right.set_ylim(-0.03, 1.12)
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     return to_svg(figure)
@@ -101,14 +104,16 @@ def savings(maps: Mapping[str, Sequence[tuple[int | None, float, Figures]]]) -> 
         layers = sorted({layers for layers, *_ in cells if layers is not None}, reverse=True)
         rows: list[int | None] = [None, *layers]
         grid = np.full((len(rows), len(targets)), np.nan)
-        _style(axes, f"{name}: ROUGE-L as share of full depth's, and FLOP speed-up of the whole sample")
+        _style(axes, f"{name}: excess NLL in nats a token, and FLOP speed-up of the whole sample")
         for prompt_layers, target, figures in cells:
             row, column = rows.index(prompt_layers), targets.index(target)
-            grid[row, column] = quality = _rouge_share(figures).value
+            if figures.excess_nll is None:
+                continue
+            grid[row, column] = excess = figures.excess_nll.value
             speed = figures.sample_flop_speedup
-            shown = f"{quality:.3f}" + (f"\n{speed.value:.2f}x" if speed else "")
+            shown = f"{excess:.2f}" + (f"\n{speed.value:.2f}x" if speed else "")
             axes.text(column, row, shown, ha="center", va="center", fontsize=9, color=INK)
-        axes.imshow(grid, aspect="auto", cmap=_HEAT, vmin=0.8, vmax=1.0)
+        axes.imshow(grid, aspect="auto", cmap=_HEAT, vmin=0.0, vmax=0.5)
         axes.set_xticks(range(len(targets)), ["full depth" if target == 1 else f"{target:g}x" for target in targets])
         axes.set_yticks(range(len(rows)), ["all" if count is None else str(count) for count in rows])
         axes.set_xlabel("decode FLOP speed-up asked for")

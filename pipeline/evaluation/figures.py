@@ -14,8 +14,8 @@ import pyarrow as pa
 from engine import Schedule
 from engine.bootstrap import Bootstrap, Estimate, Values
 from pipeline.evaluation.contender import Contender
-from pipeline.evaluation.study import OUTPUTS, BatchTiming, Prompt, Study
-from pipeline.reporting.text_metrics import Overlap, overlap, repetition
+from pipeline.evaluation.study import LIKELIHOODS, OUTPUTS, BatchTiming, Prompt, Study
+from pipeline.reporting.text_metrics import Overlap, overlap, repetition, unsupported
 
 METRICS = Overlap._fields
 EARLY = 0.5  # of full depth's length: an output that ends before this has stopped early
@@ -41,6 +41,19 @@ class Outputs:
     def against_full_depth(self) -> list[Overlap]:
         return [overlap(row["generation"], full["generation"]) for row, full in zip(self.rows, self.full, strict=True)]
 
+    @cached_property
+    def repetition(self) -> list[float]:
+        return [repetition(row["generation"]) for row in self.rows]
+
+    @cached_property
+    def unsupported(self) -> list[list[str]]:
+        return [unsupported(row["generation"], p.read) for row, p in zip(self.rows, self.prompts, strict=True)]
+
+    @cached_property
+    def nll(self) -> Values:
+        """Of each answer under full depth, nats a token."""
+        return self.column("nll") / np.maximum(1, self.column("generated_tokens"))
+
     def column(self, name: str) -> Values:
         """A number of each row."""
         return np.array([row[name] for row in self.rows], dtype=np.float64)
@@ -65,13 +78,16 @@ class Figures:
     measured_speedup: float | None  # decode tokens/s over full depth's, median over batches of one session
     mean_active_layers: Estimate
     kl: Estimate | None  # nats per decode token, teacher-forced
+    nll: Estimate  # of its answers under full depth, nats a token
+    excess_nll: Estimate | None  # that, less the same of full depth's own answers
     agreement: Estimate | None  # share of decode tokens whose likeliest token is full depth's, teacher-forced
     against_reference: dict[str, Estimate]
     share_of_full_depth: dict[str, Estimate | None]
     against_full_depth: dict[str, Estimate]
     exact_match: Estimate
     length_ratio: Estimate | None  # generated tokens over full depth's
-    repetition: Estimate
+    repetition: Estimate  # share of an answer's runs of three words that it already held
+    unsupported: Estimate  # numbers and names of an answer that its prompt does not hold
     early_stops: Estimate
     agreement_by_step: list[tuple[int, float, int]] = field(default_factory=list)  # step, share, tokens
 
@@ -98,6 +114,7 @@ def figures(outputs: Outputs, reference: Outputs, bootstrap: Bootstrap) -> Figur
     prompt, decode = outputs.column("flops_prompt"), outputs.column("flops_decode")
     whole, lengths = outputs.column("flops_full_depth"), outputs.column("generated_tokens")
     full_lengths = outputs.full_column("generated_tokens")
+    nll, full_nll = outputs.column("nll"), outputs.full_column("nll")
     exact = [row["generation"] == full["generation"] for row, full in zip(rows, outputs.full, strict=True)]
     early = (lengths < EARLY * full_lengths) & np.array([row["finish_reason"] == "stop" for row in rows])
     contender = outputs.contender
@@ -113,35 +130,45 @@ def figures(outputs: Outputs, reference: Outputs, bootstrap: Bootstrap) -> Figur
         measured_speedup=_measured(outputs),
         mean_active_layers=_mean(bootstrap, outputs.column("mean_active_layers") * lengths, lengths),
         kl=bootstrap.ratio(np.array([sum(row["kl"] or ()) for row in rows]), steps),
+        nll=_mean(bootstrap, nll, lengths),
+        excess_nll=bootstrap.difference((nll, lengths), (full_nll, full_lengths)),
         agreement=bootstrap.ratio(np.array([float(sum(row["agrees"] or ())) for row in rows]), steps),
         against_reference={name: _mean(bootstrap, ours[name], ones) for name in METRICS},
         share_of_full_depth={name: bootstrap.ratio(ours[name], theirs[name]) for name in METRICS},
         against_full_depth={name: _mean(bootstrap, same[name], ones) for name in METRICS},
         exact_match=_mean(bootstrap, np.array(exact, dtype=np.float64), ones),
         length_ratio=bootstrap.ratio(lengths, full_lengths),
-        repetition=_mean(bootstrap, np.array([repetition(row["tokens"]) for row in rows]), ones),
+        repetition=_mean(bootstrap, np.array(outputs.repetition), ones),
+        unsupported=_mean(bootstrap, np.array([float(len(claims)) for claims in outputs.unsupported]), ones),
         early_stops=_mean(bootstrap, early.astype(np.float64), ones),
         agreement_by_step=_by_step(rows),
     )
 
 
 def worst(outputs: Outputs, reference: Outputs, count: int = WORST) -> list[dict[str, Any]]:
-    """The rows that lost most ROUGE-L to their references against full depth's output, most first."""
-    found = []
-    for index, prompt in enumerate(outputs.prompts):
-        ours, full = outputs.against_reference[index].rouge_l, reference.against_reference[index].rouge_l
-        found.append(
-            {
-                "id": prompt.id,
-                "text": prompt.text,
-                "reference": prompt.reference,
-                "full_depth": outputs.full[index]["generation"],
-                "generation": outputs.rows[index]["generation"],
-                "rouge_l": ours,
-                "full_rouge_l": full,
-            }
-        )
-    return sorted(found, key=lambda row: row["rouge_l"] - row["full_rouge_l"])[:count]
+    """The rows whose answers full depth finds least likely beside its own, nats a token, the worst first."""
+    order = np.argsort(reference.nll - outputs.nll, kind="stable")[:count]
+    return [
+        {
+            "id": outputs.prompts[row].id,
+            "text": outputs.prompts[row].text,
+            "reference": outputs.prompts[row].reference,
+            "full_depth": _shown(reference, row),
+            "contender": _shown(outputs, row),
+        }
+        for row in order.tolist()
+    ]
+
+
+def _shown(outputs: Outputs, row: int) -> dict[str, Any]:
+    """An answer and what is measured of it."""
+    return {
+        "generation": outputs.rows[row]["generation"],
+        "nll": float(outputs.nll[row]),
+        "rouge_l": outputs.against_reference[row].rouge_l,
+        "repetition": outputs.repetition[row],
+        "unsupported": outputs.unsupported[row],
+    }
 
 
 def combined(all_outputs: Sequence[Outputs]) -> pa.Table:
@@ -153,12 +180,20 @@ def combined(all_outputs: Sequence[Outputs]) -> pa.Table:
             "is_rival": outputs.contender.is_rival,
             **row,
             "reference": prompt.reference,
+            "repetition": repeated,
+            "unsupported": claims,
             **{f"{name}_to_reference": value for name, value in against._asdict().items()},
             **{f"{name}_to_full_depth": value for name, value in same._asdict().items()},
         }
         for outputs in all_outputs
-        for row, prompt, against, same in zip(
-            outputs.rows, outputs.prompts, outputs.against_reference, outputs.against_full_depth, strict=True
+        for row, prompt, repeated, claims, against, same in zip(
+            outputs.rows,
+            outputs.prompts,
+            outputs.repetition,
+            outputs.unsupported,
+            outputs.against_reference,
+            outputs.against_full_depth,
+            strict=True,
         )
     ]
     return pa.Table.from_pylist(records, _COMBINED)
@@ -203,6 +238,9 @@ _COMBINED = pa.schema(
         ("is_rival", pa.bool_()),
         ("reference", pa.string()),
         *OUTPUTS,
+        LIKELIHOODS.field("nll"),
+        ("repetition", pa.float64()),
+        ("unsupported", pa.list_(pa.string())),
         *((f"{name}_to_reference", pa.float64()) for name in METRICS),
         *((f"{name}_to_full_depth", pa.float64()) for name in METRICS),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,12 +43,13 @@ def render(sections: Sequence[Section], config: Mapping[str, Any]) -> str:
         "Schedules": charts.schedule_maps(maps),
     }
     environment = Environment(loader=PackageLoader("pipeline.evaluation", "."), autoescape=True, trim_blocks=True)
-    environment.filters |= {"estimate": _estimate, "bare": _bare, "shorten": _shorten}
+    environment.filters |= {"estimate": _estimate, "bare": _bare, "percent": _percent, "shorten": _shorten}
+    environment.filters["measured"] = _measured
     return environment.get_template("report.html.jinja").render(
         full=found[0],
         # By target, best first: what a reader compares stands together.
-        contenders=sorted(found[1:], key=lambda each: (each.target or 0, -_quality(each))),
-        headline=_headline(found),
+        contenders=sorted(found[1:], key=lambda each: (each.target or 0, _loss(each))),
+        headline=headline(found),
         charts=drawn,
         sections=[section for section in sections[1:] if section.worst],
         config=config,
@@ -70,21 +72,26 @@ def savings_maps(sections: Sequence[Section]) -> dict[str, list[tuple[int | None
     return {name: [*undiminished, *cells] for name, cells in several.items()}
 
 
-def _headline(found: Sequence[Figures]) -> str:
-    """The best of the schedules under judgement at each target, the whole-sample figure first."""
+def headline(found: Sequence[Figures]) -> str:
+    """The best of the schedules under judgement at each target in five figures, the whole-sample speed-up first."""
     own = [each for each in found[1:] if not each.is_rival] or found[1:]
     lines = []
     for target in sorted({each.target for each in own}, key=lambda target: target or 0):
-        best = max((each for each in own if each.target == target), key=_quality)
+        best = min((each for each in own if each.target == target), key=_loss)
+        rouge = best.share_of_full_depth["rouge_l"]
+        share = f"{_bare(rouge)} of" if rouge else f"{_bare(best.against_full_depth['rouge_l'])} to"
         lines.append(
-            f"{best.label}: a FLOP speed-up of {_bare(best.sample_flop_speedup)}x with prompts, "
-            f"{_bare(best.decode_flop_speedup)}x in decoding, at {_quality(best):.1%} of full depth's ROUGE-L."
+            f"{best.label}: {_bare(best.sample_flop_speedup)}x fewer FLOPs for whole samples, "
+            f"{_bare(best.decode_flop_speedup)}x in decoding; excess NLL {_bare(best.excess_nll)} nats a token; "
+            f"ROUGE-L {share} full depth's; "
+            f"repetition {_percent(best.repetition)}, full depth {_percent(found[0].repetition)}."
         )
     return "\n".join(lines)
 
 
-def _quality(each: Figures) -> float:
-    return (each.share_of_full_depth["rouge_l"] or each.against_full_depth["rouge_l"]).value
+def _loss(each: Figures) -> float:
+    """What ranks contenders of one target: excess NLL."""
+    return each.excess_nll.value if each.excess_nll else math.inf
 
 
 def _estimate(value: Estimate | None) -> str:
@@ -95,6 +102,22 @@ def _bare(value: Estimate | float | None) -> str:
     if isinstance(value, Estimate):
         value = value.value
     return "-" if value is None else f"{value:.2f}"
+
+
+def _percent(value: Estimate) -> str:
+    return f"{value.value:.1%}"
+
+
+def _measured(answer: Mapping[str, Any], has_references: bool) -> str:
+    """What is said under an answer."""
+    facts = [f"NLL {answer['nll']:.2f}"]
+    if has_references:
+        facts.append(f"ROUGE-L {answer['rouge_l']:.2f}")
+    if answer["repetition"]:
+        facts.append(f"repetition {answer['repetition']:.0%}")
+    if answer["unsupported"]:
+        facts.append(f"unsupported: {', '.join(answer['unsupported'])}")
+    return "; ".join(facts)
 
 
 def _shorten(text: str) -> str:

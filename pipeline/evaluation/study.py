@@ -44,6 +44,16 @@ OUTPUTS = pa.schema(
         ("agrees", pa.list_(pa.bool_())),
     ]
 )
+# Apart from the outputs, so that those of a study that did not have them are kept.
+LIKELIHOODS = pa.schema(
+    [
+        ("id", pa.string()),
+        (
+            "nll",
+            pa.float64(),
+        ),  # negative log-likelihood of the row's answer under full depth, over all its tokens, nats
+    ]
+)
 COSTS = OUTPUTS.names[3:11]  # fields of a generation that are copied as they are
 
 
@@ -55,6 +65,7 @@ class Prompt:
     text: str
     reference: str
     tokens: tuple[int, ...]
+    read: str  # what the tokens say: text, instruction and system text, as the model reads them
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +82,8 @@ _TIMING: Record[BatchTiming] = Record(BatchTiming, "delete it")
 
 @dataclass(frozen=True)
 class Study:
-    """Outputs under `directory`, one file per contender and batch of prompts.
+    """Outputs under `directory`, one file per contender and batch of prompts, and beside it how likely full depth finds
+    them.
 
     Full depth answers first, schedules share its prompt pass, and their teacher-forced scores are taken on its answers.
     """
@@ -97,9 +109,11 @@ class Study:
         )  # fmt: skip
         started, done = time.monotonic(), 0
         for number, batch in enumerate(batches):
+            if missing[number]:
+                self._run_batch(engine, batch, contenders[0], missing[number], session)
+            self._judge(engine, batch, [c for c in contenders if not self._likelihoods_file(c, batch).exists()])
             if not missing[number]:
                 continue
-            self._run_batch(engine, batch, contenders[0], missing[number], session)
             done += len(missing[number])
             seconds = (time.monotonic() - started) / done * (left - done)
             log.info(
@@ -108,8 +122,12 @@ class Study:
             )  # fmt: skip
 
     def outputs(self, contender: Contender) -> pa.Table:
-        """All of a contender's rows, in the prompts' order."""
-        return pa.concat_tables(self._read(contender, batch) for batch in self._batches())
+        """All of a contender's rows and their likelihoods, in the prompts' order."""
+        tables = []
+        for batch in self._batches():
+            likelihoods = _read(self._likelihoods_file(contender, batch), LIKELIHOODS, batch)
+            tables.append(self._read(contender, batch).append_column(LIKELIHOODS.field("nll"), likelihoods["nll"]))
+        return pa.concat_tables(tables)
 
     def timings(self, contender: Contender) -> list[BatchTiming]:
         """One per batch of prompts."""
@@ -142,6 +160,17 @@ class Study:
                 rows = sorted(found, key=lambda generation: generation.index)
                 self._write(contender, batch, rows, [{}] * len(rows), BatchTiming(session, 0, 0.0))
 
+    def _judge(self, engine: Engine, batch: Sequence[Prompt], contenders: Sequence[Contender]) -> None:
+        """How likely full depth finds the outputs of some contenders; the prompts run once for all."""
+        if not contenders:
+            return
+        answers = [tokens for c in contenders for tokens in self._read(c, batch)["tokens"].to_pylist()]
+        found = engine.likelihood([prompt.tokens for prompt in batch] * len(contenders), answers)
+        for index, contender in enumerate(contenders):
+            nll = [each.nll for each in found[index * len(batch) : (index + 1) * len(batch)]]
+            columns = {"id": [prompt.id for prompt in batch], "nll": nll}
+            _put(self._likelihoods_file(contender, batch), pa.table(columns, LIKELIHOODS))
+
     def _answers(
         self, batch: Sequence[Prompt], full: Contender, computed: Sequence[Sequence[Generation]]
     ) -> list[list[int]]:
@@ -170,24 +199,11 @@ class Study:
             for prompt, generation, scores in zip(batch, generations, forced, strict=True)
         ]
         table = pa.Table.from_pylist(records, OUTPUTS).replace_schema_metadata({TIMING: json.dumps(asdict(timing))})
-        file = self._file(contender, batch)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        scratch = file.with_suffix(".part")
-        pq.write_table(table, scratch)
-        scratch.replace(file)
+        _put(self._file(contender, batch), table)
 
     def _read(self, contender: Contender, batch: Sequence[Prompt]) -> pa.Table:
-        """Raises JobError."""
-        file = self._file(contender, batch)
-        try:
-            check_is_file(file)
-            table = read_parquet(file)
-            if table.schema.names != OUTPUTS.names or table["id"].to_pylist() != [prompt.id for prompt in batch]:
-                raise ValueError("it holds other rows")
-            table = table.cast(OUTPUTS)
-        except (OSError, ValueError, pa.ArrowException) as error:
-            raise _damaged(file, error) from error
-        return table
+        """A contender's outputs. Raises JobError."""
+        return _read(self._file(contender, batch), OUTPUTS, batch)
 
     def _batches(self) -> Iterator[Sequence[Prompt]]:
         for first in range(0, len(self.prompts), self.batch_size):
@@ -199,6 +215,30 @@ class Study:
         decided = json.dumps([OUTPUTS.names, self.model_identity, self.sampling.to_dict(), contender.identity, rows])
         name = hashlib.sha256(decided.encode()).hexdigest()[:16]
         return self.directory / contender.slug / f"{name}.parquet"
+
+    def _likelihoods_file(self, contender: Contender, batch: Sequence[Prompt]) -> Path:
+        """Beside the outputs that they are of."""
+        return self._file(contender, batch).with_suffix(".likelihoods.parquet")
+
+
+def _put(file: Path, table: pa.Table) -> None:
+    """A whole file or none."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    scratch = file.with_suffix(".part")
+    pq.write_table(table, scratch)
+    scratch.replace(file)
+
+
+def _read(file: Path, schema: pa.Schema, batch: Sequence[Prompt]) -> pa.Table:
+    """Raises JobError."""
+    try:
+        check_is_file(file)
+        table = read_parquet(file)
+        if table.schema.names != schema.names or table["id"].to_pylist() != [prompt.id for prompt in batch]:
+            raise ValueError("it holds other rows")
+        return table.cast(schema)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise _damaged(file, error) from error
 
 
 def _is_there(file: Path) -> bool:

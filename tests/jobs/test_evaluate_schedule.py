@@ -48,7 +48,7 @@ def test_a_rerun_extends_what_is_there_and_the_report_stands_alone(
     assert run(monkeypatch, *arguments) == 0
     assert "plain, 1.6x" in capsys.readouterr().out
     computed = {file: file.stat().st_mtime_ns for file in (out / "work").rglob("*.parquet")}
-    assert len(computed) == 3 * 2
+    assert len(computed) == 3 * 2 * 2  # contenders, batches, and likelihoods beside outputs
     rivals = ["--rivals", "early-termination", "--target-speedups", "1.6", "--calibration-rows", "2"]
     assert run(monkeypatch, *arguments, *rivals) == 0
     assert {file: file.stat().st_mtime_ns for file in computed} == computed
@@ -58,8 +58,11 @@ def test_a_rerun_extends_what_is_there_and_the_report_stands_alone(
     assert all(each["rows"] == 4 for each in results["contenders"])
     value, low, high = results["contenders"][1]["share_of_full_depth"]["rouge_l"]
     assert low <= value <= high
+    value, low, high = results["contenders"][2]["excess_nll"]
+    assert 0 < low <= value <= high
     table = pq.read_table(out / "outputs.parquet")
     assert table.num_rows == 4 * 4
+    assert {"nll", "repetition", "unsupported"} <= set(table.column_names)
     assert set(table["contender"].to_pylist()) == set(labels)
     rival = Schedule.read(out / "rivals" / "early-termination-1.6x")  # to run, or to adapt
     assert rival.skipped_units(0) >= {Unit("a", 29), Unit("m", 29)}

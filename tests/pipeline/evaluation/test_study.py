@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from engine import EarlyExit, Engine, Generation, Sampling, Schedule
-from engine.bootstrap import Bootstrap
+from engine.bootstrap import Bootstrap, Estimate
 from engine.schedules import decays, orders, recipes
+from pipeline.errors import JobError
 from pipeline.evaluation.contender import Contender
 from pipeline.evaluation.figures import combined, figures, read_outputs, worst
+from pipeline.evaluation.report import headline
 from pipeline.evaluation.study import Prompt, Study
 
 SAMPLING = Sampling(max_new_tokens=10)
@@ -39,7 +43,7 @@ def contenders() -> list[Contender]:
 def prompts(packaged: Engine, texts: list[str]) -> list[Prompt]:
     shortest = sorted(texts, key=len)[:5]
     encode = packaged.tokenizer.encode_chat
-    return [Prompt(f"row {i}", text, text.split(".")[0], tuple(encode(text))) for i, text in enumerate(shortest)]
+    return [Prompt(f"row {i}", text, text.split(".")[0], tuple(encode(text)), text) for i, text in enumerate(shortest)]
 
 
 @pytest.fixture(scope="module")
@@ -79,15 +83,41 @@ def test_an_interrupted_study_goes_on_where_it_was(
     part = Study(tmp_path, "packaged", SAMPLING, 3, prompts[:3])
     part.run(packaged, contenders()[:2])
     files = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.parquet")}
-    assert len(files) == 2
+    assert len(files) == 2 * 2  # outputs, and how likely they are
     whole = Study(tmp_path, "packaged", SAMPLING, 3, prompts)
     whole.run(packaged, contenders()[:3])
-    assert len(list(tmp_path.rglob("*.parquet"))) == 6
+    assert len(list(tmp_path.rglob("*.parquet"))) == 6 * 2
     assert {file: file.stat().st_mtime_ns for file in files} == files
     for contender in contenders()[:3]:
-        columns = ["tokens", "flops_decode", "agrees"]
+        columns = ["tokens", "flops_decode", "agrees", "nll"]
         again, once = (each.outputs(contender).select(columns).to_pylist() for each in (whole, study))
         assert again == once
+
+
+def test_outputs_without_likelihoods_are_kept_and_only_those_are_computed(
+    tmp_path: Path, packaged: Engine, prompts: list[Prompt]
+) -> None:
+    """As studies have them that were made before likelihoods were."""
+    study = Study(tmp_path, "packaged", SAMPLING, 3, prompts[:3])
+    study.run(packaged, contenders()[:2])
+    once = [study.outputs(contender) for contender in contenders()[:2]]
+    for file in tmp_path.rglob("*.likelihoods.parquet"):
+        file.unlink()
+
+    class OnlyLikely(NoEngine):
+        likelihood = staticmethod(packaged.likelihood)
+
+    study.run(cast(Engine, OnlyLikely()), contenders()[:2])
+    assert [study.outputs(contender) for contender in contenders()[:2]] == once
+
+
+def test_damaged_likelihoods_are_said_to_be(tmp_path: Path, packaged: Engine, prompts: list[Prompt]) -> None:
+    study = Study(tmp_path, "packaged", SAMPLING, 3, prompts[:1])
+    study.run(packaged, contenders()[:1])
+    [file] = tmp_path.rglob("*.likelihoods.parquet")
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(JobError, match=r"likelihoods.parquet' are damaged .*delete it, and they are made anew"):
+        study.outputs(contenders()[0])
 
 
 def test_another_model_sampling_or_prompt_is_another_output(study: Study, packaged: Engine) -> None:
@@ -108,12 +138,16 @@ def test_figures_of_full_depth_are_perfect_and_the_rest_follow_the_ledger(study:
     assert full.decode_flop_speedup == full.sample_flop_speedup == full.agreement == (1, 1, 1)
     assert full.share_of_full_depth["rouge_l"] == (1, 1, 1)
     assert full.exact_match == full.length_ratio == (1, 1, 1)
+    assert full.excess_nll == (0, 0, 0)
     assert full.measured_speedup == 1
     assert full.kl is not None
     assert full.kl.value < 1e-4
     assert four.agreement is not None
     assert half.agreement is not None
     assert 1 > four.agreement.value > half.agreement.value
+    assert four.excess_nll is not None
+    assert half.excess_nll is not None
+    assert 0 < four.excess_nll.value < half.excess_nll.value
     assert four.decode_flop_speedup is not None
     assert four.sample_flop_speedup is not None
     rows = study.outputs(contenders()[1]).to_pylist()
@@ -121,7 +155,11 @@ def test_figures_of_full_depth_are_perfect_and_the_rest_follow_the_ledger(study:
     whole = sum(row["flops_decode_full_depth"] for row in rows)
     assert four.decode_flop_speedup.value == pytest.approx(whole / spent)
     assert 1 < four.sample_flop_speedup.value < four.decode_flop_speedup.value
+    ours, theirs = (study.outputs(contender).to_pylist() for contender in (contenders()[1], contenders()[0]))
+    mean = [sum(row["nll"] for row in rows) / sum(row["generated_tokens"] for row in rows) for rows in (ours, theirs)]
+    assert four.excess_nll.value == pytest.approx(mean[0] - mean[1])
     assert calm.agreement is None
+    assert calm.excess_nll is not None  # its answers are as good as any to judge
     assert calm.measured_speedup is None
     assert [step for step, _, _ in four.agreement_by_step] == list(range(9))
 
@@ -137,9 +175,25 @@ def test_times_of_different_sessions_are_not_compared(tmp_path: Path, packaged: 
 def test_the_worst_sample_comes_first_and_the_table_holds_all(study: Study) -> None:
     outputs = read_outputs(study, contenders())
     rows = worst(outputs[2], outputs[0], count=3)
-    losses = [row["full_rouge_l"] - row["rouge_l"] for row in rows]
+    losses = [row["contender"]["nll"] - row["full_depth"]["nll"] for row in rows]
     assert losses == sorted(losses, reverse=True)
+    assert losses[0] > 0
     assert len(rows) == 3
+    for row, prompt in ((row, prompt) for row in rows for prompt in study.prompts if prompt.id == row["id"]):
+        assert row["text"] == prompt.text
     table = combined(outputs)
     assert table.num_rows == 4 * len(study.prompts)
     assert table["rouge_l_to_full_depth"].to_pylist()[: len(study.prompts)] == [1.0] * len(study.prompts)
+
+
+def test_the_headline_has_the_whole_sample_first_and_the_best_by_excess_nll(study: Study) -> None:
+    outputs = read_outputs(study, contenders())
+    found = [figures(each, outputs[0], Bootstrap(len(study.prompts))) for each in outputs]
+    again = replace(found[1], label="less likely", excess_nll=Estimate(9.0, 9.0, 9.0))
+    [line] = headline([*found, again]).splitlines()
+    speedup = found[1].sample_flop_speedup
+    assert speedup is not None
+    assert line.startswith(f"four skipped, 1.1x: {speedup.value:.2f}x fewer FLOPs for whole samples, ")
+    assert re.search(
+        r"x in decoding; excess NLL \d\.\d\d nats a token; ROUGE-L \d\.\d\d of full depth's; repetition", line
+    )
