@@ -62,6 +62,15 @@ class Totals(FlopSums):
         0  # decode steps of their full-depth answers where the schedule's likeliest token is the same
     )
     audit_steps: Count = 0  # all of these
+    # Of the audited rows' answers and, "full", of full depth's own:
+    audit_nll: Amount = 0.0  # negative log-likelihood under full depth, nats
+    audit_full_nll: Amount = 0.0
+    audit_tokens: Count = 0
+    audit_full_tokens: Count = 0
+    audit_repetition: Amount = 0.0  # repetition of each, summed
+    audit_full_repetition: Amount = 0.0
+    audit_unsupported: Count = 0  # numbers and names that its prompt does not hold
+    audit_full_unsupported: Count = 0
     flops_audit: Flops = 0  # what the audit cost, beside all other FLOPs
 
     def add(self, other: Totals) -> None:
@@ -122,9 +131,14 @@ _COPY: Record[_Copy] = Record(_Copy, "delete it")
 
 def total(commits: Iterable[Commit]) -> Totals:
     """Sums over commits."""
+    return total_of(commit.totals for commit in commits)
+
+
+def total_of(parts: Iterable[Totals]) -> Totals:
+    """Sums of sums."""
     totals = Totals()
-    for commit in commits:
-        totals.add(commit.totals)
+    for part in parts:
+        totals.add(part)
     return totals
 
 

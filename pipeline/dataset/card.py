@@ -14,6 +14,7 @@ from pipeline.commits.commit import Totals, checksum
 from pipeline.dataset.config import DatasetConfig
 from pipeline.dataset.shards import FOLDER, SPLIT, Shard
 from pipeline.redaction import redacted
+from pipeline.reporting.audit import audit_facts
 
 SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (1_000_000, "100K<n<1M"))
 _SIGNATURE = "\n<!-- written by skipdecode, and written anew with the data set unless edited: "
@@ -62,7 +63,7 @@ rows = load_dataset({json.dumps(redacted(config.output))}, split="{SPLIT}")
 - Sampling: {sampling}. A row's random stream is a function of the seed, its place in the input and `sample`.
 - Compute: {totals.flops / 1e12:.3f} TFLOP, {totals.sample_speedup:.3f}x less than at full depth
   ({totals.decode_speedup:.3f}x in decoding, {totals.mean_active_layers:.2f} layers on average).
-
+{_audit(totals)}
 ## What was dropped
 
 Of {totals.rows:,} generations {rows:,} are kept. A row is counted under the first filter that it fails.
@@ -79,6 +80,12 @@ Filters: {_inline(manifest["filters"])}
 |---|---|
 {columns}
 """)
+
+
+def _audit(totals: Totals) -> str:
+    """Beside full depth, where a sample of rows was generated so too."""
+    facts = [f"{name} {value}" for name, value in audit_facts([totals]).items()]
+    return f"- Beside full depth: {'; '.join(facts)}.\n" if facts else ""
 
 
 def is_signed(card: bytes) -> bool:

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import pyarrow as pa
 
-from engine import BatchStats, Schedule
+from engine import BatchStats, Generation, Schedule
 from pipeline.config import JobConfig
 from pipeline.execution.wire import SPAN, Failure, Parcel, from_bytes, to_bytes
 from pipeline.logs import about, set_up_worker
@@ -103,10 +103,11 @@ class UnitGenerator:
         self._energy = EnergyMeter.of_this_process(config.gpus_per_replica)
         board.starting()
         engine = task.backend.engine(config, threads)
-        self._flops_prefix = engine.share_prefix(task.template.shared_prefix(task.backend.tokenizer(config)))
+        tokenizer = task.backend.tokenizer(config)
+        self._flops_prefix = engine.share_prefix(task.template.shared_prefix(tokenizer))
         self._generator = RowGenerator(engine, config.sampling(), task.schedule, config.batch_size)
         shape, size, fraction = task.backend.shape(config), config.batch_size, config.audit_fraction
-        self._auditor = Auditor(engine, shape, config.sampling(), task.schedule, size, fraction)
+        self._auditor = Auditor(engine, tokenizer, shape, config.sampling(), task.schedule, size, fraction)
         board.ready()
 
     def run(self, unit: WorkUnit, prepared: pa.Table) -> Parcel:
@@ -123,10 +124,11 @@ class UnitGenerator:
         # A row's random stream is named by its place in the input, so it outlives retries and re-planning.
         file, suffix = self._input.relative(unit.path), f"\0{unit.sample}" if unit.sample else ""
         ids = [f"{file}:{unit.start + row}{suffix}" for row in range(unit.rows)]
+        answers: dict[int, Generation] = {}
         try:
-            output = generate(prepared, ids, self._generator, on_batch)
+            output = generate(prepared, ids, self._generator, on_batch, answers.__setitem__)
             seconds, joules = time.perf_counter() - start, max(0.0, self._energy.joules() - joules)
-            audit = self._auditor.audit(prepared, ids, output)
+            audit = self._auditor.audit(prepared, ids, answers)
         except DeviceBroken as error:
             _die(unit, error)
         spent = {"flops_padding": padding, "seconds": seconds, "joules": joules}

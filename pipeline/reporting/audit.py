@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import sqrt
 from typing import Literal
 
+import numpy as np
 import pyarrow as pa
 
 from engine import Generation, Ledger, ModelShape, Sampling, Schedule
-from pipeline.commits.commit import Totals
+from engine.bootstrap import Bootstrap, Estimate
+from pipeline.commits.commit import Totals, total_of
 from pipeline.rows.row_generator import DeviceBroken, Generator, RowGenerator, is_device_broken
 from pipeline.rows.rows import TOKENS
+from pipeline.rows.template import PromptTokenizer
 
 log = logging.getLogger(__name__)
 
 # One-sided, in standard errors. The estimate is looked at after every unit, so a chance of 1 in 700 at each look is
 # asked for instead of the usual 1 in 20.
 CONFIDENCE = 3.0
-FEWEST = 8  # audited rows before anything is concluded
+FEWEST = 8  # audited rows before anything is concluded, and units before an interval is given
+GROUPS = 200  # that units are drawn in for an interval
 
 
 def is_audited(row: str, fraction: float) -> bool:
@@ -35,6 +39,7 @@ class Auditor:
     def __init__(
         self,
         engine: Generator,
+        tokenizer: PromptTokenizer,
         shape: ModelShape,
         sampling: Sampling,
         schedule: Schedule,
@@ -42,30 +47,27 @@ class Auditor:
         fraction: float,
     ) -> None:
         self._engine, self._schedule, self._ledger = engine, schedule, Ledger(shape, schedule)
+        self._tokenizer = tokenizer
         self._full_depth = RowGenerator(engine, sampling, None, batch_size)
         # Outputs at full depth are equal to themselves.
         self._fraction = 0.0 if schedule.is_full_depth else fraction
 
-    def audit(self, prepared: pa.Table, ids: Sequence[str], output: pa.Table) -> dict[str, float]:
+    def audit(self, prepared: pa.Table, ids: Sequence[str], answers: Mapping[int, Generation]) -> dict[str, float]:
         """What a unit's audited rows add to `Totals`. Raises DeviceBroken; any other trouble leaves the unit unaudited.
 
         Args:
             prepared: with the rows' prompts.
             ids: of the rows.
-            output: the rows' generations under the schedule.
+            answers: what the schedule generated, by row; those with an error have none.
         """
         if not self._fraction:
             return {}
-        rows = [
-            row
-            for row, error in enumerate(output["error"].to_pylist())
-            if error is None and is_audited(ids[row], self._fraction)
-        ]
+        rows = [row for row in sorted(answers) if is_audited(ids[row], self._fraction)]
         if not rows:
             return {}
-        texts = output["generation"].take(rows).to_pylist()
+        prompts = prepared[TOKENS].take(rows).to_pylist()
         try:
-            return self._compare(prepared[TOKENS].take(rows).to_pylist(), [ids[row] for row in rows], texts)
+            return self._compare(prompts, [ids[row] for row in rows], [answers[row] for row in rows])
         except DeviceBroken:
             raise
         except Exception as error:  # a second opinion must not cost the first
@@ -74,38 +76,56 @@ class Auditor:
             log.warning("%d rows could not be audited (%s: %s)", len(rows), type(error).__name__, error)
             return {}
 
-    def _compare(self, prompts: list[list[int]], ids: Sequence[str], texts: list[str]) -> dict[str, float]:
+    def _compare(self, prompts: list[list[int]], ids: Sequence[str], ours: list[Generation]) -> dict[str, float]:
         # Not at the top: the metrics take seconds to import, and read and commit tasks do without them.
-        from pipeline.reporting.text_metrics import rouge_l
+        from pipeline.reporting.text_metrics import repetition, rouge_l, unsupported
 
-        answers = self._full_depth.generate(prompts, ids)
+        found = self._full_depth.generate(prompts, ids)
         pairs = [
-            (prompt, answer, text)
-            for prompt, answer, text in zip(prompts, answers, texts, strict=True)
-            if isinstance(answer, Generation)
+            (prompt, answer, full)
+            for prompt, answer, full in zip(prompts, ours, found, strict=True)
+            if isinstance(full, Generation)
         ]
-        rouge = [rouge_l(text, answer.text) for _, answer, text in pairs]
-        (scores,) = self._engine.score(
-            [prompt for prompt, _, _ in pairs], [answer.tokens for _, answer, _ in pairs], [self._schedule]
+        prompts = [prompt for prompt, _, _ in pairs]
+        both = {"": [answer for _, answer, _ in pairs], "full_": [full for _, _, full in pairs]}
+        rouge = [rouge_l(answer.text, full.text) for _, answer, full in pairs]
+        (scores,) = self._engine.score(prompts, [full.tokens for full in both["full_"]], [self._schedule])
+        likely = self._engine.likelihood(
+            prompts * 2, [answer.tokens for answers in both.values() for answer in answers]
         )
-        return {
+        sources = [self._tokenizer.decode(prompt) for prompt in prompts]
+        measured: dict[str, float] = {}
+        for (whose, answers), nll in zip(both.items(), (likely[: len(pairs)], likely[len(pairs) :]), strict=True):
+            measured |= {
+                f"audit_{whose}nll": sum(each.nll for each in nll),
+                f"audit_{whose}tokens": sum(each.tokens for each in nll),
+                f"audit_{whose}repetition": sum(repetition(answer.text) for answer in answers),
+                f"audit_{whose}unsupported": sum(
+                    len(unsupported(answer.text, source)) for answer, source in zip(answers, sources, strict=True)
+                ),
+            }
+        return measured | {
             "audited": len(pairs),
             "audit_rouge": sum(rouge),
             "audit_rouge_squares": sum(value * value for value in rouge),
             "audit_agreeing": sum(sum(score.agrees) for score in scores),
             "audit_steps": sum(len(score.agrees) for score in scores),
-            "flops_audit": sum(self._flops(answer) for _, answer, _ in pairs),
+            "flops_audit": sum(self._flops(answer, full) for _, answer, full in pairs),
         }
 
-    def _flops(self, answer: Generation) -> int:
-        """Generating at full depth, then scoring: prompt and answer at full depth, and again under the schedule."""
-        prompt, shared = answer.prompt_tokens, answer.shared_prefix_tokens
-        both = [self._ledger.full_depth, self._ledger]
+    def _flops(self, ours: Generation, full: Generation) -> int:
+        """Generating at full depth, scoring that at both depths, then how likely both answers are."""
+        prompt, shared = full.prompt_tokens, full.shared_prefix_tokens
+        whole = self._ledger.full_depth
+        both = [whole, self._ledger]
         # Prompts run once for both, unless the schedule has its own way with them.
         prompts = both if self._ledger.schedule.prompt_bridge else both[:1]
         scoring = sum(ledger.prompt_layers(prompt, shared) for ledger in prompts)
-        scoring += sum(ledger.decode(prompt, answer.generated_tokens) for ledger in both)
-        return answer.flops_full_depth + scoring
+        scoring += sum(ledger.decode(prompt, full.generated_tokens) for ledger in both)
+        likelihood = whole.prompt_layers(prompt, shared)
+        for answer in (ours, full):  # one of a single token is passed with another
+            likelihood += 2 * whole.shape.head_parameters + whole.decode(prompt, max(2, answer.generated_tokens))
+        return full.flops_full_depth + scoring + likelihood
 
 
 def audit_estimate(totals: Totals) -> str:
@@ -113,7 +133,48 @@ def audit_estimate(totals: Totals) -> str:
     if not totals.audited:
         return ""
     agreement = f", agreement {totals.audit_agreeing / totals.audit_steps:.3f}" if totals.audit_steps else ""
-    return f"ROUGE-L to full depth {totals.audit_rouge / totals.audited:.3f}{agreement} ({totals.audited:,} rows)"
+    excess = excess_nll([totals])
+    likely = f", excess NLL {excess.value:.3f}" if excess else ""
+    rouge = totals.audit_rouge / totals.audited
+    return f"ROUGE-L to full depth {rouge:.3f}{likely}{agreement} ({totals.audited:,} rows)"
+
+
+def excess_nll(parts: Sequence[Totals]) -> Estimate | None:
+    """Nats a token that full depth finds the audited answers less likely than its own; None before the first.
+
+    Args:
+        parts: sums over the rows of each unit. They are drawn for the interval, many of them together.
+    """
+    audited = [part for part in parts if part.audit_tokens]
+    if not audited:
+        return None
+    merged = [total_of(audited[first::GROUPS]) for first in range(min(GROUPS, len(audited)))]
+    names = ("audit_nll", "audit_tokens", "audit_full_nll", "audit_full_tokens")
+    nll, tokens, full_nll, full_tokens = (
+        np.array([getattr(part, name) for part in merged], dtype=np.float64) for name in names
+    )
+    return Bootstrap(len(merged)).difference((nll, tokens), (full_nll, full_tokens))
+
+
+def audit_facts(parts: Sequence[Totals]) -> dict[str, str]:
+    """What the audit of a run's units has found, for its report and card; {} without one.
+
+    Units that were audited before such figures were taken have none.
+    """
+    excess, totals = excess_nll(parts), total_of([part for part in parts if part.audit_tokens])
+    if excess is None:
+        return {}
+    units = sum(part.audit_tokens > 0 for part in parts)
+    interval = f" [{excess.low:.3f}, {excess.high:.3f}]" if units >= FEWEST else ""
+    rows = totals.audited
+    return {
+        "excess NLL": f"{excess.value:.3f}{interval} nats a token, of {rows:,} audited rows",
+        "ROUGE-L to full depth": f"{totals.audit_rouge / rows:.3f}",
+        "repetition": f"{totals.audit_repetition / rows:.1%}, full depth {totals.audit_full_repetition / rows:.1%}",
+        "length": f"{totals.audit_tokens / totals.audit_full_tokens:.3f} of full depth's",
+        "unsupported claims": f"{totals.audit_unsupported / rows:.2f} numbers and names an answer that its prompt does "
+        f"not hold, full depth {totals.audit_full_unsupported / rows:.2f}",
+    }
 
 
 def fails_audit(totals: Totals, minimum: float | None) -> bool:

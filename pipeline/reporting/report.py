@@ -16,7 +16,7 @@ from engine import ModelShape, Schedule
 from pipeline.commits.commit import Commit, Totals
 from pipeline.config import JobConfig
 from pipeline.redaction import redacted
-from pipeline.reporting.audit import audit_estimate
+from pipeline.reporting.audit import audit_estimate, audit_facts
 from pipeline.reporting.bill import bill
 from pipeline.reporting.chart_style import ACCENT, INK, PALE, to_svg
 from pipeline.reporting.forecast import Line
@@ -66,6 +66,7 @@ def write_report(
         totals=totals,
         config={name: redacted(str(value)) for name, value in shown_config.items()},
         facts=summary(totals, shape.layers) | bill(config, totals),
+        audit=audit_facts([commit.totals for commit in commits]),
         planned=planned,
         stats=stats,
         charts=charts,

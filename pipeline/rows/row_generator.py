@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, Protocol
 
-from engine import AnswerScore, BatchStats, Generation, Sampling, Schedule
+from engine import AnswerScore, BatchStats, Generation, Likelihood, Sampling, Schedule
 from pipeline.errors import one_line
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,8 @@ class Generator(Protocol):
         answers: Sequence[Sequence[int]],
         schedules: Sequence[Schedule],
     ) -> list[list[AnswerScore]]: ...
+
+    def likelihood(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[Likelihood]: ...
 
 
 class DeviceBroken(RuntimeError):

@@ -84,8 +84,11 @@ def generate(
     sample_ids: Sequence[str],
     generator: RowGenerator,
     on_batch: Callable[[BatchStats], None] | None = None,
+    on_generation: Callable[[int, Generation], None] | None = None,
 ) -> pa.Table:
     """Output table of a prepared one: kept columns and generations, rows in the same order.
+
+    `on_generation` is told each good row's place and all that was generated for it: its tokens are in no column.
 
     Raises DeviceBroken, TooManyRowsFailed; fewer failing rows have their error in the table.
     """
@@ -101,6 +104,8 @@ def generate(
             errors[index] = generation
         else:
             generations[index] = generation
+            if on_generation is not None:
+                on_generation(index, generation)
     kept = prepared.drop_columns([TOKENS, TRUNCATED, ERROR])
     return _output(kept, generations, prepared[TRUNCATED].to_pylist(), errors)
 

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 import pytest
 from pydantic import ValidationError
 
-from engine import Engine, Ledger, Sampling, Schedule
+from engine import Engine, Generation, Ledger, Sampling, Schedule
 from engine.schedules import decays, orders
 from pipeline.commits.commit import Totals
 from pipeline.config import JobConfig
-from pipeline.reporting.audit import CONFIDENCE, FEWEST, Auditor, audit_estimate, fails_audit, is_audited
+from pipeline.reporting.audit import (
+    CONFIDENCE,
+    FEWEST,
+    Auditor,
+    audit_estimate,
+    audit_facts,
+    excess_nll,
+    fails_audit,
+    is_audited,
+)
 from pipeline.rows.row_generator import DeviceBroken, RowGenerator
 from pipeline.rows.rows import ERROR, TOKENS, TRUNCATED, generate
 
@@ -73,8 +85,9 @@ def prepared(prompts: list[list[int] | None]) -> pa.Table:
 
 def audit_of(engine: Engine, schedule: Schedule, prompts: list[list[int] | None], fraction: float) -> dict[str, float]:
     table, ids = prepared(prompts), IDS[: len(prompts)]
-    output = generate(table, ids, RowGenerator(engine, SAMPLING, schedule, 4))
-    return Auditor(engine, engine.shape, SAMPLING, schedule, 4, fraction).audit(table, ids, output)
+    answers: dict[int, Generation] = {}
+    generate(table, ids, RowGenerator(engine, SAMPLING, schedule, 4), on_generation=answers.__setitem__)
+    return Auditor(engine, engine.tokenizer, engine.shape, SAMPLING, schedule, 4, fraction).audit(table, ids, answers)
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +106,33 @@ def test_the_audit_tells_a_good_schedule_from_a_bad_one(packaged: Engine, prompt
     assert good["audit_rouge"] / 4 > 0.6 > 0.3 > bad["audit_rouge"] / 4
     assert good["audit_agreeing"] / good["audit_steps"] > 0.75 > 0.4 > bad["audit_agreeing"] / bad["audit_steps"]
     assert "(4 rows)" in audit_estimate(Totals(rows=5, **good))  # type: ignore[arg-type]
+    excess = [excess_nll([Totals(**found)]) for found in (good, bad)]  # type: ignore[arg-type]
+    assert excess[0] is not None
+    assert excess[1] is not None
+    assert -0.2 < excess[0].value < 0.5 < 1 < excess[1].value
+    assert good["audit_full_nll"] == pytest.approx(bad["audit_full_nll"], rel=1e-3)
+    assert good["audit_full_tokens"] == bad["audit_full_tokens"]
+
+
+def test_what_an_audit_found_is_said_with_an_interval_once_there_are_units_enough() -> None:
+    unit = Totals(audited=2, audit_rouge=1.6, audit_nll=30.0, audit_tokens=40, audit_full_nll=20.0,
+                  audit_full_tokens=50, audit_repetition=0.2, audit_full_repetition=0.1, audit_unsupported=3,
+                  audit_full_unsupported=1)  # fmt: skip
+    other = replace(unit, audit_nll=40.0)
+    assert audit_facts([]) == audit_facts([Totals(rows=7)]) == {}
+    assert audit_facts([unit, other]) == {
+        "excess NLL": "0.475 nats a token, of 4 audited rows",
+        "ROUGE-L to full depth": "0.800",
+        "repetition": "10.0%, full depth 5.0%",
+        "length": "0.800 of full depth's",
+        "unsupported claims": "1.50 numbers and names an answer that its prompt does not hold, full depth 0.50",
+    }
+    assert audit_facts([unit] * 8)["excess NLL"] == "0.350 [0.350, 0.350] nats a token, of 16 audited rows"
+    assert audit_facts([unit, Totals(audited=9)])["excess NLL"] == "0.350 nats a token, of 2 audited rows"
+    many = excess_nll([unit, other] * 5_000)
+    assert many is not None
+    assert many.value == pytest.approx(0.475)
+    assert many.low <= 0.475 <= many.high
 
 
 def test_the_audit_names_what_it_cost(packaged: Engine, prompts: list[list[int] | None]) -> None:
@@ -106,6 +146,9 @@ def test_the_audit_names_what_it_cost(packaged: Engine, prompts: list[list[int] 
         whole = ledger.full_depth.prompt(n) + ledger.full_depth.decode(n, g)
         # Generated, then scored: the scoring pass needs no logits of the prompt's last token.
         expected += whole + (whole - 2 * shape.head_parameters) + ledger.decode(n, g)
+        # Then both answers are passed after one pass over their prompt, their first tokens counted too.
+        [ours] = packaged.generate([full[generation.index]], SAMPLING, schedule)
+        expected += whole + 2 * shape.head_parameters + ledger.full_depth.decode(n, ours.generated_tokens)
     assert found["flops_audit"] == expected
 
 
@@ -126,21 +169,27 @@ class Failing:
     def generate(self, *_: object) -> object:
         raise self._error
 
-    score = generate
+    score = likelihood = generate
+
+
+def failing(error: Exception, packaged: Engine, schedule: Schedule) -> Auditor:
+    broken: Any = Failing(error)
+    return Auditor(broken, packaged.tokenizer, packaged.shape, SAMPLING, schedule, 4, 1.0)
+
+
+def written(packaged: Engine, prompts: list[list[int]]) -> dict[int, Generation]:
+    return dict(enumerate(packaged.generate(prompts, Sampling(max_new_tokens=1), batch_size=1)))
 
 
 @pytest.mark.parametrize("error", [MemoryError(), ValueError("odd prompt")])
 def test_an_audit_that_fails_costs_no_output(packaged: Engine, error: Exception) -> None:
     schedule = Schedule.build(30, orders.lowest_first(30, 4), decays.constant(2), horizon=0)
-    auditor = Auditor(Failing(error), packaged.shape, SAMPLING, schedule, 4, 1.0)  # type: ignore[arg-type]
-    output = pa.table({"error": pa.nulls(2, pa.string()), "generation": ["a", "b"]})
-    assert auditor.audit(prepared([[1], [2]]), IDS[:2], output) == {}
+    auditor, answers = failing(error, packaged, schedule), written(packaged, [[1], [2]])
+    assert auditor.audit(prepared([[1], [2]]), IDS[:2], answers) == {}
 
 
 def test_a_broken_device_is_not_hidden(packaged: Engine) -> None:
     schedule = Schedule.build(30, orders.lowest_first(30, 4), decays.constant(2), horizon=0)
-    failing = Failing(RuntimeError("CUDA error: an illegal memory access was encountered"))
-    auditor = Auditor(failing, packaged.shape, SAMPLING, schedule, 4, 1.0)  # type: ignore[arg-type]
-    output = pa.table({"error": pa.nulls(2, pa.string()), "generation": ["a", "b"]})
+    auditor = failing(RuntimeError("CUDA error: an illegal memory access was encountered"), packaged, schedule)
     with pytest.raises(DeviceBroken):
-        auditor.audit(prepared([[1], [2]]), IDS[:2], output)
+        auditor.audit(prepared([[1], [2]]), IDS[:2], written(packaged, [[1], [2]]))
