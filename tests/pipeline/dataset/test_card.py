@@ -34,3 +34,18 @@ def test_no_text_in_a_card_is_markup(text: str) -> None:
     assert html.count("<table>") == 2
     (columns,) = [part for part in html.split("<table>") if "column" in part and "type" in part and "<td" in part][-1:]
     assert columns.count("<td") == 2
+
+
+@pytest.mark.parametrize("audited", [True, False])
+def test_an_audited_run_says_how_far_it_is_from_full_depth(audited: bool) -> None:
+    totals = Totals(rows=9)
+    if audited:
+        totals.add(Totals(audited=2, audit_rouge=1.6, audit_nll=30, audit_tokens=40, audit_full_nll=20,
+                          audit_full_tokens=50))  # fmt: skip
+    run = {"model": ["m"], "version": "1", "fingerprint": "0", "sampling": {}}
+    config = DatasetConfig(input="in", output="out")
+    card = write_card(config, run, totals, {"dropped": {}, "filters": {}}, pa.schema([]), [])
+    said = (
+        "- Beside full depth: excess NLL 0.350 nats a token, of 2 audited rows; ROUGE-L to full depth 0.800; repetition"
+    )
+    assert (said in card) == ("Beside full depth" in card) == audited

@@ -30,7 +30,7 @@ FETCHES = re.compile(
 def report_of(tmp_path: Path, job: Callable[..., JobConfig]) -> Callable[..., str]:
     """The report of a run over these texts, in units of two."""
 
-    def render(texts: list[str | None], **options: object) -> str:
+    def render(texts: list[str | None], audited: dict[str, float] | None = None, **options: object) -> str:
         storage, config = Storage(str(tmp_path / "out")), job(**options)
         commits, totals = [], Totals()
         for start in range(0, len(texts), 2):
@@ -42,7 +42,7 @@ def report_of(tmp_path: Path, job: Callable[..., JobConfig]) -> Callable[..., st
             ids = [str(row) for row in range(len(rows))]
             output = generate(prepared, ids, RowGenerator(Echo(), Sampling(), None, 2))
             unit = WorkUnit(f"00000-{start:09d}", "a.parquet", start, len(rows))
-            commits.append(commit_unit(storage, unit, output, 0, 1.0))
+            commits.append(commit_unit(storage, unit, output, 0, 1.0, beside=audited))
             totals.add(commits[-1].totals)
         shape = EchoBackend().shape(config)
         write_report(storage, config, shape, Schedule.full_depth(shape.layers), "abcdef", commits, totals)
@@ -68,6 +68,18 @@ def test_the_report_shows_samples_errors_and_the_configuration(report_of: Callab
     html = report_of(["a sample generation", None], prompt="Read this: {text}")
     for shown in ("a sample generation", "text is null", "Read this: {text}", "abcdef"):
         assert shown in html
+    assert "Beside full depth" not in html  # nothing was audited
+
+
+def test_an_audit_is_told_in_the_headline_and_beside_full_depth(report_of: Callable[..., str]) -> None:
+    audited = {"audited": 1, "audit_rouge": 0.8, "audit_nll": 30.0, "audit_tokens": 40, "audit_full_nll": 20.0,
+               "audit_full_tokens": 50, "audit_repetition": 0.1, "audit_full_unsupported": 2}  # fmt: skip
+    html = " ".join(report_of(["text"] * 20, audited=audited).split())
+    assert (
+        "excess NLL 0.350 [0.350, 0.350] nats a token, of 10 audited rows; repetition 10.0%, full depth 0.0%." in html
+    )
+    assert "<h2>Beside full depth</h2>" in html
+    assert "unsupported claims</th><td>0.00 numbers and names" in html
 
 
 @pytest.mark.parametrize("texts", [[], [None], [None, "", None], ["x"]])
