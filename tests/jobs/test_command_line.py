@@ -10,8 +10,8 @@ from pydantic import BaseModel
 
 from engine import ModelError, ScheduleError
 from jobs import command_line
-from jobs.benchmark_engine import BenchmarkEngine
-from jobs.benchmark_pipeline import BenchmarkPipeline
+from jobs.benchmarks.engine import BenchmarkEngine
+from jobs.benchmarks.pipeline import BenchmarkPipeline
 from jobs.summarize_corpus import SummarizeCorpus
 from pipeline.errors import JobError, NothingToDo, UnitsFailed
 from pipeline.storage.storage import StorageGone

@@ -25,7 +25,7 @@ import jobs.job_output
 from engine import ModelError, ScheduleError
 from jobs.adapt_model import adapt
 from jobs.adaptation import AdaptModel
-from jobs.benchmark_engine import BenchmarkEngine, benchmark
+from jobs.benchmarks.engine import BenchmarkEngine, benchmark
 from jobs.calibrate_schedule import CalibrateSchedule, calibrate
 from jobs.evaluate_schedule import EvaluateSchedule, evaluate
 from jobs.generate_dataset import generate
@@ -392,7 +392,7 @@ JOBS: dict[str, Callable[[Path, Mapping[str, bool], str], object]] = {
     "calibrate_schedule": _local_job(CalibrateSchedule, calibrate),
     "adapt_model": _local_job(AdaptModel, adapt, schedule="infra/demo/calibrated"),
     "evaluate_schedule": _local_job(EvaluateSchedule, evaluate, rivals=["all"]),
-    "benchmark_engine": _local_job(BenchmarkEngine, benchmark, baselines=[]),
+    "benchmarks.engine": _local_job(BenchmarkEngine, benchmark, baselines=[]),
 }
 # Data sets, other runs, notes; some named almost as we name things.
 FOREIGN = (

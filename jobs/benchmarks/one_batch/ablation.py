@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 from engine import Engine, Schedule
 from engine.kernels.base import Kernels, OneDnnKernels
-from jobs.engine_benchmark.contenders import Prompts, time_engine
-from jobs.engine_benchmark.timing import TimedContender, Timing
+from jobs.benchmarks.one_batch.contenders import Prompts, time_engine
+from jobs.benchmarks.one_batch.timing import TimedContender, Timing
 
 ALL = "all of them"
 

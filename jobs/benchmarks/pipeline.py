@@ -1,6 +1,6 @@
 """What the pipeline costs on top of the engine: the same rows through the job and through a bare engine, in one run.
 
-    python jobs/benchmark_pipeline.py
+    python -m jobs.benchmarks.pipeline
 
 The bare engine gets tokenised prompts and writes nothing. Model load and start-up are left out of both sides: the job's
 clock runs from its first replica being ready to its last commit.
@@ -26,7 +26,7 @@ from jobs.summarize_corpus import SummarizeCorpus
 from pipeline.preparing.fit import choose_schedule
 from pipeline.run import run_job
 
-PROGRAM = "benchmark_pipeline.py"
+PROGRAM = "jobs.benchmarks.pipeline"
 
 
 class BenchmarkPipeline(SummarizeCorpus):

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from engine import BatchStats, Engine, Sampling, Schedule
-from jobs.engine_benchmark.timing import Timing
+from jobs.benchmarks.one_batch.timing import Timing
 
 Prompts = Sequence[Sequence[int]]
 

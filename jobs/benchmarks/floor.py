@@ -28,11 +28,16 @@ class MachineRates:
 
 def measure_rates(device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> MachineRates:
     """What the device does at best, in a dtype."""
-    size, width = BUFFER_BYTES[device.type], MATRIX[device.type]
-    buffer, matrix = torch.ones(size // 4, device=device), torch.randn(width, width, device=device).to(dtype)
-    reading = _seconds(lambda: buffer.sum(), device)
-    multiplying = _seconds(lambda: matrix @ matrix, device)
-    return MachineRates(size / reading, 2 * width**3 / multiplying)
+    size = BUFFER_BYTES[device.type]
+    buffer = torch.ones(size // 4, device=device)
+    return MachineRates(size / _seconds(lambda: buffer.sum(), device), multiply_rate(device, dtype))
+
+
+def multiply_rate(device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> float:
+    """FLOP/s of a plain product of large square matrices."""
+    width = MATRIX[device.type]
+    matrix = torch.randn(width, width, device=device).to(dtype)
+    return 2 * width**3 / _seconds(lambda: matrix @ matrix, device)
 
 
 def decode_floor(

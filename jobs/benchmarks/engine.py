@@ -1,6 +1,6 @@
 """Engine speed on this machine: the engine at full and reduced depth against transformers and CTranslate2.
 
-    python jobs/benchmark_engine.py
+    python -m jobs.benchmarks.engine
 
 Every round runs every contender once, in a rotating order, on the same prompts; ratios are taken within a round and
 their median is printed, so that a machine whose speed drifts does not decide the result.
@@ -29,20 +29,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from engine import Engine, Schedule, checkpoint_directory, decode_flop_speedup, for_target_speedup
 from engine.schedules import recipes
 from jobs import command_line
-from jobs.engine_benchmark.ablation import ALL, Ablation
-from jobs.engine_benchmark.contenders import CTranslate2, run_engine, time_engine, time_transformers
-from jobs.engine_benchmark.figures import ablation_table, cache_line, split_line, table, write_chart
-from jobs.engine_benchmark.floor import MachineRates, decode_floor, measure_rates
-from jobs.engine_benchmark.split import time_split
-from jobs.engine_benchmark.timing import TimedContender, compare, take_turns
+from jobs.benchmarks.floor import MachineRates, decode_floor, measure_rates
+from jobs.benchmarks.one_batch.ablation import ALL, Ablation
+from jobs.benchmarks.one_batch.contenders import CTranslate2, run_engine, time_engine, time_transformers
+from jobs.benchmarks.one_batch.figures import ablation_table, cache_line, split_line, table, write_chart
+from jobs.benchmarks.one_batch.split import time_split
+from jobs.benchmarks.one_batch.timing import TimedContender, compare, take_turns
+from jobs.prompts import PACKAGES
 from pipeline.errors import JobError
 from pipeline.rows.template import PromptTemplate
 from pipeline.storage.ownership import claim_directory
 
-PROGRAM = "benchmark_engine.py"
+PROGRAM = "jobs.benchmarks.engine"
 FULL_DEPTH = "full depth"
 RAMP = "linear ramp"  # the paper's decay: layers, and their cache, go one after the other
-INSTRUCTION = "Summarize this software package in one short sentence.\n\n{text}"
 
 
 class BenchmarkEngine(BaseModel):
@@ -83,7 +83,7 @@ def benchmark(config: BenchmarkEngine) -> None:
         f"multiplies float32 matrices at {rates.flops_per_second / 1e9:.0f} GFLOP/s"
     )
     engine = Engine.load(config.model, device="cpu", dtype="float32", threads=config.threads)
-    template, longest = PromptTemplate(INSTRUCTION), engine.shape.context - config.new_tokens
+    template, longest = PromptTemplate(PACKAGES), engine.shape.context - config.new_tokens
     texts = pq.read_table(config.input, columns=[config.text_column])[config.text_column].to_pylist()
     with tempfile.TemporaryDirectory() as scratch:
         baselines = _Baselines(config, Path(scratch))

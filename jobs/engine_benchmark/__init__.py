@@ -1,1 +1,0 @@
-"""The parts of `jobs/benchmark_engine.py`."""
