@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Compiling what is never imported would double the time of an installation.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint infra/constraints.txt
 
-.PHONY: help install demo local test test-slow test-docs test-cluster test-stores fuzz chaos scale lint benchmark quality-report adapt-demo clean
+.PHONY: help install demo local test test-slow test-docs test-cluster test-stores fuzz chaos scale lint benchmark benchmark-job peers quality-report adapt-demo clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -66,8 +66,21 @@ lint: install
 
 benchmark: install  ## engine against its peers on this machine, and the pipeline's own overhead
 	$(PIP) --editable '.[benchmark]'
-	$(BIN)/python jobs/benchmark_engine.py
-	$(BIN)/python jobs/benchmark_pipeline.py
+	$(BIN)/python -m jobs.benchmarks.engine
+	$(BIN)/python -m jobs.benchmarks.pipeline
+
+benchmark-job: install peers  ## whole jobs: the engine, its schedules and its peers in turns; options: JOB='--rows 48 ...'
+	$(BIN)/python -m jobs.benchmarks.job $(JOB)
+
+peers: .venv-peers/.installed  ## make .venv-peers with transformers, CTranslate2 and OpenVINO, for benchmark-job
+
+.venv-peers/.installed: infra/peers/requirements.txt
+	@echo "Making .venv-peers: two to five minutes."
+	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	@.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-compile --requirement $<
+	@# Brought along by the exporter, built for another torch, and not used.
+	@.venv-peers/bin/pip uninstall --quiet --yes torchvision
+	@touch $@
 
 adapt-demo: install  ## minutes: half of the layers calibrated away on 30 texts, then trained on 200 to be missed less
 	$(BIN)/python jobs/calibrate_schedule.py --config infra/demo/adapt.yaml --prompts 30 --target-speedups 1.65 \
@@ -84,4 +97,4 @@ quality-report: install  ## every rival and the schedules in SCHEDULES against f
 		$(addprefix --schedules ,$(SCHEDULES)) --output out/quality
 
 clean:  ## remove the environment and all outputs
-	rm -rf $(VENV) .venv-stores out build *.egg-info
+	rm -rf $(VENV) .venv-stores .venv-peers out build *.egg-info

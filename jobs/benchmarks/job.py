@@ -1,0 +1,200 @@
+"""How long the whole job takes: this project's engine, at full depth and under schedules, and its peers, in one run.
+
+    make benchmark-job
+
+Every contender is a process of its own, loaded before any clock runs, and answers the same prompts, greedily, once a
+round; only the one whose turn it is computes. Beside its time stands the least that its FLOPs could take here, what a
+schedule should save and does save, and what became of the answers. A peer that is not installed is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Console
+
+from engine import Schedule, Tokenizer, checkpoint_directory, describe
+from jobs import command_line
+from jobs.benchmarks.floor import multiply_rate
+from jobs.benchmarks.peers.protocol import Job
+from jobs.benchmarks.whole_job.figures import Measured, Task, figures
+from jobs.benchmarks.whole_job.shown import quality_table, speed_table, write_chart
+from jobs.benchmarks.whole_job.worker import RUNNERS, VLLM_PLUGIN, Worker
+from jobs.prompts import PACKAGES
+from pipeline.errors import JobError
+from pipeline.preparing.fit import read_schedules
+from pipeline.rows.template import PromptTemplate
+from pipeline.storage.ownership import claim_directory
+
+PROGRAM = "jobs.benchmarks.job"
+DEMO = Path("infra/demo")
+
+
+class BenchmarkJob(BaseModel):
+    """Compare whole jobs of real prompts: our engine at full depth and under schedules, and its peers."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    contenders: list[Literal["engine", "transformers", "ctranslate2", "openvino", "vllm"]] = Field(
+        ["engine", "transformers", "ctranslate2", "openvino", "vllm"],
+        description="who runs; the first one's full depth is what all are compared with",
+    )
+    schedules: list[Path] = Field(
+        [DEMO / "adapted"],
+        description="directories of schedules, or of several, that the engine and vLLM also run under",
+    )
+    model: str = Field("smollm2-135m-instruct", description="as for the jobs")
+    input: list[Path] = Field(
+        [DEMO / "package_descriptions.parquet", DEMO / "more_package_descriptions.parquet"],
+        description="Parquet files of texts, read in turn",
+    )
+    text_column: str = Field("text", description="their text column")
+    reference_column: str = Field("reference", description="their column of reference answers")
+    prompt: str = Field(PACKAGES, description="user text with a {text} field")
+    prompt_format: Literal["chat", "raw"] = Field("chat", description="render prompts as a chat's user turn, or bare")
+    rows: int = Field(192, ge=1, description="prompts of the job")
+    max_new_tokens: int = Field(48, ge=2, description="longest answer")
+    batch_size: int = Field(32, ge=1, description="rows that may decode together")
+    rounds: int = Field(3, ge=1, description="times every contender runs, in turns; medians are shown")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where models run; OpenVINO knows only cpu")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="what they compute in")
+    threads: int = Field(torch.get_num_threads(), ge=1, description="CPU threads of each contender")
+    peers_python: str = Field(
+        ".venv-peers/bin/python", description="interpreter of transformers, CTranslate2 and OpenVINO; make peers"
+    )
+    vllm_python: str = Field(".venv-vllm/bin/python", description="interpreter of vLLM; make vllm-env")
+    output: Path = Field(Path("out/benchmark-job"), description="directory for job.json, job.svg and logs")
+
+
+def main() -> int:
+    config = command_line.parse(BenchmarkJob, PROGRAM)
+    return command_line.run(PROGRAM, lambda: benchmark(config))
+
+
+def benchmark(config: BenchmarkJob) -> None:
+    """Raises JobError if nobody can run, if the first contender can't or if one fails; ModelError, ScheduleError."""
+    claim_directory(config.output, PROGRAM, config.input)
+    console = Console()
+    torch.set_num_threads(config.threads)
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as workers:
+        job, task, tokenizer = _job(config, Path(scratch))
+        entered = list(_contenders(config, job, console))
+        if not entered:
+            raise JobError("no contender can run here: see above")
+        for measured, worker in entered:
+            workers.callback(worker.stop)
+            loaded = worker.load()
+            measured.version, measured.load_seconds = loaded["version"], loaded["load_seconds"]
+            console.print(f"{worker.name}: loaded in {measured.load_seconds:.0f} s, version {measured.version}")
+        rates = []
+        for turn in range(config.rounds):
+            rates.append(multiply_rate(torch.device(config.device), getattr(torch, config.dtype)))
+            console.print(f"round {turn + 1}: matrices multiply at {rates[-1] / 1e9:.0f} GFLOP/s")
+            first = turn % len(entered)
+            for measured, worker in [*entered[first:], *entered[:first]]:
+                run = worker.run()
+                _note(measured, run, tokenizer, config.max_new_tokens)
+                console.print(f"  {worker.name}: {run['seconds']:.1f} s, {config.rows / run['seconds']:.2f} rows/s")
+    found = figures([measured for measured, _ in entered], task, rates)
+    _write(config, task, rates, found, console)
+
+
+def _job(config: BenchmarkJob, scratch: Path) -> tuple[Job, Task, Tokenizer]:
+    """What contenders are given, and what is known of it. Raises JobError if the input has too few rows."""
+    directory, shape = checkpoint_directory(config.model), describe(config.model)
+    tokenizer, template = Tokenizer(directory), PromptTemplate(config.prompt, format=config.prompt_format)
+    columns = [config.text_column, config.reference_column]
+    table = pa.concat_tables([pq.read_table(file, columns=columns) for file in config.input])
+    if len(table) < config.rows:
+        raise JobError(f"the input has {len(table)} rows, {config.rows} are asked for: lower --rows")
+    texts, references = (table[column].to_pylist()[: config.rows] for column in columns)
+    longest = shape.context - config.max_new_tokens
+    prompts = [template.encode({"text": text}, tokenizer, longest).tokens for text in texts]
+    shared = template.shared_prefix(tokenizer)
+    if any(prompt[: len(shared)] != shared for prompt in prompts):
+        shared = []
+    job = Job(
+        str(directory), prompts, shared, config.max_new_tokens, config.batch_size, list(tokenizer.eos_ids),
+        config.threads, config.device, config.dtype, None, str(scratch),
+    )  # fmt: skip
+    return job, Task(shape, [len(prompt) for prompt in prompts], len(shared), references), tokenizer
+
+
+def _contenders(config: BenchmarkJob, job: Job, console: Console) -> Iterator[tuple[Measured, Worker]]:
+    """Those that can run, full depth first; says who can't and why. Raises JobError, ScheduleError."""
+    pythons = {"engine": sys.executable, "vllm": config.vllm_python}
+    schedules = _schedules(config.schedules)
+    for kind in config.contenders:
+        runner, python = RUNNERS[kind], str(Path(pythons.get(kind, config.peers_python)).absolute())
+        if (reason := runner.missing(python)) is not None:
+            if kind == config.contenders[0]:
+                raise JobError(reason)
+            console.print(reason, soft_wrap=True)
+            continue
+        under: dict[str, tuple[Path, Schedule]] = schedules if kind in ("engine", "vllm") else {}
+        if kind == "vllm" and under and (reason := VLLM_PLUGIN.missing(python)) is not None:
+            console.print(reason, soft_wrap=True)
+            under = {}
+        for name, (path, schedule) in {"": (None, None), **under}.items():
+            # vLLM computes the whole head: see engine.vllm.
+            run = replace(schedule, head_preview=None) if schedule and kind == "vllm" else schedule
+            label = f"{runner.label}, {name}" if name else runner.label
+            log = config.output / f"{kind}{'-' * bool(name)}{name.replace('/', '-')}.log"
+            its_job = replace(job, schedule=str(path.absolute())) if path else job
+            yield Measured(label, kind, run), Worker(label, runner, python, its_job, log)
+
+
+def _schedules(paths: Sequence[Path]) -> dict[str, tuple[Path, Schedule]]:
+    """By name: where a schedule lies, and what it is. Raises ScheduleError."""
+    return {
+        f"{path.name}/{folder}" if folder else path.name: (path / folder, schedule)
+        for path in paths
+        for folder, schedule in read_schedules(str(path)).items()
+    }
+
+
+def _note(measured: Measured, run: dict[str, Any], tokenizer: Tokenizer, new_tokens: int) -> None:
+    """Keep a round's time, and the answers, of which only some contenders give the token that ended them."""
+    ends = set(tokenizer.eos_ids)
+    answers = [
+        answer[: next((at for at, token in enumerate(answer) if token in ends), len(answer))]
+        for answer in run.pop("answers")
+    ]
+    measured.rounds.append(run)
+    measured.answers, measured.texts = answers, [tokenizer.decode(answer) for answer in answers]
+    measured.generated = [min(len(answer) + 1, new_tokens) for answer in answers]
+
+
+def _write(
+    config: BenchmarkJob, task: Task, rates: Sequence[float], found: Sequence[dict[str, Any]], console: Console
+) -> None:
+    """Tables, job.json and job.svg."""
+    mean_prompt = sum(task.prompt_tokens) / len(task.prompt_tokens)
+    title = (
+        f"{config.rows} rows, prompts of {mean_prompt:.0f} tokens, {task.shared} of them shared, at most "
+        f"{config.max_new_tokens} new, {config.dtype}, {config.threads} threads, median of {config.rounds}"
+    )
+    console.print(speed_table(title, found))
+    console.print(quality_table(found))
+    processor = platform.processor() or platform.machine()
+    machine = {"processor": processor, "torch": torch.__version__, "flops_per_second": list(rates)}
+    report = {"config": config.model_dump(mode="json"), "machine": machine, "contenders": list(found)}
+    (config.output / "job.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_chart(config.output / "job.svg", title, found)
+    console.print(f"figures: {config.output / 'job.json'}, chart: {config.output / 'job.svg'}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

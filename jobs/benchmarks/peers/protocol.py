@@ -1,0 +1,88 @@
+"""How the benchmark and a contender talk: a line of JSON each way, over the contender's standard input and output.
+
+    benchmark ─▶ {the job: prompts and settings}     contender ─▶ {"version", "load_seconds"} once it is loaded and warm
+    benchmark ─▶ go                                  contender ─▶ {"seconds", "answers", ...}
+    ...                                              until its input ends
+
+Only Python's own library is needed here: peers live in environments of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+WARM_UP = 4  # prompts that a contender answers before any clock runs
+
+Prompts = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every contender is given."""
+
+    model: str  # checkpoint directory
+    prompts: list[list[int]]
+    shared_prefix: list[int]  # what all prompts begin with
+    new_tokens: int  # most that are generated for a prompt, greedily
+    rows: int  # that may decode together
+    eos: list[int]  # tokens that end an answer
+    threads: int
+    device: str  # "cpu" or "cuda"
+    dtype: str  # as torch names it
+    schedule: str | None  # directory
+    scratch: str  # directory for what has to be converted
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the whole job; None: the contender can't tell."""
+
+    answers: list[list[int]]  # for each prompt in turn, with or without the token that ended it
+    prompt_seconds: float | None = None
+    decode_seconds: float | None = None
+    occupancy: float | None = None  # rows alive in decode passes / (rows that could be x passes)
+
+
+class Contender(ABC):
+    """Made of a `Job` by loading the model."""
+
+    version: str
+
+    def renew(self) -> None:  # noqa: B027, most have nothing to forget
+        """Forget what an earlier run computed; no clock runs."""
+
+    @abstractmethod
+    def answer(self, prompts: Prompts) -> Run:
+        """The whole job on these prompts."""
+
+
+def serve(load: Callable[[Job], Contender]) -> None:
+    """Be a contender until standard input ends."""
+    # What libraries print is not for the benchmark.
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def say(**what: object) -> None:
+        print(json.dumps(what), file=channel, flush=True)
+
+    job = Job(**json.loads(sys.stdin.readline()))
+    start = time.perf_counter()
+    contender = load(job)
+    contender.answer(job.prompts[:WARM_UP])
+    say(version=contender.version, load_seconds=time.perf_counter() - start)
+    for _ in sys.stdin:
+        contender.renew()
+        start = time.perf_counter()
+        run = contender.answer(job.prompts)
+        say(seconds=time.perf_counter() - start, **asdict(run))
+
+
+def longest_first(prompts: Prompts) -> list[int]:
+    """Indices of prompts, so that those of one length meet in one batch."""
+    return sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))

@@ -1,0 +1,45 @@
+"""vLLM, as it is or under a schedule of ours through this project's plugin."""
+
+from __future__ import annotations
+
+import os
+
+from jobs.benchmarks.peers.protocol import Contender, Job, Prompts, Run, serve
+
+CACHE_GB = "2"
+
+
+class Vllm(Contender):
+    def __init__(self, job: Job) -> None:
+        """All in this process; settings of the environment count when vLLM is imported."""
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+        if job.device == "cpu":
+            cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[: job.threads]))
+            os.environ |= {"VLLM_CPU_KVCACHE_SPACE": CACHE_GB, "VLLM_CPU_OMP_THREADS_BIND": cores}
+        import vllm
+
+        self.version = vllm.__version__
+        self._settings = vllm.SamplingParams(
+            temperature=0, max_tokens=job.new_tokens, stop_token_ids=job.eos, detokenize=False
+        )
+        self._model = vllm.LLM(
+            job.model,
+            dtype=job.dtype,
+            max_num_seqs=job.rows,
+            max_model_len=max(map(len, job.prompts)) + job.new_tokens,
+            enable_prefix_caching=True,
+            additional_config={"skipdecode_schedule": job.schedule} if job.schedule else {},
+        )
+
+    def renew(self) -> None:
+        """It keeps the prompts that it has seen, so a later run would find them all."""
+        self._model.reset_prefix_cache()
+
+    def answer(self, prompts: Prompts) -> Run:
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        results = self._model.generate(requests, self._settings, use_tqdm=False)
+        return Run([list(result.outputs[0].token_ids) for result in results])
+
+
+if __name__ == "__main__":
+    serve(Vllm)

@@ -1,0 +1,126 @@
+"""What contenders took and gave, and what they are to each other. A share is a fraction of 1, x is times as fast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import mean, median
+from typing import Any
+
+from engine import Ledger, ModelShape, Schedule
+from pipeline.reporting.text_metrics import rouge_l
+
+
+@dataclass(frozen=True)
+class Task:
+    """The job that all contenders run."""
+
+    shape: ModelShape
+    prompt_tokens: Sequence[int]  # of each row
+    shared: int  # tokens that all prompts begin with
+    references: Sequence[str]  # of each row
+
+
+@dataclass
+class Measured:
+    """A contender and its rounds."""
+
+    name: str
+    runner: str
+    schedule: Schedule | None  # as it is run; None: full depth
+    version: str = ""
+    load_seconds: float = 0.0
+    rounds: list[dict[str, Any]] = field(default_factory=list)  # seconds and what it could tell of them
+    answers: Sequence[Sequence[int]] = ()  # of the last round, without the token that ended them
+    generated: Sequence[int] = ()  # tokens of each answer, the one that ended it included
+    texts: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Of a whole job, by the ledger."""
+
+    prompts: int
+    decoding: int
+
+    @property
+    def total(self) -> int:
+        return self.prompts + self.decoding
+
+
+def flops(task: Task, schedule: Schedule | None, generated: Sequence[int]) -> Flops:
+    """Of answers of so many tokens to the task's prompts, what these share being computed once."""
+    ledger = Ledger(task.shape, schedule or Schedule.full_depth(task.shape.layers))
+    prompts = sum(ledger.prompt(tokens, task.shared) for tokens in task.prompt_tokens)
+    decoding = sum(ledger.decode(*lengths) for lengths in zip(task.prompt_tokens, generated, strict=True))
+    return Flops(prompts + ledger.prefix(task.shared), decoding)
+
+
+def figures(measured: Sequence[Measured], task: Task, rates: Sequence[float]) -> list[dict[str, Any]]:
+    """Every contender's, beside the first one's, which runs at full depth.
+
+    Args:
+        rates: FLOP/s of plain matrix products in each round.
+
+    Ratios are taken within a round, where the machine was equally fast for both, and the median round is given.
+    """
+    reference = measured[0]
+    return [_figures(each, reference, _whole(each, measured), task, rates) for each in measured]
+
+
+def _whole(each: Measured, measured: Sequence[Measured]) -> Measured | None:
+    """The same runner at full depth, of which a schedule is to save something."""
+    if each.schedule is None:
+        return None
+    return next((other for other in measured if other.runner == each.runner and other.schedule is None), None)
+
+
+def _figures(
+    each: Measured, reference: Measured, whole: Measured | None, task: Task, rates: Sequence[float]
+) -> dict[str, Any]:
+    cost, rows = flops(task, each.schedule, each.generated), len(task.prompt_tokens)
+    found: dict[str, Any] = {
+        "name": each.name,
+        "runner": each.runner,
+        "version": each.version,
+        "load_seconds": each.load_seconds,
+        "rows_per_s": median(rows / seconds for seconds in _told(each, "seconds")),
+        **{
+            name: median(told) if (told := _told(each, name)) else None
+            for name in ("seconds", "prompt_seconds", "decode_seconds", "occupancy")
+        },
+        "over_reference": _faster(each, reference),
+        "output_tokens": sum(each.generated),
+        "floor_prompt_seconds": median(cost.prompts / rate for rate in rates),
+        "floor_decode_seconds": median(cost.decoding / rate for rate in rates),
+        "share_of_floor": median(
+            cost.total / rate / run["seconds"] for rate, run in zip(rates, each.rounds, strict=True)
+        ),
+        "same_rows": mean(ours == theirs for ours, theirs in zip(each.answers, reference.answers, strict=True)),
+        "rouge_l": _rouge_l(each, task.references),
+        "rouge_l_share": _rouge_l(each, task.references) / (_rouge_l(reference, task.references) or 1.0),
+        "rouge_l_to_reference": _rouge_l(each, reference.texts),
+        "rounds": each.rounds,
+    }
+    if each.schedule is not None:
+        same = flops(task, None, each.generated)
+        found |= {"decode_flop_x": same.decoding / (cost.decoding or 1), "sample_flop_x": same.total / cost.total}
+    if whole is not None:
+        # Answers under a schedule may be shorter: work and time are both those of the two runs, each with its own.
+        job, real = flops(task, None, whole.generated).total / cost.total, _faster(each, whole)
+        found |= {"job_flop_x": job, "measured_x": real, "realised_share": real / job}
+    return found
+
+
+def _told(each: Measured, name: str) -> list[float]:
+    return [run[name] for run in each.rounds if run[name] is not None]
+
+
+def _faster(each: Measured, other: Measured) -> float:
+    pairs = zip(each.rounds, other.rounds, strict=True)
+    ratios: list[float] = [theirs["seconds"] / ours["seconds"] for ours, theirs in pairs]
+    return median(ratios)
+
+
+def _rouge_l(each: Measured, references: Sequence[str]) -> float:
+    return mean(rouge_l(text, reference) for text, reference in zip(each.texts, references, strict=True))

@@ -1,0 +1,104 @@
+"""A contender as the benchmark sees it: a process that is loaded once and told to go."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jobs.benchmarks.peers.protocol import Job
+from pipeline.errors import JobError
+
+PROJECT = Path(__file__).parents[3]
+PATIENCE_S = 30  # for a process to end once its input has
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A program in `jobs.benchmarks.peers` and where it can run."""
+
+    module: str
+    label: str
+    needs: tuple[str, ...]  # modules
+    remedy: str  # how to get them
+
+    def missing(self, python: str) -> str | None:
+        """Why it can't run under an interpreter, in one sentence; None if it can."""
+        if not Path(python).is_file():
+            return f"{self.label} is left out: there is no {python}; {self.remedy}"
+        search = "import sys, importlib.util as i; print(*(n for n in sys.argv[1:] if not i.find_spec(n)))"
+        found = subprocess.run([python, "-c", search, *self.needs], cwd=PROJECT, capture_output=True, text=True)
+        if found.returncode:
+            return f"{self.label} is left out: {python} does not run; {self.remedy}"
+        absent = found.stdout.split()
+        return f"{self.label} is left out: {python} has no {', '.join(absent)}; {self.remedy}" if absent else None
+
+
+RUNNERS = {
+    "engine": Runner("own_engine", "our engine", ("engine",), "make install"),
+    "transformers": Runner("transformers", "transformers", ("transformers",), "make peers"),
+    "ctranslate2": Runner("ctranslate2", "CTranslate2", ("ctranslate2", "transformers"), "make peers"),
+    "openvino": Runner("openvino", "OpenVINO GenAI", ("openvino_genai", "optimum"), "make peers"),
+    "vllm": Runner("vllm", "vLLM", ("vllm",), "make vllm-env"),
+}
+# What vLLM needs beyond itself to run a schedule.
+VLLM_PLUGIN = Runner("vllm", "vLLM under schedules", ("vllm", "engine.vllm"), RUNNERS["vllm"].remedy)
+
+
+@dataclass
+class Worker:
+    """One contender's process."""
+
+    name: str
+    runner: Runner
+    python: str
+    job: Job
+    log: Path  # what it and its libraries print
+    _process: subprocess.Popen[str] = field(init=False)
+
+    def load(self) -> dict[str, Any]:
+        """Start it and wait until it is loaded and warm: its version and load_seconds. Raises JobError."""
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen(
+                [self.python, "-m", f"jobs.benchmarks.peers.{self.runner.module}"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd=PROJECT,
+                env=os.environ | {"OMP_NUM_THREADS": str(self.job.threads), "PYTHONUNBUFFERED": "1"},
+            )  # fmt: skip
+        return self._exchange(json.dumps(asdict(self.job)))
+
+    def run(self) -> dict[str, Any]:
+        """One run of the whole job: a `Run` and its seconds. Raises JobError."""
+        return self._exchange("go")
+
+    def stop(self) -> None:
+        """Does nothing to a process that was not started or has ended."""
+        if not hasattr(self, "_process"):
+            return
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        try:
+            self._process.stdin.close()
+            self._process.wait(PATIENCE_S)
+        except (BrokenPipeError, subprocess.TimeoutExpired):
+            self._process.kill()
+            self._process.wait()
+
+    def _exchange(self, line: str) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            last = next((text for text in reversed(self.log.read_text().splitlines()) if text.strip()), "nothing")
+            raise JobError(f"{self.name} ended: it printed {last.strip()!r} last, the rest is in {self.log}")
+        found: Mapping[str, Any] = json.loads(answer)
+        return dict(found)

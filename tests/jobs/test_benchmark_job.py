@@ -1,0 +1,114 @@
+"""The job benchmark: contenders in processes of their own, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import Ledger, Schedule, describe
+from engine.schedules import recipes
+from jobs.benchmarks.job import BenchmarkJob, benchmark
+from jobs.benchmarks.peers.protocol import Job
+from jobs.benchmarks.whole_job.figures import Measured, Task, figures, flops
+from jobs.benchmarks.whole_job.worker import RUNNERS, Runner, Worker
+from pipeline.errors import JobError
+
+NEW_TOKENS, ROWS = 6, 5
+
+
+def half_depth(layers: int = 5) -> Schedule:
+    return recipes.skipdecode(layers, warmup=1, max_active=3, min_active=3, horizon=1)
+
+
+def job(model: str, folder: Path) -> Job:
+    return Job(model, [[1, 2]], [], NEW_TOKENS, 2, [0], 1, "cpu", "float32", None, str(folder))
+
+
+def test_contenders_run_the_same_job_and_one_that_is_not_installed_is_left_out(
+    tmp_path: Path, make_checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_checkpoint(vocab_size=300)  # any byte
+    half_depth().write(tmp_path / "half")
+    benchmark(
+        BenchmarkJob(
+            contenders=["engine", "transformers", "vllm"],
+            schedules=[tmp_path / "half"],
+            model=str(model),
+            prompt="Summarize: {text}",
+            prompt_format="raw",
+            rows=ROWS,
+            max_new_tokens=NEW_TOKENS,
+            batch_size=2,
+            rounds=2,
+            threads=1,
+            peers_python=sys.executable,
+            vllm_python=str(tmp_path / "nowhere"),
+            output=tmp_path / "out",
+        )
+    )
+    assert f"vLLM is left out: there is no {tmp_path / 'nowhere'}; make vllm-env" in capsys.readouterr().out
+    report = json.loads((tmp_path / "out" / "job.json").read_text())
+    full, half, peer = report["contenders"]
+    assert [each["name"] for each in (full, half, peer)] == ["our engine", "our engine, half", "transformers"]
+    assert peer["same_rows"] == full["same_rows"] == 1.0
+    assert peer["output_tokens"] == full["output_tokens"] > ROWS
+    assert half["decode_flop_x"] > half["sample_flop_x"] > 1
+    assert all(len(each["rounds"]) == 2 for each in (full, half, peer))
+    assert all(run["prompt_seconds"] + run["decode_seconds"] <= run["seconds"] for run in full["rounds"])
+    assert (tmp_path / "out" / "job.svg").stat().st_size > 1000
+
+
+def measured(name: str, schedule: Schedule | None, seconds: list[float], generated: list[int]) -> Measured:
+    told: dict[str, Any] = {"prompt_seconds": None, "decode_seconds": None, "occupancy": None}
+    rounds = [{"seconds": each} | told for each in seconds]
+    texts = ["a package"] * len(generated)
+    return Measured(name, "engine", schedule, rounds=rounds, answers=[[1]] * 2, generated=generated, texts=texts)
+
+
+def test_a_schedule_that_takes_its_share_of_the_work_has_realised_it(make_checkpoint: Callable[..., Path]) -> None:
+    """Also where its answers are shorter: less work is no skill."""
+    task = Task(describe(str(make_checkpoint())), [40, 60], 8, ["a package", "a library"])
+    whole, half = [20, 30], [12, 30]
+    less = flops(task, half_depth(), half).total / flops(task, None, whole).total
+    contenders = [
+        measured("full", None, [10.0, 30.0, 20.0], whole),
+        measured("half", half_depth(), [10.0 * less, 30.0 * less, 20.0 * less], half),
+    ]
+    rates = [flops(task, None, whole).total / 5.0] * 3
+    full, scheduled = figures(contenders, task, rates)
+    assert scheduled["realised_share"] == pytest.approx(1.0)
+    assert scheduled["measured_x"] == pytest.approx(scheduled["job_flop_x"])
+    assert scheduled["job_flop_x"] > scheduled["sample_flop_x"] > 1
+    assert full["share_of_floor"] == pytest.approx(0.25)  # 5 of 20 seconds
+    assert full["floor_prompt_seconds"] + full["floor_decode_seconds"] == pytest.approx(5.0)
+    assert "realised_share" not in full
+
+
+def test_a_job_costs_what_the_ledger_says_and_its_shared_tokens_once(make_checkpoint: Callable[..., Path]) -> None:
+    shape = describe(str(make_checkpoint()))
+    ledger, task = Ledger(shape, Schedule.full_depth(shape.layers)), Task(shape, [40, 60], 8, ["", ""])
+    cost = flops(task, None, [3, 1])
+    assert cost.prompts == ledger.prefix(8) + ledger.prompt(40, 8) + ledger.prompt(60, 8)
+    assert cost.decoding == ledger.decode(40, 3)
+
+
+def test_a_contender_that_dies_is_named_with_its_last_words(tmp_path: Path) -> None:
+    worker = Worker(
+        "a peer", Runner("protocol", "a peer", (), ""), sys.executable, job("none", tmp_path), tmp_path / "log"
+    )
+    with pytest.raises(JobError, match="a peer ended: it printed 'nothing' last, the rest is in"):
+        worker.load()
+    worker.stop()
+
+
+def test_a_runner_without_its_modules_says_how_to_get_them() -> None:
+    runner = Runner("vllm", "vLLM", ("json", "no_such_module"), "make vllm-env")
+    assert runner.missing(sys.executable) == (
+        f"vLLM is left out: {sys.executable} has no no_such_module; make vllm-env"
+    )
+    assert RUNNERS["engine"].missing(sys.executable) is None
