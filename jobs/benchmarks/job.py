@@ -84,20 +84,13 @@ def main() -> int:
 
 
 def benchmark(config: BenchmarkJob) -> None:
-    """Raises JobError if nobody can run, if the first contender can't or if one fails; ModelError, ScheduleError."""
+    """Raises JobError if the first contender cannot run or one fails on its way; ModelError, ScheduleError."""
     claim_directory(config.output, PROGRAM, config.input)
     console = Console()
     torch.set_num_threads(config.threads)
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as workers:
         job, task, tokenizer = _job(config, Path(scratch))
-        entered = list(_contenders(config, job, console))
-        if not entered:
-            raise JobError("no contender can run here: see above")
-        for measured, worker in entered:
-            workers.callback(worker.stop)
-            loaded = worker.load()
-            measured.version, measured.load_seconds = loaded["version"], loaded["load_seconds"]
-            console.print(f"{worker.name}: loaded in {measured.load_seconds:.0f} s, version {measured.version}")
+        entered = _loaded(config, job, workers, console)
         rates = []
         for turn in range(config.rounds):
             rates.append(multiply_rate(torch.device(config.device), getattr(torch, config.dtype)))
@@ -132,8 +125,28 @@ def _job(config: BenchmarkJob, scratch: Path) -> tuple[Job, Task, Tokenizer]:
     return job, Task(shape, [len(prompt) for prompt in prompts], len(shared), references), tokenizer
 
 
+def _loaded(config: BenchmarkJob, job: Job, workers: ExitStack, console: Console) -> list[tuple[Measured, Worker]]:
+    """The contenders that can run here, warm; `workers` ends them. Raises JobError if the first one can't."""
+    entered: list[tuple[Measured, Worker]] = []
+    for measured, worker in _contenders(config, job, console):
+        workers.callback(worker.stop)
+        try:
+            loaded = worker.load()
+        except JobError as error:
+            if not entered:  # what all others are compared with
+                raise
+            console.print(f"left out: {error}", soft_wrap=True)
+            continue
+        measured.version, measured.load_seconds = loaded["version"], loaded["load_seconds"]
+        console.print(f"{worker.name}: loaded in {measured.load_seconds:.0f} s, version {measured.version}")
+        entered.append((measured, worker))
+    if not entered:
+        raise JobError("no contender can run here: name some")
+    return entered
+
+
 def _contenders(config: BenchmarkJob, job: Job, console: Console) -> Iterator[tuple[Measured, Worker]]:
-    """Those that can run, full depth first; says who can't and why. Raises JobError, ScheduleError."""
+    """Those that are installed, full depth first; says who isn't. Raises JobError, ScheduleError."""
     pythons = {"engine": sys.executable, "vllm": config.vllm_python}
     schedules = _schedules(config.schedules)
     for kind in config.contenders:

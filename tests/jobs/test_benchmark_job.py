@@ -29,14 +29,18 @@ def job(model: str, folder: Path) -> Job:
     return Job(model, [[1, 2]], [], NEW_TOKENS, 2, [0], 1, "cpu", "float32", None, str(folder))
 
 
-def test_contenders_run_the_same_job_and_one_that_is_not_installed_is_left_out(
-    tmp_path: Path, make_checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+def test_contenders_run_the_same_job_and_who_is_not_installed_or_fails_to_load_is_left_out(
+    tmp_path: Path,
+    make_checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setitem(RUNNERS, "openvino", Runner("protocol", "a broken peer", (), ""))
     model = make_checkpoint(vocab_size=300)  # any byte
     half_depth().write(tmp_path / "half")
     benchmark(
         BenchmarkJob(
-            contenders=["engine", "transformers", "vllm"],
+            contenders=["engine", "transformers", "openvino", "vllm"],
             schedules=[tmp_path / "half"],
             model=str(model),
             prompt="Summarize: {text}",
@@ -51,7 +55,9 @@ def test_contenders_run_the_same_job_and_one_that_is_not_installed_is_left_out(
             output=tmp_path / "out",
         )
     )
-    assert f"vLLM is left out: there is no {tmp_path / 'nowhere'}; make vllm-env" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"vLLM is left out: there is no {tmp_path / 'nowhere'}; make vllm-env" in said
+    assert "left out: a broken peer ended: it printed 'nothing' last" in said
     report = json.loads((tmp_path / "out" / "job.json").read_text())
     full, half, peer = report["contenders"]
     assert [each["name"] for each in (full, half, peer)] == ["our engine", "our engine, half", "transformers"]
