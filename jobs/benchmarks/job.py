@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -93,13 +94,15 @@ def benchmark(config: BenchmarkJob) -> None:
         entered = _loaded(config, job, workers, console)
         rates = []
         for turn in range(config.rounds):
-            rates.append(multiply_rate(torch.device(config.device), getattr(torch, config.dtype)))
-            console.print(f"round {turn + 1}: matrices multiply at {rates[-1] / 1e9:.0f} GFLOP/s")
+            of_round = []
             first = turn % len(entered)
             for measured, worker in [*entered[first:], *entered[:first]]:
+                of_round.append(multiply_rate(torch.device(config.device), getattr(torch, config.dtype)))
                 run = worker.run()
                 _note(measured, run, tokenizer, config.max_new_tokens)
-                console.print(f"  {worker.name}: {run['seconds']:.1f} s, {config.rows / run['seconds']:.2f} rows/s")
+                console.print(f"{worker.name}: {run['seconds']:.1f} s, {config.rows / run['seconds']:.2f} rows/s")
+            rates.append(median(of_round))
+            console.print(f"round {turn + 1} of {config.rounds}: matrices multiply at {rates[-1] / 1e9:.0f} GFLOP/s")
     found = figures([measured for measured, _ in entered], task, rates)
     _write(config, task, rates, found, console)
 
