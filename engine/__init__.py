@@ -8,10 +8,10 @@ from engine.checkpoints.checkpoint import identity as model_identity
 from engine.checkpoints.checkpoint import prepare as checkpoint_directory
 from engine.checkpoints.checkpoint import resolve as pinned_model
 from engine.checkpoints.tokenizer import Tokenizer
-from engine.decoding.batch import BatchStats
 from engine.decoding.early_exit import EarlyExit
-from engine.decoding.generation import Generation
+from engine.decoding.generation import Decoding, Generation
 from engine.decoding.sampling import Sampling
+from engine.decoding.stream import BatchStats
 from engine.engine import Engine, describe, resolve_device, resolve_dtype
 from engine.errors import ModelError, PromptError, ScheduleError, brief
 from engine.forward.ledger import Ledger
@@ -30,6 +30,7 @@ __all__ = [
     "BatchStats",
     "Block",
     "Bridge",
+    "Decoding",
     "EarlyExit",
     "Engine",
     "Generation",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -11,11 +12,11 @@ import torch
 from engine.checkpoints import checkpoint
 from engine.checkpoints.tokenizer import Tokenizer
 from engine.checkpoints.weight_files import Weights
-from engine.decoding.batch import Batch, BatchContext, BatchStats, Sample
-from engine.decoding.early_exit import EarlyExit, EarlyExitBatch
-from engine.decoding.generation import Generation, generation_of
+from engine.decoding.early_exit import EarlyExit, ExitStream
+from engine.decoding.generation import Generation
 from engine.decoding.sampling import Sampling
 from engine.decoding.stopping import Stopping
+from engine.decoding.stream import ORDERED_TOGETHER, BatchStats, Context, Stream
 from engine.errors import ModelError, PromptError
 from engine.forward.compiled_parts import compile_bridge, compile_head
 from engine.forward.ledger import Ledger
@@ -24,7 +25,7 @@ from engine.forward.prompt_pass import PromptPass
 from engine.forward.scoring import AnswerScore, Likelihood, likelihood, score, similarity
 from engine.forward.teacher_forcing import Answer, AnswerPass
 from engine.kernels.base import Kernels, kernels_for
-from engine.memory import free_bytes, rows_that_fit
+from engine.memory import SHARE, free_bytes, rows_that_fit
 from engine.models.decoder import Decoder
 from engine.models.families import family_of
 from engine.parts.prompt_bridge import PromptBridge
@@ -138,37 +139,47 @@ class Engine:
         with torch.inference_mode():
             return self._ledger(None).prefix(len(tokens)) if self._prompts.share(tokens) else 0
 
+    def decoding(
+        self, sampling: Sampling | None = None, schedule: Schedule | None = None, batch_size: int = 32
+    ) -> Stream:
+        """An open stream: prompts are added at any time, each step takes all rows a token on.
+
+        A sample's tokens depend on its prompt, sampling, schedule and id, not on who shares its passes, nor on when it
+        enters (beyond rounding). Raises ScheduleError, and ValueError for a batch_size below 1.
+        """
+        ledger = self._ledger(schedule)
+        context = self._context(sampling or Sampling(), self.compiled(ledger.schedule))
+        return Stream(context, ledger, batch_size, int(SHARE * free_bytes(self._device)))
+
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Iterable[str | Sequence[int]],
         sampling: Sampling | None = None,
         schedule: Schedule | None = None,
         batch_size: int = 32,
-        sample_ids: Sequence[str] | None = None,
+        sample_ids: Iterable[str] | None = None,
         on_batch: Callable[[BatchStats], None] | None = None,
     ) -> Iterator[Generation]:
-        """Generate for every prompt, in fixed-size batches of similar prompt lengths, longest first.
+        """Generate for every prompt: rows enter as others end, so that as many run as there are seats.
 
-        Generations come as their batches finish; `Generation.index` says whose they are. A sample's tokens depend on
-        its prompt, sampling, schedule and id, not on who shares its batch (beyond rounding).
+        Prompts are taken as room for them comes near, generations come as rows end, so neither have an end to have;
+        `Generation.index` says whose they are.
 
         Args:
             prompts: token ids, or raw text (`engine.checkpoints.tokenizer.encode_chat` renders a chat).
             sampling: default greedy.
             schedule: default full depth.
-            batch_size: rows per batch.
+            batch_size: most rows that run together.
             sample_ids: name each prompt's random stream; default its position in the call.
-            on_batch: called with each finished batch's cost.
+            on_batch: called whenever rows have ended, with what the passes since the last call cost.
 
         Raises:
-            PromptError: a prompt is empty or does not fit the context; ScheduleError: the schedule does not fit the
-                model; ValueError: batch_size or sample_ids are off. All before the first batch runs.
+            ScheduleError: the schedule does not fit the model; ValueError: batch_size is off. Both before anything
+                runs. PromptError: a prompt is empty or does not fit the context; ValueError: there are more prompts
+                than sample_ids, or fewer. Both when it is taken.
         """
-        sampling = sampling or Sampling()
-        ledger = self._ledger(schedule)
-        samples = self._samples(prompts, sample_ids, sampling, batch_size)
-        context = self._context(sampling, self.compiled(ledger.schedule))
-        return self._run(context, samples, ledger, batch_size, on_batch)
+        stream = self.decoding(sampling, schedule, batch_size)
+        return self._run(stream, prompts, sample_ids, batch_size, on_batch)
 
     def generate_each(
         self,
@@ -181,15 +192,13 @@ class Engine:
     ) -> Iterator[tuple[int, Generation]]:
         """Generate for every prompt under every schedule: (index of the schedule, generation).
 
-        The same generations as a `generate` call per schedule, but each batch's prompts are computed once: with long
-        prompts and short answers that is most of the work. `on_batch` is told the schedule's index too. Other arguments
-        and errors as for `generate`.
+        The same generations as a `generate` call per schedule, but prompts are computed once, in batches: with long
+        prompts and short answers that is most of the work. `on_batch` is told the schedule's index too, and of whole
+        batches. Other arguments and errors as for `generate`.
         """
-        sampling = sampling or Sampling()
         ledgers = [self._ledger(schedule) for schedule in schedules]
-        samples = self._samples(prompts, sample_ids, sampling, batch_size)
-        context = self._context(sampling, self.compiled(*(ledger.schedule for ledger in ledgers)))
-        return self._run_each(context, samples, ledgers, batch_size, on_batch)
+        context = self._context(sampling or Sampling(), self.compiled(*(ledger.schedule for ledger in ledgers)))
+        return self._run_each(context, self._named(prompts, sample_ids), ledgers, batch_size, on_batch)
 
     def generate_with_exits(
         self,
@@ -205,19 +214,14 @@ class Engine:
         FLOPs and mean depth are those of the layers that each token really ran. `on_confidences` is given what the
         first check found for every decode token. Errors as for `generate`.
         """
-        context = self._context(sampling, Compiled())
-        samples, ledger = self._samples(prompts, sample_ids, sampling, batch_size), self._ledger(None)
-        for first in range(0, len(samples), batch_size):
-            rows = samples[first : first + batch_size]
-            with torch.inference_mode():
-                batch = EarlyExitBatch(rule, context, ledger, rows)
-                batch.run()
+        stream = ExitStream(rule, self._context(sampling, Compiled()), self._ledger(None), batch_size)
+
+        def tell(_: BatchStats) -> None:
             if on_confidences is not None:
-                on_confidences(batch.confidences)
-            for sample in rows:
-                flops, layers = batch.decode_flops(sample), batch.mean_active_layers(sample)
-                whole = generation_of(sample, context.stopping, ledger)
-                yield replace(whole, flops_decode=flops, mean_active_layers=layers)
+                on_confidences(stream.confidences)
+            stream.confidences = []
+
+        return self._run(stream, prompts, sample_ids, batch_size, tell)
 
     def unit_similarity(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> dict[Unit, float]:
         """Mean cosine similarity of every unit's input and output at full depth, over the decode steps of answers."""
@@ -326,52 +330,38 @@ class Engine:
         """Pass prompts through all layers, all in one pass; `observe` as for `PromptPass.run`."""
         self._prompts.run(prompts, lambda *_: None, observe=observe)
 
-    def _samples(
-        self,
-        prompts: Sequence[str | Sequence[int]],
-        sample_ids: Sequence[str] | None,
-        sampling: Sampling,
-        batch_size: int,
-    ) -> list[Sample]:
-        """All samples, longest prompt first, those of one prompt side by side."""
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be >= 1, got {batch_size}")
-        ids = sample_ids if sample_ids is not None else [str(index) for index in range(len(prompts))]
-        if len(ids) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts need as many sample_ids, got {len(ids)}")
-        samples = []
-        for index, prompt in enumerate(prompts):
-            tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-            room = self.shape.context - len(tokens)
-            if not tokens:
-                raise PromptError(f"prompt {index} is empty")
-            if room < 1:
-                raise PromptError(f"prompt {index} has {len(tokens)} tokens, the context is {self.shape.context}")
-            for copy in range(sampling.samples_per_prompt):
-                sample_id = f"{ids[index]}\0{copy}" if copy else ids[index]
-                samples.append(Sample(index, copy, sample_id, tokens, min(sampling.max_new_tokens, room)))
-        return sorted(samples, key=lambda sample: -len(sample.prompt))
+    def _named(
+        self, prompts: Iterable[str | Sequence[int]], sample_ids: Iterable[str] | None
+    ) -> Iterator[tuple[int, str, Sequence[int]]]:
+        """(index, sample id, tokens) of prompts. Raises ValueError where there are not as many ids as prompts."""
+        ids = map(str, count()) if sample_ids is None else sample_ids
+        for index, (prompt, name) in enumerate(zip(prompts, ids, strict=sample_ids is not None)):
+            yield index, name, self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
     def _run(
         self,
-        context: BatchContext,
-        samples: Sequence[Sample],
-        ledger: Ledger,
+        stream: Stream,
+        prompts: Iterable[str | Sequence[int]],
+        sample_ids: Iterable[str] | None,
         batch_size: int,
         on_batch: Callable[[BatchStats], None] | None,
     ) -> Iterator[Generation]:
-        for first in range(0, len(samples), batch_size):
-            rows = samples[first : first + batch_size]
-            with torch.inference_mode():
-                stats = Batch(context, ledger, rows).run()
-            if on_batch is not None:
-                on_batch(stats)
-            yield from (generation_of(sample, context.stopping, ledger) for sample in rows)
+        named = self._named(prompts, sample_ids)
+        while True:
+            while stream.queued < ORDERED_TOGETHER * batch_size and (taken := next(named, None)) is not None:
+                index, sample_id, tokens = taken
+                stream.add(tokens, sample_id, index)
+            if not stream.unfinished:
+                return
+            done = stream.step()
+            if done and on_batch is not None:
+                on_batch(stream.take_stats())
+            yield from done
 
     def _run_each(
         self,
-        context: BatchContext,
-        samples: Sequence[Sample],
+        context: Context,
+        named: Iterator[tuple[int, str, Sequence[int]]],
         ledgers: Sequence[Ledger],
         batch_size: int,
         on_batch: Callable[[int, BatchStats], None] | None,
@@ -379,19 +369,24 @@ class Engine:
         alike: dict[PromptBridge | None, list[int]] = {}  # indices of ledgers, by what they do with prompts
         for index, ledger in enumerate(ledgers):
             alike.setdefault(ledger.schedule.prompt_bridge, []).append(index)
-        for first in range(0, len(samples), batch_size):
-            rows = samples[first : first + batch_size]
+        together = max(1, batch_size // context.sampling.samples_per_prompt)  # prompts of a batch
+        waiting = sorted(named, key=lambda each: -len(each[2]))
+        for first in range(0, len(waiting), together):
             for bridge, indices in alike.items():
                 whole = self._ledger(replace(Schedule.full_depth(self.shape.layers), prompt_bridge=bridge))
-                with torch.inference_mode():
-                    batch = Batch(context, whole, rows)
-                    runs = batch.run_each([ledgers[index] for index in indices])
-                for index, (finished, stats) in zip(indices, runs, strict=True):
+                base = Stream(context, whole, max(batch_size, context.sampling.samples_per_prompt))
+                for place, sample_id, tokens in waiting[first : first + together]:
+                    base.add(tokens, sample_id, place)
+                logits = base.prefill()
+                for index in indices:
+                    fork = base.fork(ledgers[index])
+                    done = fork.begin(logits)
+                    while fork.unfinished:
+                        done += fork.step()
                     if on_batch is not None:
-                        on_batch(index, stats)
-                    stopping = context.stopping
-                    yield from ((index, generation_of(sample, stopping, ledgers[index])) for sample in finished)
+                        on_batch(index, fork.take_stats())
+                    yield from ((index, generation) for generation in done)
 
-    def _context(self, sampling: Sampling, compiled: Compiled) -> BatchContext:
+    def _context(self, sampling: Sampling, compiled: Compiled) -> Context:
         stopping = Stopping(sampling, self.tokenizer, self.tokenizer.eos_ids)
-        return BatchContext(self._decoder, self._kernels, self._prompts, compiled, stopping, self._dtype, self._device)
+        return Context(self._decoder, self._kernels, self._prompts, compiled, stopping, self._dtype, self._device)

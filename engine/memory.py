@@ -7,9 +7,7 @@ from pathlib import Path
 
 import torch
 
-from engine.decoding.batch import ATTENTION_ROWS
-from engine.decoding.cache import GROWTH
-from engine.forward.operations import attention_layers, decode_plan
+from engine.forward.cache import rows_held, slots_for
 from engine.forward.prompt_pass import PROMPT_TOKENS
 from engine.schedules.schedule import Schedule
 from engine.shape import ModelShape
@@ -42,29 +40,14 @@ def batch_bytes(
     logits = LOGIT_COPIES * rows * shape.vocab * 4
     if (preview := schedule.head_preview) is not None:
         logits += rows * preview.candidates * preview.width * element_bytes
-    context = prompt_tokens + new_tokens
-    scores = 2 * min(rows, ATTENTION_ROWS) * shape.heads * context * element_bytes
-    return cache_peak(shape, schedule, rows, prompt_tokens, new_tokens, element_bytes) + max(
-        prompt_pass + logits, logits + scores
-    )
+    cache = cache_peak(shape, rows, prompt_tokens, new_tokens, element_bytes)
+    return cache + prompt_pass + logits
 
 
-def cache_peak(
-    shape: ModelShape, schedule: Schedule, rows: int, prompt_tokens: int, new_tokens: int, element_bytes: int
-) -> int:
-    """Bytes of the key/value cache at its largest: it grows with the tokens and sheds layers with every plateau."""
-    passes = new_tokens - 1
-    first_slots = prompt_tokens + min(new_tokens, GROWTH)
-    sizes = []
-    ends = [plateau.first_step for plateau in schedule.plateaus[1:]] + [passes]
-    for index, (plateau, end) in enumerate(zip(schedule.plateaus, ends, strict=True)):
-        if plateau.first_step > max(0, passes - 1):
-            break
-        layers = len(attention_layers(decode_plan(schedule, index)))
-        lacking = prompt_tokens + min(end, passes) - first_slots
-        slots = first_slots + max(0, -(-lacking // (GROWTH + 1))) * (GROWTH + 1)
-        sizes.append(layers * rows * shape.cache_elements(slots) * element_bytes)
-    return max(sizes)
+def cache_peak(shape: ModelShape, rows: int, prompt_tokens: int, new_tokens: int, element_bytes: int) -> int:
+    """Bytes of the key/value cache of rows that enter together: each has room in all layers, and to its end."""
+    slots = slots_for(prompt_tokens + new_tokens)
+    return shape.layers * rows_held(rows) * shape.cache_elements(slots) * element_bytes
 
 
 def rows_that_fit(

@@ -9,16 +9,19 @@ running sample by sample, the time is not, and no speed is claimed from it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from engine.decoding.batch import Batch, BatchContext, Sample
+from engine.decoding.generation import Generation
+from engine.decoding.sample import Sample
+from engine.decoding.stream import Context, Stream
 from engine.forward.ledger import Ledger
-from engine.forward.operations import Operation
-from engine.models.decoder import Attend, Rotations
+from engine.forward.one_pass import EnteringPrompt, NewestToken, OnePass
+from engine.forward.operations import RunUnit
+from engine.parts.unit import Unit
 from engine.schedules.schedule import Schedule
 from engine.shape import ModelShape
 
@@ -58,54 +61,70 @@ class EarlyExit:
         return 2 * parameters + 4 * shape.query_width * seen
 
 
-class EarlyExitBatch(Batch):
-    """A batch that decodes under an exit rule."""
+class ExitPass(OnePass):
+    """A pass whose decode tokens leave under a rule."""
 
-    def __init__(self, rule: EarlyExit, context: BatchContext, ledger: Ledger, samples: Sequence[Sample]) -> None:
-        """`ledger` must be of full depth."""
-        super().__init__(context, ledger, samples)
-        self._rule = rule
-        self._depths: dict[int, list[int]] = {id(sample): [] for sample in self.samples}  # layers run, step by step
-        self.confidences: list[float] = []  # of running rows at the first check
+    rule: EarlyExit
 
-    def decode_flops(self, sample: Sample) -> int:
-        """What a sample's decode passes cost."""
-        shape, prompt = self._decoder.shape, len(sample.prompt)
-        depths = self._depths[id(sample)][: max(0, len(sample.tokens) - 1)]
-        return sum(self._rule.token_flops(shape, depth, prompt + t + 1) for t, depth in enumerate(depths))
-
-    def mean_active_layers(self, sample: Sample) -> float:
-        """As the ledger's: the first token ran every layer."""
-        depths = self._depths[id(sample)][: max(0, len(sample.tokens) - 1)]
-        return (self._decoder.shape.layers + sum(depths)) / (len(depths) + 1)
-
-    def _run_plan(self, plan: Sequence[Operation], x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
-        """Hidden states [B, hidden] that each row left with."""
-        running = torch.tensor([not sample.finished for sample in self._rows], device=self._device)
-        layers = self._decoder.shape.layers
-        depth = torch.full((len(x),), layers, device=self._device)
-        inside = torch.ones(len(x), 1, dtype=torch.bool, device=self._device)  # rows that have not left
-        left_with = x
+    def run(self) -> Tensor:
+        """Hidden states [last + decoding, hidden] that each of these tokens left with."""
+        layers, first = self._plans.schedule.layers, self.bulk + self.last
+        x = left_with = self.embedded
+        inside = torch.ones(len(x), 1, dtype=torch.bool, device=self._device)  # tokens that have not left
+        self.depth = torch.full((len(x) - first,), layers, device=self._device)  # of each decode token
+        self.confidences: list[float] = []  # of them at the first check
         for layer in range(layers):
-            attended = self._decoder.attention(layer, x, rotations, attend)
-            above = x if self._rule.kind == "CALM-DEC" else attended
-            x = torch.where(inside, self._decoder.mlp(layer, attended), above)
+            attended = self.apply(RunUnit(Unit("a", layer)), x, 0, len(x))
+            above = x if self.rule.kind == "CALM-DEC" else attended
+            x = torch.where(inside, self.apply(RunUnit(Unit("m", layer)), attended, 0, len(x)), above)
             left_with = torch.where(inside, x, left_with)
-            if layer + 1 in self._rule.checks:
-                confidence = self._confidence(left_with)
-                if layer + 1 == self._rule.checks[0]:
-                    self.confidences += confidence[running].tolist()
-                leaving = inside & (confidence >= self._rule.threshold)[:, None]
-                depth[leaving[:, 0]] = layer + 1
-                inside = inside & ~leaving
-        for sample, layers_run in zip(self._rows, depth.tolist(), strict=True):
-            self._depths[id(sample)].append(layers_run)
-        return left_with
+            if layer + 1 in self.rule.checks and len(self.depth):
+                confidence = self._confidence(left_with[first:])
+                if layer + 1 == self.rule.checks[0]:
+                    self.confidences = confidence.tolist()
+                leaving = inside[first:, 0] & (confidence >= self.rule.threshold)
+                self.depth[leaving] = layer + 1
+                inside[first:, 0] &= ~leaving
+        return left_with[self.bulk :]
 
     def _confidence(self, x: Tensor) -> Tensor:
         """Difference of the two largest probabilities, [B]."""
         top = self._decoder.logits(x).float().softmax(-1).topk(2).values
         return top[:, 0] - top[:, 1]
+
+
+class ExitStream(Stream):
+    """A stream that decodes under an exit rule; FLOPs and mean depth are those of the layers that tokens really ran."""
+
+    kind_of_pass = ExitPass
+
+    def __init__(self, rule: EarlyExit, context: Context, ledger: Ledger, batch_size: int) -> None:
+        """`ledger` must be of full depth."""
+        super().__init__(context, ledger, batch_size)
+        self._rule = rule
+        self._depths: dict[int, list[int]] = {}  # by seat: layers run, step by step
+        self.confidences: list[float] = []  # of decode tokens at the first check
+
+    def _make_pass(self, prompts: Sequence[EnteringPrompt], newest: Sequence[NewestToken]) -> OnePass:
+        one = super()._make_pass(prompts, newest)
+        assert isinstance(one, ExitPass)
+        one.rule = self._rule
+        return one
+
+    def _ran(self, one: OnePass, running: Sequence[Sample]) -> None:
+        assert isinstance(one, ExitPass)
+        self.confidences += one.confidences
+        for sample, depth in zip(running, one.depth.tolist(), strict=True):
+            self._depths.setdefault(sample.seat, []).append(depth)
+
+    def _generation(self, sample: Sample) -> Generation:
+        shape, depths = self._context.decoder.shape, self._depths.pop(sample.seat, [])
+        first = len(sample.prompt) + 1
+        return replace(
+            super()._generation(sample),
+            flops_decode=sum(self._rule.token_flops(shape, depth, first + t) for t, depth in enumerate(depths)),
+            mean_active_layers=(shape.layers + sum(depths)) / (len(depths) + 1),  # the first token ran every layer
+        )
 
 
 def cheapest_check(shape: ModelShape, kind: Kind, target: float, context: int, share: float = 0.75) -> int:

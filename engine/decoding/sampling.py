@@ -61,61 +61,53 @@ def random_stream(seed: int, sample_id: str, steps: int) -> np.ndarray:
 
 
 class Sampler:
-    """Chooses the next token of every row of one batch."""
+    """Chooses the next token of rows that come and go; each has a seat while it runs."""
 
     def __init__(
-        self,
-        sampling: Sampling,
-        eos_ids: Sequence[int],
-        vocab: int,
-        prompts: Sequence[Sequence[int]],
-        sample_ids: Sequence[str],
-        device: torch.device,
+        self, sampling: Sampling, eos_ids: Sequence[int], vocab: int, seats: int, device: torch.device
     ) -> None:
-        self._sampling = sampling
+        self._sampling, self._device = sampling, device
         self._eos = torch.tensor(eos_ids, dtype=torch.long, device=device)
-        self._uniform: Tensor | None = None  # [B, max_new_tokens]
-        self._seen: Tensor | None = None  # [B, vocab], tokens of the prompt and the generation so far
+        self._uniform: Tensor | None = None  # [seats, max_new_tokens]
+        self._seen: Tensor | None = None  # [seats, vocab], tokens of the prompt and the generation so far
         if not sampling.is_greedy:
-            streams = [random_stream(sampling.seed, sample_id, sampling.max_new_tokens) for sample_id in sample_ids]
-            self._uniform = torch.from_numpy(np.stack(streams)).to(device, torch.float32)
+            self._uniform = torch.zeros(seats, sampling.max_new_tokens, device=device)
         if sampling.repetition_penalty != 1.0:
-            self._seen = torch.zeros(len(prompts), vocab, dtype=torch.bool, device=device)
-            for row, prompt in enumerate(prompts):
-                self._seen[row, torch.tensor(prompt, device=device)] = True
+            self._seen = torch.zeros(seats, vocab, dtype=torch.bool, device=device)
 
-    def choose(self, logits: Tensor, step: int) -> Tensor:
-        """Tokens of the first B rows, [B].
+    def enter(self, seat: int, prompt: Sequence[int], sample_id: str) -> None:
+        """Make a seat that of another sample."""
+        if self._uniform is not None:
+            stream = random_stream(self._sampling.seed, sample_id, self._sampling.max_new_tokens)
+            self._uniform[seat] = torch.from_numpy(stream).to(self._device, torch.float32)
+        if self._seen is not None:
+            self._seen[seat] = False
+            self._seen[seat, torch.tensor(prompt, device=self._device)] = True
+
+    def choose(self, logits: Tensor, seats: Sequence[int], steps: Sequence[int]) -> Tensor:
+        """Tokens [B].
 
         Args:
             logits: [B, vocab], overwritten.
-            step: how many tokens were generated before.
+            seats: of the B rows.
+            steps: how many tokens each has generated before.
         """
-        rows = len(logits)
+        rows = torch.tensor(seats, device=self._device)
         if self._seen is not None:
             logits, penalty = logits.float(), self._sampling.repetition_penalty
             penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
-            logits = torch.where(self._seen[:rows], penalised, logits)
-        if self._sampling.min_new_tokens:
-            self._hold_back_the_end(logits, step)
+            logits = torch.where(self._seen[rows], penalised, logits)
+        held = [row for row, step in enumerate(steps) if step < self._sampling.min_new_tokens]
+        if held:
+            logits[torch.tensor(held, device=self._device)[:, None], self._eos] = -torch.inf
         if self._uniform is None:
             tokens = _likeliest(logits)
         else:
-            uniform = self._uniform[:rows, step]
+            uniform = self._uniform[rows, torch.tensor(steps, device=self._device)]
             tokens = _draw(logits.float() / self._sampling.temperature, uniform, self._sampling)
         if self._seen is not None:
-            self._seen[:rows].scatter_(1, tokens[:, None], True)
+            self._seen[rows, tokens] = True
         return tokens
-
-    def _hold_back_the_end(self, logits: Tensor, step: int) -> None:
-        """No end-of-sequence before `min_new_tokens`."""
-        if step < self._sampling.min_new_tokens:
-            logits.index_fill_(1, self._eos, -torch.inf)
-
-    def keep_rows(self, rows: Tensor) -> None:
-        """Compact the batch to these row indices [B'], in this order."""
-        self._uniform = None if self._uniform is None else self._uniform[rows]
-        self._seen = None if self._seen is None else self._seen[rows]
 
 
 def _likeliest(logits: Tensor) -> Tensor:

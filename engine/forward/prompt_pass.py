@@ -44,7 +44,7 @@ class PromptPass:
 
     def __init__(self, decoder: Decoder, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
         self._decoder, self._kernels, self._dtype, self._device = decoder, kernels, dtype, device
-        self._prefix: Prefix | None = None
+        self.prefix: Prefix | None = None
         self._bridge: tuple[PromptBridge, PromptMaps] | None = None  # the last one
 
     def share(self, tokens: Sequence[int]) -> bool:
@@ -52,7 +52,7 @@ class PromptPass:
 
         Returns False where there is none, it fills the context, or its keys would depend on what follows it.
         """
-        self._prefix = None
+        self.prefix = None
         context = self._decoder.shape.context
         if not 0 < len(tokens) < context:
             return False
@@ -64,12 +64,12 @@ class PromptPass:
         layers: list[tuple[Tensor, Tensor]] = []
         # Copies: a view of the fused projection would keep the queries too.
         self.run([tokens], lambda _layer, _, k, v: layers.append((k.clone(), v.clone())))
-        self._prefix = Prefix(tuple(tokens), tuple(layers))
+        self.prefix = Prefix(tuple(tokens), tuple(layers))
         return True
 
     def shared(self, prompt: Sequence[int]) -> int:
         """How many of a prompt's tokens the prefix has computed."""
-        return self._prefix.shared(prompt) if self._prefix else 0
+        return self.prefix.shared(prompt) if self.prefix else 0
 
     def run(
         self,
@@ -87,16 +87,17 @@ class PromptPass:
             observe: called with the place of each unit that all tokens run and the hidden states [N, hidden] before
                 it, of the N tokens computed, prompt after prompt. It must not change them.
         """
-        one = _Pass(self._decoder, self._kernels, self._device, prompts, keep, self._prefix)
+        one = _Pass(self._decoder, self._kernels, self._device, prompts, keep, self.prefix)
         if bridge is None:
             return one.run(observe)
-        return one.stop(bridge.first, observe).finish(self._compiled(bridge))
+        return one.stop(bridge.first, observe).finish(self.maps(bridge))
 
     def stop(self, prompts: Sequence[Sequence[int]], keep: Keep, first: int) -> StoppedPrompts:
         """Run the layers below `first` alone; prompt bridges take it from there. Arguments as for `run`."""
-        return _Pass(self._decoder, self._kernels, self._device, prompts, keep, self._prefix).stop(first)
+        return _Pass(self._decoder, self._kernels, self._device, prompts, keep, self.prefix).stop(first)
 
-    def _compiled(self, bridge: PromptBridge) -> PromptMaps:
+    def maps(self, bridge: PromptBridge) -> PromptMaps:
+        """A prompt bridge on this device."""
         if self._bridge is None or self._bridge[0] != bridge:
             maps = compile_prompt_bridge(bridge, self._decoder.shape, self._kernels, self._dtype, self._device)
             self._bridge = bridge, maps

@@ -16,7 +16,7 @@ from engine.forward.compiled_parts import Head, PromptMaps
 from engine.forward.operations import ApplyBridge, Compiled, Observe, Operation, RunUnit, decode_plan
 from engine.forward.packing import packs
 from engine.forward.prompt_pass import PROMPT_TOKENS, PromptPass, StoppedPrompts
-from engine.kernels.base import Kernels
+from engine.kernels.base import Kernels, seen_by
 from engine.models.decoder import Decoder
 from engine.parts.prompt_bridge import PromptBridge
 from engine.parts.unit import all_units
@@ -194,7 +194,8 @@ class AnswerPass:
                     prompt_k, prompt_v = self._prompts[layer][prompt]
                     ours = slice(first, first + count)
                     keys, values = torch.cat([prompt_k, k[ours]]), torch.cat([prompt_v, v[ours]])
-                    outputs.append(self._kernels.prompt_attention(q[ours], keys, values, kind))
+                    seen = seen_by(count, len(keys), kind.window, q.device)
+                    outputs.append(self._kernels.prompt_attention(q[ours], keys, values, kind, seen))
                     first += count
                 return torch.cat(outputs)
 

@@ -52,29 +52,29 @@ class Kernels:
         gate, up = gate_up.chunk(2, -1)
         return activation(gate) * up
 
-    def prompt_attention(self, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
+    def prompt_attention(self, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind, seen: Tensor | None) -> Tensor:
         """Causal attention of the last m of a prompt's n tokens.
 
         Args:
             q: [m, heads, head_dim].
             k, v: [n, kv_heads, head_dim].
             kind: the layer's scale, window and soft cap.
+            seen: `seen_by` of these.
 
         Returns:
             [m, heads * head_dim].
         """
-        m, n, heads, kv_heads = len(q), len(k), q.shape[1], k.shape[1]
+        heads, kv_heads = q.shape[1], k.shape[1]
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, tokens, head_dim]
         grouped = heads != kv_heads
-        if m == n and kind.softcap is None and (kind.window is None or n <= kind.window):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=kind.scale, enable_gqa=grouped)
-            return out[0].transpose(0, 1).flatten(1)
-        age = torch.arange(n - m, n, device=q.device)[:, None] - torch.arange(n, device=q.device)  # of key, for query
-        seen = (age >= 0) & (age < (kind.window or n))
         if kind.softcap is None:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=kind.scale, enable_gqa=grouped)
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=seen, is_causal=seen is None, scale=kind.scale, enable_gqa=grouped
+            )
         else:
             k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+            if seen is None:
+                seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
             scores = _cap(q @ k.transpose(-1, -2) * kind.scale, kind.softcap).masked_fill(~seen, -torch.inf)
             out = scores.float().softmax(-1).to(v.dtype) @ v
         return out[0].transpose(0, 1).flatten(1)
@@ -98,7 +98,12 @@ class Kernels:
             [N, heads * head_dim].
         """
         pairs = zip(spans, prompts, strict=True)
-        return torch.cat([self.prompt_attention(q[start:end], k, v, kind) for (start, end), (k, v) in pairs])
+        return torch.cat(
+            [
+                self.prompt_attention(q[a:b], k, v, kind, seen_by(b - a, len(k), kind.window, q.device))
+                for (a, b), (k, v) in pairs
+            ]
+        )
 
     def decode_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kind: AttentionKind) -> Tensor:
         """One new token per row attends to its row's cache.
@@ -107,20 +112,29 @@ class Kernels:
 
         Args:
             q: [B, heads, head_dim].
-            k, v: [B * kv_heads, T, head_dim].
-            mask: [B * kv_heads, 1, T], 0 where a row has a token that the layer sees, -inf elsewhere.
+            k, v: [B, kv_heads, T, head_dim].
+            mask: [B, 1, 1, T], 0 where a row has a token that the layer sees, -inf elsewhere.
             kind: the layer's scale and soft cap.
 
         Returns:
             [B, heads * head_dim].
         """
         rows, heads, head_dim = q.shape
-        grouped = q.reshape(k.shape[0], -1, head_dim)  # [B * kv_heads, group, head_dim]
+        grouped = q.view(rows, k.shape[1], -1, head_dim)  # [B, kv_heads, group, head_dim]
         if kind.softcap is None:
-            scores = torch.baddbmm(mask, grouped, k.transpose(1, 2), alpha=kind.scale)
+            out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=kind.scale)
         else:
-            scores = _cap(torch.bmm(grouped, k.transpose(1, 2)) * kind.scale, kind.softcap) + mask
-        return torch.bmm(scores.softmax(-1), v).view(rows, heads * head_dim)
+            scores = _cap(grouped @ k.transpose(-1, -2) * kind.scale, kind.softcap) + mask
+            out = scores.softmax(-1) @ v
+        return out.reshape(rows, heads * head_dim)
+
+
+def seen_by(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Which keys the last tokens of a prompt see, [queries, keys]; None: of all tokens those before, and themselves."""
+    if queries == keys and (window is None or keys <= window):
+        return None
+    age = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    return (age >= 0) & (age < (window or keys))
 
 
 def _cap(scores: Tensor, softcap: float) -> Tensor:

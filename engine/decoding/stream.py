@@ -1,0 +1,351 @@
+"""A stream of rows: prompts are added at any time, each pass takes all rows a token on, and who ends makes room."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from engine.decoding.generation import Generation, generation_of
+from engine.decoding.sample import Sample
+from engine.decoding.sampling import Sampler, Sampling
+from engine.decoding.stopping import Stopping
+from engine.errors import PromptError
+from engine.forward.cache import KVCache, slots_for
+from engine.forward.ledger import Ledger
+from engine.forward.one_pass import EnteringPrompt, NewestToken, OnePass, Plans
+from engine.forward.operations import Compiled
+from engine.forward.prompt_pass import PROMPT_TOKENS, PromptPass
+from engine.kernels.base import Kernels
+from engine.models.decoder import Decoder
+
+# Prompts that are put in order of length together, in batches: rows of like length attend with little padding, and a
+# prompt waits for so many others at the most.
+ORDERED_TOGETHER = 4
+
+Copies = list[Sample]  # of one prompt, that enter together: the prompt is computed once
+
+
+@dataclass(slots=True)
+class BatchStats:
+    """What some passes cost. FLOPs of the samples are those of the ledger; padding is what was computed for nobody.
+
+    Prompts and decoding share passes; their seconds are the passes', by FLOPs.
+    """
+
+    samples: int = 0  # that ended
+    prompt_tokens: int = 0  # computed
+    generated_tokens: int = 0
+    steps: int = 0  # passes
+    live_rows: int = 0  # summed over the passes
+    seats: int = 0  # that there were for them, summed over the passes
+    flops_padding: int = 0
+    cache_course: tuple[int, ...] = ()  # bytes of the key/value cache in each pass
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    @property
+    def cache_bytes(self) -> int:
+        """Most memory the key/value cache took."""
+        return max(self.cache_course)
+
+    @property
+    def occupancy(self) -> float:
+        """Share of the seats that had a row."""
+        return self.live_rows / max(1, self.seats)
+
+    def __add__(self, other: BatchStats) -> BatchStats:
+        return BatchStats(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What the streams of a call share."""
+
+    decoder: Decoder
+    kernels: Kernels
+    prompts: PromptPass
+    compiled: Compiled  # of all schedules that the call runs
+    stopping: Stopping
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.stopping.sampling
+
+
+@dataclass
+class _Queue:
+    """Prompts that wait. They enter by length within windows, in falling and rising order in turns."""
+
+    window: int  # samples
+    waiting: deque[Copies] = field(default_factory=deque)
+    ordered: deque[Copies] = field(default_factory=deque)
+    falling: bool = True
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.ordered)
+
+    @property
+    def first(self) -> Copies:
+        """The next to enter."""
+        if not self.ordered:
+            taken: list[Copies] = []
+            while self.waiting and sum(map(len, taken)) < self.window:
+                taken.append(self.waiting.popleft())
+            self.ordered.extend(sorted(taken, key=lambda copies: len(copies[0].prompt), reverse=self.falling))
+            self.falling = not self.falling
+        return self.ordered[0]
+
+
+class Stream:
+    """Rows under one sampling and one schedule."""
+
+    kind_of_pass = OnePass
+
+    def __init__(self, context: Context, ledger: Ledger, batch_size: int, cache_bytes: int | None = None) -> None:
+        """An empty one.
+
+        Args:
+            context, ledger: the model, the sampling, the schedule.
+            batch_size: most rows at a time.
+            cache_bytes: most memory that rows may take in the cache when they are as long as they can get; a row
+                that does not fit runs alone.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be >= 1, got {batch_size}")
+        self._context, self._ledger, self._seats, self._cache_bytes = context, ledger, batch_size, cache_bytes
+        shape, self._plans = context.decoder.shape, Plans(ledger.schedule)
+        bridge = ledger.schedule.prompt_bridge
+        self._maps = None if bridge is None else context.prompts.maps(bridge)
+        self._cache = KVCache(shape, self._plans.spans, context.dtype, context.device)
+        stopping = context.stopping
+        self._sampler = Sampler(stopping.sampling, stopping.eos_ids, shape.vocab, batch_size, context.device)
+        self._free = list(reversed(range(batch_size)))
+        self._queue = _Queue(ORDERED_TOGETHER * batch_size)
+        self._rows: list[Sample] = []  # that run, by plateau
+        self._held = 0  # bytes of the cache in the last pass
+        self.stats = BatchStats()  # since they were last taken
+
+    @property
+    def unfinished(self) -> int:
+        """Rows queued or running."""
+        return len(self._rows) + self.queued
+
+    @property
+    def queued(self) -> int:
+        """Rows that wait to enter."""
+        return sum(map(len, self._queue.waiting)) + sum(map(len, self._queue.ordered))
+
+    def take_stats(self) -> BatchStats:
+        """What passes have cost since this was last asked."""
+        stats, self.stats = self.stats, BatchStats()
+        return stats
+
+    def add(self, prompt: Sequence[int], sample_id: str, index: int) -> None:
+        """Queue a prompt, all its samples. Raises PromptError where it is empty or does not fit the context."""
+        sampling, context = self._context.sampling, self._context.decoder.shape.context
+        if not len(prompt):
+            raise PromptError(f"prompt {index} is empty")
+        if len(prompt) >= context:
+            raise PromptError(f"prompt {index} has {len(prompt)} tokens, the context is {context}")
+        limit = min(sampling.max_new_tokens, context - len(prompt))
+        ids = [f"{sample_id}\0{copy}" if copy else sample_id for copy in range(sampling.samples_per_prompt)]
+        samples = [Sample(index, copy, name, prompt, limit) for copy, name in enumerate(ids)]
+        for first in range(0, len(samples), self._seats):
+            self._queue.waiting.append(samples[first : first + self._seats])
+
+    def step(self) -> list[Generation]:
+        """One pass; the generations that ended in it."""
+        start = time.perf_counter()
+        with torch.inference_mode():
+            entering = self._admit()
+            if not entering and not self._rows:
+                return []
+            running = self._rows
+            logits, flops, padding = self._pass(entering, running)
+            return self._count(start, entering, running, flops, padding, self._extend(entering, running, logits))
+
+    def fork(self, ledger: Ledger) -> Stream:
+        """These rows as they entered, to be decoded under another schedule with the same prompt bridge.
+
+        This stream's own schedule must keep every layer that the other one decodes with.
+        """
+        fork = Stream(self._context, ledger, self._seats)
+        fork._free = list(self._free)
+        fork._rows = [replace(sample, tokens=[], ended=False) for sample in self._rows]
+        fork._cache.enter({sample.seat: sample.longest for sample in fork._rows})
+        for sample in fork._rows:
+            fork._cache.copy_row(self._cache, sample.seat, sample.seat, len(sample.prompt))
+            fork._sampler.enter(sample.seat, sample.prompt, sample.sample_id)
+        fork.stats = replace(self.stats)
+        return fork
+
+    def prefill(self) -> Tensor:
+        """All queued prompts, which have to find room together, without a token of theirs: logits [rows, vocab]."""
+        logits = []
+        with torch.inference_mode():
+            while self._queue:
+                start = time.perf_counter()
+                entering = self._admit()
+                assert entering, "the prompts do not fit together"
+                found, flops, padding = self._pass(entering, [])
+                self._enter(entering)
+                logits.append(self._of_copies(entering, found))
+                self._count(start, entering, [], flops, padding, [])
+        return torch.cat(logits)
+
+    def begin(self, logits: Tensor) -> list[Generation]:
+        """The first tokens of a fork's rows, from the logits of `prefill`; the generations that end with them."""
+        with torch.inference_mode():
+            rows, self._rows = self._rows, []
+            return self._choose(rows, logits.clone())
+
+    def _admit(self) -> list[Copies]:
+        """Prompts that enter: as many as seats, the cache and a pass have room for."""
+        entering: list[Copies] = []
+        tokens, free = 0, len(self._free)
+        held = self._cache.bytes
+        while self._queue and len(copies := self._queue.first) <= free:
+            first = copies[0]
+            shared = self._context.prompts.shared(first.prompt)
+            needed = len(copies) * self._bytes(first)
+            tokens += len(first.prompt) - shared
+            occupied = self._rows or entering
+            if entering and tokens > PROMPT_TOKENS:
+                break
+            if occupied and self._cache_bytes is not None and held + needed > self._cache_bytes:
+                break
+            for sample in copies:
+                sample.shared_prefix, sample.shares_prompt = shared, sample is not first
+            held, free = held + needed, free - len(copies)
+            entering.append(self._queue.ordered.popleft())
+        for copies in entering:
+            for sample in copies:
+                sample.seat = self._free.pop()
+                self._sampler.enter(sample.seat, sample.prompt, sample.sample_id)
+        return entering
+
+    def _bytes(self, sample: Sample) -> int:
+        """Of the cache, for a row that gets as long as it can."""
+        shape = self._context.decoder.shape
+        return shape.layers * shape.cache_elements(slots_for(sample.longest)) * self._context.dtype.itemsize
+
+    def _pass(self, entering: Sequence[Copies], running: Sequence[Sample]) -> tuple[Tensor, int, int]:
+        """Logits [prompts + running, vocab] of a pass, FLOPs of its decode tokens, and those computed for nobody."""
+        schedule, context = self._ledger.schedule, self._context
+        newest, flops = [], 0
+        for sample in running:
+            plateau = schedule.plateau_at(sample.step)
+            newest.append(NewestToken(sample.tokens[-1], sample.length - 1, plateau, sample.seat))
+            flops += self._ledger.plateaus[plateau].tokens(sample.length, sample.length)
+            self._retire(sample, plateau)
+        # Now that nobody leaves before the pass: rows that enter stand after the others.
+        self._cache.enter({row.seat: row.longest for row, *_ in entering})
+        prompts = [EnteringPrompt(row.prompt, row.shared_prefix, row.seat) for row, *_ in entering]
+        one = self._make_pass(prompts, newest)
+        x = one.run()
+        self._ran(one, running)
+        self._held = self._cache.bytes
+        with record_function("head"):
+            exact, ours = context.decoder.logits, context.compiled.head(schedule, context.decoder)
+            if schedule.head_preview is None or not running:
+                return exact(x), flops, one.padding
+            parts = ([exact(x[: one.last])] if entering else []) + [ours(x[one.last :])]
+            return torch.cat(parts), flops, one.padding
+
+    def _make_pass(self, prompts: Sequence[EnteringPrompt], newest: Sequence[NewestToken]) -> OnePass:
+        context = self._context
+        model = context.decoder, context.kernels, context.compiled, self._plans, self._cache
+        return self.kind_of_pass(*model, prompts, newest, context.prompts.prefix, self._maps, context.device)
+
+    def _ran(self, one: OnePass, running: Sequence[Sample]) -> None:
+        """Told of every pass and the rows whose newest tokens it took."""
+
+    def _retire(self, sample: Sample, plateau: int) -> None:
+        """Give back a row's keys and values in layers where it attends no more."""
+        for span, last in enumerate(self._plans.retirements):
+            if plateau >= last:
+                self._cache.give_back(sample.seat, span)
+
+    def _enter(self, entering: Sequence[Copies]) -> None:
+        """Rows whose prompts have run: copies get the same keys and values."""
+        for first, *others in entering:
+            self._retire(first, 0)
+            self._cache.enter({sample.seat: sample.longest for sample in others})
+            for sample in others:
+                self._retire(sample, 0)
+                self._cache.copy_row(self._cache, first.seat, sample.seat, len(first.prompt))
+            self._rows += [first, *others]
+
+    @staticmethod
+    def _of_copies(entering: Sequence[Copies], logits: Tensor) -> Tensor:
+        """Logits [samples, vocab], from those of each prompt."""
+        if all(len(copies) == 1 for copies in entering):
+            return logits
+        counts = torch.tensor([len(copies) for copies in entering], device=logits.device)
+        return logits.repeat_interleave(counts, 0)
+
+    def _extend(self, entering: Sequence[Copies], running: list[Sample], logits: Tensor) -> list[Generation]:
+        """The next token of every row."""
+        first = self._of_copies(entering, logits[: len(entering)])
+        self._rows = []
+        self._enter(entering)
+        rows, self._rows = [*self._rows, *running], []
+        return self._choose(
+            rows, logits if len(first) == len(entering) else torch.cat([first, logits[len(entering) :]])
+        )
+
+    def _choose(self, rows: Sequence[Sample], logits: Tensor) -> list[Generation]:
+        """Take rows on by a token, from logits [rows, vocab], which are overwritten; those that ended by it."""
+        with record_function("sampling"):
+            steps = [len(sample.tokens) for sample in rows]
+            tokens = self._sampler.choose(logits, [sample.seat for sample in rows], steps).tolist()
+        done = []
+        for sample, token in zip(rows, tokens, strict=True):
+            sample.tokens.append(token)
+            sample.ended = self._context.stopping.ends(sample.tokens)
+            self.stats.generated_tokens += 1
+            if sample.finished:
+                self._cache.leave(sample.seat)
+                self._free.append(sample.seat)
+                self.stats.samples += 1
+                done.append(self._generation(sample))
+            else:
+                self._rows.append(sample)
+        self._rows.sort(key=lambda sample: self._ledger.schedule.plateau_at(sample.step))
+        return done
+
+    def _generation(self, sample: Sample) -> Generation:
+        return generation_of(sample, self._context.stopping, self._ledger)
+
+    def _count(
+        self,
+        start: float,
+        entering: Sequence[Copies],
+        running: Sequence[Sample],
+        flops: int,
+        padding: int,
+        done: list[Generation],
+    ) -> list[Generation]:
+        """Add a pass to the stats."""
+        prompt_flops = sum(self._ledger.prompt(len(row.prompt), row.shared_prefix) for row, *_ in entering)
+        seconds = time.perf_counter() - start
+        share = prompt_flops / (prompt_flops + flops)
+        self.stats += BatchStats(
+            prompt_tokens=sum(row.prompt_computed for row, *_ in entering),
+            steps=1,
+            live_rows=sum(map(len, entering)) + len(running),
+            seats=self._seats,
+            flops_padding=padding,
+            cache_course=(self._held,),
+            prefill_seconds=share * seconds,
+            decode_seconds=(1 - share) * seconds,
+        )
+        return done

@@ -1,0 +1,144 @@
+"""The key/value cache: places that rows take in the layers they attend in, and give back layer by layer.
+
+Rows of similar length at their end share a block, so none is padded to a much longer one, and a block is compact: who
+leaves it is replaced by its last row. What a block computes with is therefore one tensor without holes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.shape import ModelShape
+
+ROWS = 8  # by which a block grows and shrinks
+LEAST_SLOTS = 64  # of a row
+
+
+def slots_for(tokens: int) -> int:
+    """Slots of a row that ends with so many tokens: 64, 96, 128, 192, ...; few sizes, so that rows share blocks."""
+    size = LEAST_SLOTS
+    while size < tokens:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return size
+
+
+def rows_held(rows: int) -> int:
+    """Rows that a block has memory for when so many have come and none has left."""
+    return -(-rows // ROWS) * ROWS
+
+
+class Block:
+    """Rows of one size in the layers of one span. Slots that no token has written are finite, mostly zero."""
+
+    def __init__(self, shape: ModelShape, layers: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.slots = slots
+        self.seats: list[int] = []  # place -> whose
+        self._place: dict[int, int] = {}
+        # [layers, keys or values, rows, kv_heads, slots, head_dim]
+        self._store = torch.zeros(
+            layers, 2, 0, shape.kv_heads, slots, shape.head_dim, dtype=dtype, device=device
+        )  # zeros, not empty: a masked slot is multiplied by zero, and 0 x NaN would not be zero
+
+    @property
+    def bytes(self) -> int:
+        return self._store.nbytes
+
+    def holds(self, seat: int) -> bool:
+        return seat in self._place
+
+    def layer(self, within: int) -> Tensor:
+        """Keys and values of the rows, by place: [2, rows, kv_heads, slots, head_dim], a view."""
+        return self._store[within, :, : len(self.seats)]
+
+    def row(self, seat: int) -> Tensor:
+        """Keys and values of a row, [layers, 2, kv_heads, slots, head_dim], a view."""
+        return self._store[:, :, self._place[seat]]
+
+    def add(self, seats: Iterable[int]) -> None:
+        """Places for rows, after those that are there."""
+        for seat in seats:
+            self._place[seat] = len(self.seats)
+            self.seats.append(seat)
+        if len(self.seats) > self._store.shape[2]:
+            self._resize()
+
+    def remove(self, seat: int) -> None:
+        """Give a row's place to the last one."""
+        place, last = self._place.pop(seat), self.seats.pop()
+        if last != seat:
+            self._store[:, :, place] = self._store[:, :, len(self.seats)]
+            self.seats[place], self._place[last] = last, place
+        if self._store.shape[2] - rows_held(len(self.seats)) > ROWS:
+            self._resize()
+
+    def _resize(self) -> None:
+        old = self._store
+        kept = min(len(self.seats), old.shape[2])
+        self._store = old.new_zeros(*old.shape[:2], rows_held(len(self.seats)), *old.shape[3:])
+        self._store[:, :, :kept] = old[:, :, :kept]
+
+
+class KVCache:
+    """Keys and values of the rows that run. A span is the layers that rows give back at the same time."""
+
+    def __init__(
+        self, shape: ModelShape, spans: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._shape, self._dtype, self._device = shape, dtype, device
+        self.spans = spans
+        self.place = {layer: (s, i) for s, span in enumerate(spans) for i, layer in enumerate(span)}
+        self._blocks: list[dict[int, Block]] = [{} for _ in spans]  # of each span, by slots
+        self._slots: dict[int, int] = {}  # of each row
+
+    @property
+    def bytes(self) -> int:
+        """Memory held, all layers."""
+        return sum(block.bytes for blocks in self._blocks for block in blocks.values())
+
+    def blocks(self, span: int) -> Iterator[Block]:
+        """Those that hold rows."""
+        yield from self._blocks[span].values()
+
+    def enter(self, longest: dict[int, int]) -> None:
+        """Room in every layer for rows, by seat the number of tokens that each will end with at the most."""
+        by_slots: dict[int, list[int]] = {}
+        for seat, tokens in longest.items():
+            self._slots[seat] = slots_for(tokens)
+            by_slots.setdefault(self._slots[seat], []).append(seat)
+        for span, blocks in zip(self.spans, self._blocks, strict=True):
+            for slots, seats in by_slots.items():
+                if slots not in blocks:
+                    blocks[slots] = Block(self._shape, len(span), slots, self._dtype, self._device)
+                blocks[slots].add(seats)
+
+    def holds(self, seat: int, span: int) -> bool:
+        block = self._blocks[span].get(self._slots[seat])
+        return block is not None and block.holds(seat)
+
+    def row(self, seat: int, layer: int) -> Tensor:
+        """Keys and values of a row, [2, kv_heads, slots, head_dim], a view."""
+        span, within = self.place[layer]
+        return self._blocks[span][self._slots[seat]].row(seat)[within]
+
+    def copy_row(self, other: KVCache, theirs: int, ours: int, tokens: int) -> None:
+        """The first tokens of a row of a cache, for a row of this one, in all layers that both hold."""
+        for layer, (span, _) in self.place.items():
+            if self.holds(ours, span) and other.holds(theirs, other.place[layer][0]):
+                self.row(ours, layer)[:, :, :tokens] = other.row(theirs, layer)[:, :, :tokens]
+
+    def give_back(self, seat: int, span: int) -> None:
+        """A row's memory in the layers of a span, where it has any."""
+        blocks, slots = self._blocks[span], self._slots[seat]
+        if self.holds(seat, span):
+            blocks[slots].remove(seat)
+            if not blocks[slots].seats:
+                del blocks[slots]
+
+    def leave(self, seat: int) -> None:
+        """All that a row still has."""
+        for span in range(len(self.spans)):
+            self.give_back(seat, span)
+        del self._slots[seat]

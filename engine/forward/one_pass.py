@@ -1,0 +1,293 @@
+"""One pass for every token: prompts that enter and the newest tokens of rows at any step, laid side by side.
+
+A pass's tokens are sorted: prompts without their last tokens, then the last ones, then decode tokens, those on the
+earliest plateau first. Active sets only shrink, so the tokens that run a unit are one slice of them: a layer that
+prompts do not reach leaves out the first part, a skipped unit leaves out the tail. No second code path for prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from engine.forward.cache import Block, KVCache
+from engine.forward.compiled_parts import PromptMaps
+from engine.forward.operations import ApplyBridge, Compiled, Operation, RunUnit, decode_plans
+from engine.forward.prompt_pass import Prefix
+from engine.kernels.base import Kernels, seen_by
+from engine.models.decoder import Attend, Decoder, Rotations
+from engine.parts.unit import all_units
+from engine.schedules.schedule import Schedule
+
+
+class EnteringPrompt(NamedTuple):
+    """A prompt whose row enters."""
+
+    tokens: Sequence[int]
+    shared: int  # of them, that the prefix has computed
+    seat: int
+
+
+class NewestToken(NamedTuple):
+    """The token that a running row goes on from."""
+
+    token: int
+    position: int
+    plateau: int
+    seat: int
+
+
+class Slice(NamedTuple):
+    """Tokens of a pass that run an operation."""
+
+    operation: Operation
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attending:
+    """Rows of a block whose single tokens attend together."""
+
+    block: Block
+    rows: slice  # of the block
+    tokens: Tensor  # [n]: which of the single tokens, by place
+    places: Tensor  # [n]
+    positions: Tensor  # [n]
+    longest: int
+    masks: dict[
+        int | None, tuple[Tensor, int]
+    ]  # window -> [n, 1, 1, longest]: 0 for what is seen, else -inf; how many see
+
+
+class Plans:
+    """What tokens run under a schedule, in order, ready to be cut into slices."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        bridge = schedule.prompt_bridge
+        self.stop = schedule.layers if bridge is None else bridge.first  # layer before which prompts stop
+        plans = decode_plans(schedule)
+        self.plateaus = len(plans)
+        bridges = [{op.bridge.block.first: op for op in plan if isinstance(op, ApplyBridge)} for plan in plans]
+        runs = [{op.unit: op for op in plan if isinstance(op, RunUnit)} for plan in plans]
+        # unit, what each plateau applies before it, how it runs, and on how many plateaus (the first ones)
+        self.units = [
+            (
+                unit,
+                [before.get(unit) for before in bridges],
+                next((run[unit] for run in runs if unit in run), RunUnit(unit)),
+                sum(unit in run for run in runs),
+            )
+            for unit in all_units(schedule.layers)
+        ]
+        attended = {unit.layer: count for unit, _, _, count in self.units if unit.kind == "a"}
+        self.retirements = sorted(set(attended.values()))  # by span, the plateau that attends there no more
+        self.spans = [[layer for layer, count in attended.items() if count == last] for last in self.retirements]
+
+    def slices(self, bulk: int, last: int, decoding: Sequence[int]) -> Iterator[Slice]:
+        """What a pass over prompts' tokens but the last ones, these, and so many decode tokens of each plateau does."""
+        first = bulk + last
+        ends = list(accumulate(decoding, initial=first))  # [p]: where the tokens of plateaus before p end
+        for unit, before, run, count in self.units:
+            for _, found in groupby(range(self.plateaus), key=lambda plateau: before[plateau]):
+                same = list(found)
+                bridge, span = before[same[0]], (ends[same[0]], ends[same[-1] + 1])
+                if bridge is not None and span[0] < span[1]:
+                    yield Slice(bridge, *span)
+            start, end = 0 if unit.layer < self.stop else bulk, ends[count]
+            if run.adapter is None or end == first:  # prompts run the model as it is
+                yield Slice(RunUnit(unit), start, end)
+            else:
+                yield Slice(RunUnit(unit), start, first)
+                yield Slice(run, first, end)
+
+
+class OnePass:
+    """The tokens of a pass, and where they attend."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kernels: Kernels,
+        compiled: Compiled,
+        plans: Plans,
+        cache: KVCache,
+        entering: Sequence[EnteringPrompt],
+        newest: Sequence[NewestToken],
+        prefix: Prefix | None,
+        maps: PromptMaps | None,
+        device: torch.device,
+    ) -> None:
+        """Rows have their places in the cache, in the layers that they still attend in.
+
+        Args:
+            decoder, kernels, compiled, plans, device: the model, and what the schedule brings along.
+            cache: of all rows of the pass and no others; changed.
+            entering: prompts to compute.
+            newest: tokens of the others, by plateau.
+            prefix: what prompts share.
+            maps: of the schedule's prompt bridge.
+        """
+        self._decoder, self._kernels, self._compiled, self._device = decoder, kernels, compiled, device
+        self._plans, self._cache, self._prompts, self._prefix, self._maps = plans, cache, entering, prefix, maps
+        spans = list(pairwise(accumulate((len(p.tokens) - 1 - p.shared for p in entering), initial=0)))
+        self._spans = spans  # of each prompt's tokens but the last
+        self.bulk, self.last = spans[-1][1] if spans else 0, len(entering)
+        self._seats = [prompt.seat for prompt in entering] + [row.seat for row in newest]  # of single tokens
+        self._lengths = [len(prompt.tokens) for prompt in entering] + [row.position + 1 for row in newest]
+        tokens = [token for prompt in entering for token in prompt.tokens[prompt.shared : -1]]
+        tokens += [prompt.tokens[-1] for prompt in entering] + [row.token for row in newest]
+        places = [place for prompt in entering for place in range(prompt.shared, len(prompt.tokens) - 1)]
+        places += [length - 1 for length in self._lengths]
+        lengths = [len(p.tokens) for p, (a, b) in zip(entering, spans, strict=True) for _ in range(b - a)]
+        positions = torch.tensor(places, device=device)
+        whole = torch.tensor(lengths + self._lengths, device=device)
+        self._rotations = decoder.rotations(positions, whole)
+        self.embedded = decoder.embed(torch.tensor(tokens, device=device), positions)
+        decoding = [0] * plans.plateaus
+        for row in newest:
+            decoding[row.plateau] += 1
+        self.slices = list(plans.slices(self.bulk, self.last, decoding))
+        self.padding = 0  # FLOPs computed for nobody: rows that attend together read on to the longest of them
+        self._attending: dict[tuple[int, int, int], tuple[list[Attending], Tensor]] = {}
+        self._seen: dict[tuple[int, int, int | None], Tensor | None] = {}  # masks of prompts
+        self._stopped: Tensor | None = None
+        for prompt in entering:
+            if prompt.shared:
+                self._write_prefix(prompt)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.embedded)
+
+    def run(self) -> Tensor:
+        """Hidden states [last + decoding, hidden] after all layers, of the prompts' last tokens and the newest ones."""
+        x = self.embedded
+        with record_function("layers"):
+            for operation, start, end in self.slices:
+                if start == end:
+                    continue
+                if start == self.bulk > 0 and self._stopped is None and self._plans.stop < self._plans.schedule.layers:
+                    self._stopped = x[: self.bulk]
+                ours = x[start:end]
+                done = self.apply(operation, ours, start, end)
+                if len(done) == len(x):
+                    x = done
+                else:
+                    x[start:end] = done
+        return x[self.bulk :]
+
+    def apply(self, operation: Operation, x: Tensor, start: int, end: int) -> Tensor:
+        """An operation on the tokens from `start` to `end`, with hidden states x [end - start, hidden]."""
+        if isinstance(operation, ApplyBridge):
+            return self._compiled.bridges[operation.bridge](x)
+        model, layer = self._compiled.model(operation, self._decoder), operation.unit.layer
+        if operation.unit.kind == "m":
+            return model.mlp(layer, x)
+        return model.attention(layer, x, self._rotated(start, end), self._attend_between(start, end))
+
+    def _rotated(self, start: int, end: int) -> Rotations:
+        return tuple(factors[start:end] for factors in self._rotations)
+
+    def _attend_between(self, start: int, end: int) -> Attend:
+        """Of the tokens from `start` to `end`: those of prompts, or the single ones, or both."""
+        bulk = max(0, self.bulk - start)
+        singles = max(0, start - self.bulk), end - self.bulk
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if bulk:
+                self._keep_prompts(layer, k[:bulk], v[:bulk])
+            elif self._stopped is not None and start == self.bulk:
+                assert self._maps is not None
+                above, values = self._maps.keys_and_values(layer, self._stopped)
+                keys = self._decoder.place_keys(layer, above, self._rotated(0, self.bulk))
+                self._keep_prompts(layer, keys, values)
+            attended = [self._attend_prompt(layer, q, index) for index in range(self.last)] if bulk else []
+            attended.append(self._attend_alone(layer, q[bulk:], k[bulk:], v[bulk:], *singles))
+            return torch.cat(attended) if bulk else attended[0]
+
+        return attend
+
+    def _keep_prompts(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Keys and values [bulk, kv_heads, head_dim] of the prompts' tokens but the last."""
+        for prompt, (start, end) in zip(self._prompts, self._spans, strict=True):
+            row = self._cache.row(prompt.seat, layer)[:, :, prompt.shared : len(prompt.tokens) - 1]
+            row[0] = k[start:end].transpose(0, 1)
+            row[1] = v[start:end].transpose(0, 1)
+
+    def _write_prefix(self, prompt: EnteringPrompt) -> None:
+        assert self._prefix is not None
+        for layer, pair in enumerate(self._prefix.layers):
+            for row, kept in zip(self._cache.row(prompt.seat, layer), pair, strict=True):
+                row[:, : prompt.shared] = kept.transpose(0, 1)
+
+    def _attend_prompt(self, layer: int, q: Tensor, index: int) -> Tensor:
+        """Of the tokens of a prompt but the last, [n, heads * head_dim]."""
+        kind, (start, end) = self._decoder.shape.attention_kind(layer), self._spans[index]
+        n = len(self._prompts[index].tokens) - 1
+        key = end - start, n, kind.window
+        if key not in self._seen:
+            self._seen[key] = seen_by(*key, self._device)
+        k, v = self._cache.row(self._prompts[index].seat, layer)[:, :, :n].transpose(1, 2)
+        return self._kernels.prompt_attention(q[start:end], k, v, kind, self._seen[key])
+
+    def _attend_alone(self, layer: int, q: Tensor, k: Tensor, v: Tensor, first: int, last: int) -> Tensor:
+        """Of the single tokens from `first` to `last`, each to its row's cache, which it joins."""
+        span, within = self._cache.place[layer]
+        kind = self._decoder.shape.attention_kind(layer)
+        if (span, first, last) not in self._attending:
+            self._attending[span, first, last] = self._attending_in(span, first, last)
+        groups, order = self._attending[span, first, last]
+        attended = []
+        for group in groups:
+            pair = group.block.layer(within)[:, group.rows]
+            pair[0, group.places, :, group.positions] = k[group.tokens]
+            pair[1, group.places, :, group.positions] = v[group.tokens]
+            mask, seen = group.masks[kind.window]
+            keys, values = pair[:, :, :, : group.longest]
+            attended.append(self._kernels.decode_attention(q[group.tokens], keys, values, mask, kind))
+            self.padding += 4 * self._decoder.shape.query_width * (len(group.places) * group.longest - seen)
+        return torch.cat(attended)[order]
+
+    def _attending_in(self, span: int, first: int, last: int) -> tuple[list[Attending], Tensor]:
+        """The single tokens from `first` to `last` by block, and where each of them is among these."""
+        token_of = {seat: token for token, seat in enumerate(self._seats[first:last])}
+        windows = {self._decoder.shape.attention_kind(layer).window for layer in self._plans.spans[span]}
+        groups, order = [], []
+        for block in self._cache.blocks(span):
+            # Rows that enter stand after the others, so those wanted stand side by side.
+            places = [place for place, seat in enumerate(block.seats) if seat in token_of]
+            if not places:
+                continue
+            tokens = [token_of[block.seats[place]] for place in places]
+            order += tokens
+            lengths = [self._lengths[first + token] for token in tokens]
+            ends = torch.tensor(lengths, device=self._device)
+            slots = torch.arange(max(lengths), device=self._device)
+            masks = {}
+            for window in windows:
+                unseen = slots >= ends[:, None]
+                if window is not None:
+                    unseen |= slots < ends[:, None] - window
+                mask = torch.zeros(unseen.shape, dtype=self.embedded.dtype, device=self._device)
+                seen = sum(min(length, window or length) for length in lengths)
+                masks[window] = mask.masked_fill_(unseen, -torch.inf)[:, None, None], seen
+            groups.append(
+                Attending(
+                    block,
+                    slice(places[0], places[-1] + 1),
+                    torch.tensor(tokens, device=self._device),
+                    torch.arange(len(places), device=self._device),
+                    ends - 1,
+                    max(lengths),
+                    masks,
+                )
+            )
+        return groups, torch.tensor(order, device=self._device).argsort()
