@@ -211,7 +211,7 @@ class Stream:
         """Prompts that enter: as many as seats, the cache and a pass have room for."""
         entering: list[Copies] = []
         tokens, free = 0, len(self._free)
-        held = self._cache.bytes
+        held = self._cache.used_bytes
         while self._queue and len(copies := self._queue.first) <= free:
             first = copies[0]
             shared = self._context.prompts.shared(first.prompt)

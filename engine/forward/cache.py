@@ -49,6 +49,11 @@ class Block:
     def holds(self, seat: int) -> bool:
         return seat in self._place
 
+    @property
+    def used_bytes(self) -> int:
+        """Of the rows that are there."""
+        return self.bytes * len(self.seats) // self._store.shape[2]
+
     def layer(self, within: int) -> Tensor:
         """Keys and values of the rows, by place: [2, rows, kv_heads, slots, head_dim], a view."""
         return self._store[within, :, : len(self.seats)]
@@ -97,6 +102,11 @@ class KVCache:
     def bytes(self) -> int:
         """Memory held, all layers."""
         return sum(block.bytes for blocks in self._blocks for block in blocks.values())
+
+    @property
+    def used_bytes(self) -> int:
+        """Of the rows that are there: blocks have memory for a few more."""
+        return sum(block.used_bytes for blocks in self._blocks for block in blocks.values())
 
     def blocks(self, span: int) -> Iterator[Block]:
         """Those that hold rows."""

@@ -139,6 +139,7 @@ class OnePass:
         self._plans, self._cache, self._prompts, self._prefix, self._maps = plans, cache, entering, prefix, maps
         spans = list(pairwise(accumulate((len(p.tokens) - 1 - p.shared for p in entering), initial=0)))
         self._spans = spans  # of each prompt's tokens but the last
+        self._longer = [index for index, (start, end) in enumerate(spans) if start < end]
         self.bulk, self.last = spans[-1][1] if spans else 0, len(entering)
         self._seats = [prompt.seat for prompt in entering] + [row.seat for row in newest]  # of single tokens
         self._lengths = [len(prompt.tokens) for prompt in entering] + [row.position + 1 for row in newest]
@@ -209,7 +210,7 @@ class OnePass:
                 above, values = self._maps.keys_and_values(layer, self._stopped)
                 keys = self._decoder.place_keys(layer, above, self._rotated(0, self.bulk))
                 self._keep_prompts(layer, keys, values)
-            attended = [self._attend_prompt(layer, q, index) for index in range(self.last)] if bulk else []
+            attended = [self._attend_prompt(layer, q, index) for index in self._longer] if bulk else []
             attended.append(self._attend_alone(layer, q[bulk:], k[bulk:], v[bulk:], *singles))
             return torch.cat(attended) if bulk else attended[0]
 

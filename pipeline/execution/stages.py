@@ -99,7 +99,7 @@ class UnitGenerator:
         config = task.config
         self._board = board
         self._input = config.input_storage()
-        self._meter = ReplicaMeter(task.run, config.batch_size)
+        self._meter = ReplicaMeter(task.run)
         self._energy = EnergyMeter.of_this_process(config.gpus_per_replica)
         board.starting()
         engine = task.backend.engine(config, threads)

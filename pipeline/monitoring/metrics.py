@@ -55,7 +55,7 @@ PLANNED = Metric("skipdecode_planned_rows", "gauge", "rows of the whole run")
 COMMITTED = Metric("skipdecode_committed_rows", "gauge", "rows committed by all sessions of the run")
 AUDIT_ROUGE = Metric("skipdecode_audit_rouge", "gauge", "mean ROUGE-L of audited rows to full depth")
 FAILURES = Metric("skipdecode_unit_failures_total", "counter", "attempts at work units that failed and may be repeated")
-BATCH_FILL = Metric("skipdecode_batch_fill", "gauge", "share of a batch's row-steps that gave a token", (RUN, REPLICA))
+BATCH_FILL = Metric("skipdecode_batch_fill", "gauge", "share of the seats that had a row", (RUN, REPLICA))
 CACHE_BYTES = Metric("skipdecode_cache_bytes", "gauge", "most memory of a batch's key/value cache", (RUN, REPLICA))
 BUSY = Metric("skipdecode_busy_seconds_total", "counter", "seconds a replica spent computing batches", (RUN, REPLICA))
 
@@ -90,15 +90,12 @@ class RunMeter:
 class ReplicaMeter:
     """A replica's metrics."""
 
-    def __init__(self, run: str, batch_size: int | Literal["auto"]) -> None:
+    def __init__(self, run: str) -> None:
         tags = {RUN: run, REPLICA: str(os.getpid())}  # Ray adds the node
-        self._batch_size = batch_size
         self._fill, self._cache, self._busy = (_made(metric, tags) for metric in (BATCH_FILL, CACHE_BYTES, BUSY))
 
     def batch_done(self, stats: BatchStats) -> None:
-        rows = stats.samples if self._batch_size == "auto" else max(self._batch_size, stats.samples)
-        # A batch of s decode passes could give s + 1 tokens a row: the first comes from the prompt.
-        self._fill.set(stats.generated_tokens / max(1, rows * (stats.steps + 1)))
+        self._fill.set(stats.occupancy)
         self._cache.set(stats.cache_bytes)
         seconds = stats.prefill_seconds + stats.decode_seconds
         if seconds > 0:

@@ -99,6 +99,8 @@ class Echo:
                 prompt_tokens=sum(len(prompts[index]) for index in indices),
                 generated_tokens=generated,
                 steps=longest,
+                live_rows=len(indices) * longest,
+                seats=len(indices) * longest,
                 flops_padding=PADDING_PER_BATCH,
                 cache_course=(0,),
                 prefill_seconds=0.0,

@@ -20,8 +20,7 @@ def run_engine(engine: Engine, prompts: Prompts, new_tokens: int, schedule: Sche
     sampling = Sampling(max_new_tokens=new_tokens, min_new_tokens=new_tokens)
     batches: list[BatchStats] = []
     list(engine.generate(prompts, sampling, schedule, len(prompts), on_batch=batches.append))
-    (batch,) = batches
-    return batch
+    return sum(batches, BatchStats())
 
 
 def time_engine(engine: Engine, prompts: Prompts, new_tokens: int, schedule: Schedule) -> Timing:

@@ -1,4 +1,4 @@
-"""Where the engine's time goes, from one profiled run: prompts, layers, head, sampling, and the host between them."""
+"""Where the engine's time goes, from one profiled run: layers, head, sampling, and the host between them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from engine import BatchStats
 
-PARTS = ("prompts", "layers", "head", "sampling")  # the ranges that `engine.decoding.batch` marks
+PARTS = ("layers", "head", "sampling")  # the ranges that the engine marks
 
 
 def time_split(run: Callable[[], BatchStats]) -> tuple[dict[str, float], BatchStats]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import engine.decoding.batch
+import engine.decoding.stream
 from engine import BatchStats, Engine, PromptError, Sampling, Schedule, ScheduleError
 from engine.decoding.sampling import Sampler
 from engine.schedules import decays, orders, recipes
@@ -64,16 +64,15 @@ def test_one_prompt_pass_for_all_schedules_gives_what_a_call_for_each_gives(
     together = list(
         tiny.generate_each(prompts, sampling, several, batch_size, on_batch=lambda *batch: stats.append(batch))
     )
+    place = attrgetter("index", "sample")
+    batch_size = max(batch_size, copies)  # fewer, and samples of a prompt would not share its pass
     for index, schedule in enumerate(several):
-        alone_stats: list[BatchStats] = []
-        alone = list(tiny.generate(prompts, sampling, schedule, batch_size, on_batch=alone_stats.append))
-        assert [generation for which, generation in together if which == index] == alone
-        mine = [batch for which, batch in stats if which == index]
-        assert [_untimed(batch) for batch in mine] == [_untimed(batch) for batch in alone_stats]
-
-
-def _untimed(stats: BatchStats) -> BatchStats:
-    return replace(stats, prefill_seconds=0.0, decode_seconds=0.0)
+        alone = sorted(tiny.generate(prompts, sampling, schedule, batch_size), key=place)
+        assert sorted((generation for which, generation in together if which == index), key=place) == alone
+        mine = sum((batch for which, batch in stats if which == index), BatchStats())
+        assert mine.samples == len(alone)
+        assert mine.generated_tokens == sum(generation.generated_tokens for generation in alone)
+        assert mine.prompt_tokens == sum(lengths)
 
 
 def logits_of(engine_: Engine, prompts: list[list[int]], sampling: Sampling, schedule: Schedule) -> list[list[Tensor]]:
@@ -81,13 +80,13 @@ def logits_of(engine_: Engine, prompts: list[list[int]], sampling: Sampling, sch
     found: list[list[Tensor]] = [[] for _ in prompts]
 
     class Tapped(Sampler):
-        def choose(self, logits: Tensor, step: int) -> Tensor:
+        def choose(self, logits: Tensor, seats: Sequence[int], steps: Sequence[int]) -> Tensor:
             found[len(done)].append(logits[0].clone())
-            return super().choose(logits, step)
+            return super().choose(logits, seats, steps)
 
     done: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.decoding.batch, "Sampler", Tapped)
+        patch.setattr(engine.decoding.stream, "Sampler", Tapped)
         for prompt in prompts:
             list(engine_.generate([prompt], sampling, schedule))
             done.append(1)
@@ -124,13 +123,18 @@ def _forced_logits(
 
         class Forced(Sampler):
             def choose(
-                self, logits: Tensor, step: int, seen: list[Tensor] = seen, answer: list[int] = answer
+                self,
+                logits: Tensor,
+                seats: Sequence[int],
+                steps: Sequence[int],
+                seen: list[Tensor] = seen,
+                answer: list[int] = answer,
             ) -> Tensor:
                 seen.append(logits[0].clone())
-                return torch.tensor([answer[step]])
+                return torch.tensor([answer[steps[0]]])
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine.decoding.batch, "Sampler", Forced)
+            patch.setattr(engine.decoding.stream, "Sampler", Forced)
             list(engine_.generate([prompt], Sampling(max_new_tokens=len(answer)), schedule))
         found.append(seen)
     return found

@@ -26,8 +26,20 @@ CPU = torch.device("cpu")
 def draw_tokens(logits: Tensor, sampling: Sampling, draws: int) -> Tensor:
     """Tokens [draws] chosen from the same logits [vocab], each on the stream of another sample."""
     ids = [str(number) for number in range(draws)]
-    sampler = Sampler(sampling, [], len(logits), [[0]] * draws, ids, CPU)
-    return sampler.choose(logits.repeat(draws, 1), 0)
+    return choose(seated(sampling, len(logits), [[0]] * draws, ids), logits.repeat(draws, 1), 0)
+
+
+def seated(sampling: Sampling, vocab: int, prompts: Sequence[Sequence[int]], ids: Sequence[str]) -> Sampler:
+    """A sampler whose seats are taken by these prompts."""
+    sampler = Sampler(sampling, [], vocab, len(prompts), CPU)
+    for seat, (prompt, sample_id) in enumerate(zip(prompts, ids, strict=True)):
+        sampler.enter(seat, prompt, sample_id)
+    return sampler
+
+
+def choose(sampler: Sampler, logits: Tensor, step: int) -> Tensor:
+    """Of the first seats, all at one step."""
+    return sampler.choose(logits, range(len(logits)), [step] * len(logits))
 
 
 def allowed_probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -123,8 +135,8 @@ def test_a_wide_nucleus_in_the_batch_does_not_widen_the_others() -> None:
     peaked, flat = 8 * torch.randn(5000, generator=draw), 0.1 * torch.randn(5000, generator=draw)
     sampling = Sampling(temperature=1.0, top_p=0.9)
     ids = [str(number) for number in range(1000)]
-    sampler = Sampler(sampling, [], 5000, [[0]] * 1000, ids, CPU)
-    mixed = sampler.choose(torch.stack([peaked, flat]).repeat(500, 1), 0)
+    sampler = seated(sampling, 5000, [[0]] * 1000, ids)
+    mixed = choose(sampler, torch.stack([peaked, flat]).repeat(500, 1), 0)
     assert torch.equal(mixed[0::2], draw_tokens(peaked, sampling, 1000)[0::2])
     assert torch.equal(mixed[1::2], draw_tokens(flat, sampling, 1000)[1::2])
 
@@ -132,8 +144,8 @@ def test_a_wide_nucleus_in_the_batch_does_not_widen_the_others() -> None:
 def test_the_steps_of_one_sample_follow_the_probabilities_too() -> None:
     logits = 2 * torch.randn(40, generator=torch.Generator().manual_seed(4))
     sampling = Sampling(max_new_tokens=20_000, temperature=1.0)
-    sampler = Sampler(sampling, [], 40, [[0]], ["only"], CPU)
-    tokens = torch.cat([sampler.choose(logits.clone()[None], step) for step in range(20_000)])
+    sampler = seated(sampling, 40, [[0]], ["only"])
+    tokens = torch.cat([choose(sampler, logits.clone()[None], step) for step in range(20_000)])
     assert_drawn_from(tokens, allowed_probabilities(logits, sampling))
     pairs = tokens[:-1] * 40 + tokens[1:]
     independent = torch.outer(logits.double().softmax(-1), logits.double().softmax(-1)).flatten()
@@ -162,19 +174,18 @@ def test_the_largest_random_number_still_picks_an_allowed_token(monkeypatch: pyt
 
 def test_greedy_takes_the_likeliest_token() -> None:
     logits = torch.tensor([[0.0, 3.0, 2.0], [5.0, -1.0, 4.9]])
-    sampler = Sampler(Sampling(), [], 3, [[0], [0]], ["a", "b"], CPU)
-    assert sampler.choose(logits, 0).tolist() == [1, 0]
+    sampler = seated(Sampling(), 3, [[0], [0]], ["a", "b"])
+    assert choose(sampler, logits, 0).tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("step", [0, torch.zeros(1, dtype=torch.long)], ids=["host", "device"])
-def test_greedy_takes_the_first_of_equally_likely_tokens(dtype: torch.dtype, step: int | Tensor) -> None:
+def test_greedy_takes_the_first_of_equally_likely_tokens(dtype: torch.dtype) -> None:
     logits = torch.randn(4, 1001, generator=torch.Generator().manual_seed(0)).to(dtype)
     logits[0, [7, 500, 1000]] = logits[1, [0, 999]] = 9.0
     logits[3, :] = -torch.inf
     expected = [7, 0, int(logits[2].float().sort(descending=True, stable=True).indices[0]), 0]
-    sampler = Sampler(Sampling(), [], 1001, [[0]] * 4, list("abcd"), CPU)
-    assert sampler.choose(logits, step).tolist() == expected
+    sampler = seated(Sampling(), 1001, [[0]] * 4, list("abcd"))
+    assert choose(sampler, logits, 0).tolist() == expected
 
 
 @settings(max_examples=50)
@@ -184,22 +195,21 @@ def test_greedy_takes_the_first_of_equally_likely_tokens(dtype: torch.dtype, ste
     prompts=st.lists(st.lists(st.integers(0, 29), min_size=1, max_size=8), min_size=1, max_size=5),
 )
 def test_the_repetition_penalty_is_that_of_transformers(seed: int, penalty: float, prompts: list[list[int]]) -> None:
-    """Step by step, with the tokens generated so far, until the batch is compacted to its odd rows and after."""
+    """Step by step, with the tokens generated so far, until every other row has left and after."""
     draw = torch.Generator().manual_seed(seed)
     reference = RepetitionPenaltyLogitsProcessor(penalty)
     ids = [str(row) for row in range(len(prompts))]
-    sampler = Sampler(Sampling(repetition_penalty=penalty), [], 30, prompts, ids, CPU)
-    histories = [list(prompt) for prompt in prompts]
+    sampler = seated(Sampling(repetition_penalty=penalty), 30, prompts, ids)
+    histories, seats = [list(prompt) for prompt in prompts], list(range(len(prompts)))
     for step in range(6):
         if step == 3 and len(histories) > 1:
-            sampler.keep_rows(torch.arange(1, len(histories), 2))
-            histories = histories[1::2]
+            histories, seats = histories[1::2], seats[1::2]
         logits = torch.randn(len(histories), 30, generator=draw)
         scores = [
             reference(torch.tensor([history]), row[None].clone())[0]
             for history, row in zip(histories, logits, strict=True)
         ]
-        tokens = sampler.choose(logits.clone(), step).tolist()
+        tokens = sampler.choose(logits.clone(), seats, [step] * len(seats)).tolist()
         assert tokens == [int(row.argmax()) for row in scores]
         for history, token in zip(histories, tokens, strict=True):
             history.append(token)
@@ -208,9 +218,9 @@ def test_the_repetition_penalty_is_that_of_transformers(seed: int, penalty: floa
 def test_the_penalty_lowers_what_was_said_in_a_sampled_generation_too() -> None:
     logits = 2 * torch.randn(30, generator=torch.Generator().manual_seed(5))
     sampling = Sampling(temperature=1.0, repetition_penalty=1.5)
-    sampler = Sampler(sampling, [], 30, [[3, 4, 5]] * 20_000, list(map(str, range(20_000))), CPU)
+    sampler = seated(sampling, 30, [[3, 4, 5]] * 20_000, list(map(str, range(20_000))))
     penalised = RepetitionPenaltyLogitsProcessor(1.5)(torch.tensor([[3, 4, 5]]), logits[None].clone())[0]
-    assert_drawn_from(sampler.choose(logits.repeat(20_000, 1), 0), allowed_probabilities(penalised, sampling))
+    assert_drawn_from(choose(sampler, logits.repeat(20_000, 1), 0), allowed_probabilities(penalised, sampling))
 
 
 # --- when a generation ends ---
@@ -270,13 +280,13 @@ def test_the_context_ends_a_generation_by_length(tiny: Engine) -> None:
 @pytest.mark.parametrize("length", [64, 65, 500])
 def test_a_prompt_that_leaves_no_room_is_refused_naming_its_length(tiny: Engine, length: int) -> None:
     with pytest.raises(PromptError, match=f"prompt 1 has {length} tokens, the context is 64"):
-        tiny.generate(random_prompts([3, length]))
+        list(tiny.generate(random_prompts([3, length])))
 
 
 @pytest.mark.parametrize("prompt", ["", []])
 def test_an_empty_prompt_is_refused_by_its_position(tiny: Engine, prompt: str | list[int]) -> None:
     with pytest.raises(PromptError, match="prompt 2 is empty"):
-        tiny.generate([[1], [2], prompt])
+        list(tiny.generate([[1], [2], prompt]))
 
 
 @pytest.mark.parametrize("width", [1, 2, 5])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-import engine.decoding.batch
+import engine.decoding.stream
 from engine import Block, Bridge, Engine, Generation, Sampling, Schedule, Unit
 from engine.checkpoints import checkpoint
 from engine.decoding.sampling import Sampler
@@ -35,29 +34,26 @@ class TappedSampler(Sampler):
 
     logits: dict[str, list[Tensor]]
     widths: list[int]  # rows at each step
+    ids: dict[int, str]  # by seat
 
-    def __init__(self, sampling: Sampling, eos: Sequence[int], vocab: int, *where: Any) -> None:
-        super().__init__(sampling, eos, vocab, *where)
-        self._ids: list[str] = list(where[1])
+    def enter(self, seat: int, prompt: Sequence[int], sample_id: str) -> None:
+        super().enter(seat, prompt, sample_id)
+        self.ids[seat] = sample_id
 
-    def choose(self, logits: Tensor, step: int) -> Tensor:
+    def choose(self, logits: Tensor, seats: Sequence[int], steps: Sequence[int]) -> Tensor:
         self.widths.append(len(logits))
-        for sample_id, row in zip(self._ids, logits.clone(), strict=True):
-            self.logits.setdefault(sample_id, []).append(row)
-        return super().choose(logits, step)
-
-    def keep_rows(self, rows: Tensor) -> None:
-        super().keep_rows(rows)
-        self._ids = [self._ids[row] for row in rows.tolist()]
+        for seat, row in zip(seats, logits.clone(), strict=True):
+            self.logits.setdefault(self.ids[seat], []).append(row)
+        return super().choose(logits, seats, steps)
 
 
 def generate_tapped(
     engine_: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, schedule: Schedule, batch_size: int
 ) -> tuple[list[Generation], dict[str, list[Tensor]], list[int]]:
     """Generations in the order of their prompts, the logits by sample id and step, and the rows at each step."""
-    TappedSampler.logits, TappedSampler.widths = {}, []
+    TappedSampler.logits, TappedSampler.widths, TappedSampler.ids = {}, [], {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.decoding.batch, "Sampler", TappedSampler)
+        patch.setattr(engine.decoding.stream, "Sampler", TappedSampler)
         generations = list(engine_.generate(prompts, sampling, schedule, batch_size))
     return sorted(generations, key=lambda g: (g.index, g.sample)), TappedSampler.logits, TappedSampler.widths
 
@@ -204,7 +200,7 @@ def test_rows_that_leave_the_batch_do_not_disturb_the_others(tiny: tuple[Engine,
     sampling = Sampling(max_new_tokens=60, temperature=1.0, samples_per_prompt=2)
     generations, logits, widths = generate_tapped(engine_, prompts, sampling, schedule, batch_size=24)
     assert widths[0] == 24
-    assert len(set(widths)) > 3, "the batch was never compacted: the test is worth little"
+    assert len(set(widths)) > 3, "no row left before others: the test is worth little"
     assert_matches_masked_forward(model, prompts, schedule, generations, logits)
 
 

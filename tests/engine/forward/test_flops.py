@@ -26,7 +26,12 @@ Schedules = Callable[..., st.SearchStrategy[Schedule]]
 class CountableKernels(Kernels):
     """Attention in products that the counter sees, each prompt token with exactly the tokens it may look at."""
 
-    def prompt_attention(self, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
+    def decode_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kind: AttentionKind) -> Tensor:
+        grouped = q.view(len(q), k.shape[1], -1, k.shape[3])
+        weights = (grouped @ k.transpose(-1, -2) * kind.scale + mask).softmax(-1)
+        return (weights @ v).reshape(len(q), -1)
+
+    def prompt_attention(self, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind, seen: Tensor | None) -> Tensor:
         before = len(k) - len(q) + 1
         return torch.cat([self._attend(q[t], k[: before + t], v[: before + t]) for t in range(len(q))])
 
@@ -140,6 +145,7 @@ def test_a_shared_prefix_is_counted_once_and_charged_to_nobody(load: Callable[[s
     # The pass over the prefix is a whole pass, but nobody asks for its logits.
     assert counter.get_total_flops() == cost
     generations, [stats], counted = generate_counted(engine, prompts, Sampling(max_new_tokens=1), None, 3)
+    counted -= stats.flops_padding
     engine.share_prefix(())
     assert sum(generation.flops_prompt for generation in generations) == counted
     assert [generation.shared_prefix_tokens for generation in generations] == [9] * 3
@@ -152,18 +158,23 @@ def test_a_shared_prefix_is_counted_once_and_charged_to_nobody(load: Callable[[s
 def test_equal_rows_pad_nothing(load: Callable[[str], Engine]) -> None:
     engine = load("grouped heads")
     sampling = Sampling(max_new_tokens=9, min_new_tokens=9)
-    _, [stats], _ = generate_counted(engine, random_prompts([7] * 4), sampling, Schedule.full_depth(5), 4)
-    assert stats.flops_padding == 0
+    _, stats, _ = generate_counted(engine, random_prompts([7] * 4), sampling, Schedule.full_depth(5), 4)
+    assert sum(stats, BatchStats()).flops_padding == 0
 
 
 def test_a_batch_reports_its_samples_tokens_and_steps(load: Callable[[str], Engine]) -> None:
     engine = load("grouped heads")
     sampling = Sampling(max_new_tokens=9, temperature=1.0, samples_per_prompt=2)
-    generations, [stats], _ = generate_counted(engine, random_prompts([7, 12]), sampling, Schedule.full_depth(5), 4)
+    generations, each, _ = generate_counted(engine, random_prompts([7, 12]), sampling, Schedule.full_depth(5), 4)
+    stats = sum(each, BatchStats())
     assert stats.samples == 4
     assert stats.prompt_tokens == 7 + 12, "samples of one prompt share its pass"
     assert stats.generated_tokens == sum(generation.generated_tokens for generation in generations)
-    assert stats.steps == max(generation.generated_tokens for generation in generations) - 1
+    assert stats.steps == max(generation.generated_tokens for generation in generations), (
+        "one of them takes the prompts"
+    )
+    assert stats.live_rows == stats.generated_tokens
+    assert stats.seats == 4 * stats.steps
     assert stats.prefill_seconds > 0
     assert stats.decode_seconds > 0
 

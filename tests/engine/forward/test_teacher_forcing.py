@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import engine.decoding.batch
+import engine.decoding.stream
 from engine import Engine, Sampling, Schedule
 from engine.decoding.sampling import Sampler
 from engine.forward.compiled_parts import compile_prompt_bridge
@@ -39,9 +39,9 @@ class KeptLogits(Sampler):
 
     kept: list[Tensor]
 
-    def choose(self, logits: Tensor, step: int) -> Tensor:
+    def choose(self, logits: Tensor, seats: Sequence[int], steps: Sequence[int]) -> Tensor:
         self.kept.append(logits[0].clone())
-        return super().choose(logits, step)
+        return super().choose(logits, seats, steps)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -67,7 +67,7 @@ def test_teacher_forcing_is_decoding(
     answers, decoded = [], []
     sampling = Sampling(max_new_tokens=new_tokens, min_new_tokens=2, temperature=1.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.decoding.batch, "Sampler", KeptLogits)
+        patch.setattr(engine.decoding.stream, "Sampler", KeptLogits)
         for index, length in enumerate(lengths):
             # Of one length is one prompt: some have several answers.
             prompt = torch.randint(1, 96, (length,), generator=torch.Generator().manual_seed(length)).tolist()

@@ -57,22 +57,21 @@ def test_every_counted_field_is_one_of_the_totals() -> None:
     assert len({metric.name for metric in metrics.ALL}) == len(metrics.ALL)
 
 
-@pytest.mark.parametrize(("size", "fill"), [(8, 0.25), ("auto", 0.5), (2, 0.5)])
-def test_batch_fill_is_the_share_of_row_steps_that_gave_a_token(
-    recorded: dict[str, float], size: Any, fill: float
-) -> None:
-    ReplicaMeter("run", size).batch_done(
+def test_batch_fill_is_the_share_of_seats_that_had_a_row(recorded: dict[str, float]) -> None:
+    ReplicaMeter("run").batch_done(
         BatchStats(
             samples=4,
             prompt_tokens=40,
             generated_tokens=10,
             steps=4,
+            live_rows=8,
+            seats=32,
             flops_padding=0,
             cache_course=(5, 9, 7),
             prefill_seconds=0.5,
             decode_seconds=1.5,
         )
     )
-    assert recorded["skipdecode_batch_fill"] == fill
+    assert recorded["skipdecode_batch_fill"] == 0.25
     assert recorded["skipdecode_cache_bytes"] == 9
     assert recorded["skipdecode_busy_seconds_total"] == 2

@@ -1,0 +1,159 @@
+"""Rows come and go at any step, and what each of them says is its own affair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import BatchStats, Engine, Generation, PromptError, Sampling, Schedule
+from engine.decoding.stream import ORDERED_TOGETHER
+from engine.schedules import recipes
+from tests.engine.models.test_families import LAYERS, VARIANTS
+from tests.engine.prompts import random_prompts
+
+Schedules = Callable[..., st.SearchStrategy[Schedule]]
+LENGTHS = [1, 2, 3, 5, 9, 14, 20, 33, 41, 60]
+
+
+@pytest.fixture(scope="module")
+def load(make_checkpoint: Callable[..., Path]) -> Callable[[str], Engine]:
+    loaded: dict[str, Engine] = {}
+
+    def load_variant(name: str) -> Engine:
+        if name not in loaded:
+            ends: dict[str, Any] = {"eos": [3, 19, 35], **VARIANTS[name]}
+            loaded[name] = Engine.load(str(make_checkpoint(**ends)), device="cpu")
+        return loaded[name]
+
+    return load_variant
+
+
+@pytest.fixture(scope="module")
+def tiny(load: Callable[[str], Engine]) -> Engine:
+    return load("llama" if "llama" in VARIANTS else next(iter(VARIANTS)))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@settings(max_examples=6)
+@given(
+    data=st.data(),
+    arrivals=st.lists(
+        st.tuples(st.integers(0, 9), st.integers(0, 4)), min_size=1, max_size=10, unique_by=lambda a: a[0]
+    ),
+    batch_size=st.integers(1, 8),
+    temperature=st.sampled_from([0.0, 1.2]),
+    copies=st.integers(1, 3),
+    shared=st.booleans(),
+)
+def test_a_sample_does_not_depend_on_when_it_enters_nor_beside_whom(
+    load: Callable[[str], Engine],
+    schedules: Schedules,
+    variant: str,
+    data: st.DataObject,
+    arrivals: list[tuple[int, int]],
+    batch_size: int,
+    temperature: float,
+    copies: int,
+    shared: bool,
+) -> None:
+    """Prompts are added in any order, after any number of passes; each equals a call of its own."""
+    engine = load(variant)
+    schedule = data.draw(schedules(LAYERS, engine.shape.hidden, engine.shape, engine.decoder))
+    sampling = Sampling(max_new_tokens=14, temperature=temperature, samples_per_prompt=copies, repetition_penalty=1.1)
+    prefix, *rests = random_prompts([6, *LENGTHS])
+    prompts = [prefix + rest if index % 2 else rest for index, rest in enumerate(rests)]
+    engine.share_prefix(prefix if shared else ())
+    stream = engine.decoding(sampling, schedule, batch_size)
+    found: list[Generation] = []
+    for index, passes in arrivals:
+        stream.add(prompts[index], f"row {index}", index)
+        for _ in range(passes):
+            found += stream.step()
+    while stream.unfinished:
+        found += stream.step()
+    assert len(found) == len(arrivals) * copies
+    for index, _ in arrivals:
+        ours = sorted((g for g in found if g.index == index), key=lambda g: g.sample)
+        alone = sorted(
+            engine.generate([prompts[index]], sampling, schedule, 1, [f"row {index}"]), key=lambda g: g.sample
+        )
+        assert [g.tokens for g in ours] == [g.tokens for g in alone]
+        assert [g.flops_decode for g in ours] == [g.flops_decode for g in alone]
+    engine.share_prefix(())
+
+
+def endless(lengths: list[int]) -> Iterator[list[int]]:
+    seed = 0
+    while True:
+        yield from random_prompts(lengths, seed)
+        seed += 1
+
+
+def test_a_stream_without_end_runs_in_flat_memory_with_its_seats_taken(tiny: Engine) -> None:
+    schedule = recipes.skipdecode(tiny.shape.layers, 1, tiny.shape.layers, 2, horizon=6)
+    stats: list[BatchStats] = []
+    taken = 0
+
+    def counted() -> Iterator[list[int]]:
+        nonlocal taken
+        for prompt in endless(LENGTHS):
+            taken += 1
+            yield prompt
+
+    found = list(islice(tiny.generate(counted(), Sampling(12), schedule, 8, on_batch=stats.append), 400))
+    assert taken <= 400 + 8 * (ORDERED_TOGETHER + 1), "prompts are taken when room for them comes near"
+    course = [size for each in stats for size in each.cache_course]
+    assert max(course[len(course) // 2 :]) <= 1.5 * max(course[: len(course) // 2])
+    whole = sum(stats, BatchStats())
+    assert whole.occupancy > 0.95
+    prompts = list(islice(endless(LENGTHS), 500))
+    for generation in found[::40]:
+        [alone] = tiny.generate([prompts[generation.index]], Sampling(12), schedule, 1)
+        assert generation.tokens == alone.tokens
+
+
+def test_no_prompt_waits_for_more_than_a_few_batches(tiny: Engine) -> None:
+    """Long ones go first, but not for ever."""
+    lengths = [2] + [40] * 100
+    order = [g.index for g in tiny.generate(random_prompts(lengths), Sampling(4, min_new_tokens=4), None, 4)]
+    assert order.index(0) < 4 * (ORDERED_TOGETHER + 1)
+
+
+def test_a_bad_prompt_is_refused_alone(tiny: Engine) -> None:
+    stream = tiny.decoding(Sampling(5), batch_size=2)
+    stream.add([5, 6], "a", 0)
+    with pytest.raises(PromptError, match="prompt 1 is empty"):
+        stream.add([], "b", 1)
+    with pytest.raises(PromptError, match="the context is"):
+        stream.add([7] * tiny.shape.context, "c", 2)
+    assert stream.unfinished == 1
+    found = stream.step()
+    while stream.unfinished:
+        found += stream.step()
+    assert [g.index for g in found] == [0]
+    assert stream.step() == []
+
+
+def test_rows_that_do_not_fit_the_memory_wait_for_those_that_run(tiny: Engine) -> None:
+    prompts = random_prompts([9] * 12)
+    wanted = {g.index: g.tokens for g in tiny.generate(prompts, Sampling(10))}
+    stream = tiny.decoding(Sampling(10), batch_size=12)
+    stream._cache_bytes = 3 * stream._bytes(stream_sample(stream, prompts[0]))
+    for index, prompt in enumerate(prompts[1:], 1):
+        stream.add(prompt, str(index), index)
+    found = {}
+    while stream.unfinished:
+        found |= {g.index: g.tokens for g in stream.step()}
+        assert stream.stats.live_rows <= 3 * stream.stats.steps
+    assert found == wanted
+
+
+def stream_sample(stream: Any, prompt: list[int]) -> Any:
+    stream.add(prompt, "0", 0)
+    return stream._queue.waiting[0][0]
