@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -179,7 +179,7 @@ class Engine:
                 than sample_ids, or fewer. Both when it is taken.
         """
         stream = self.decoding(sampling, schedule, batch_size)
-        if isinstance(prompts, Sized) and isinstance(sample_ids, Sized) and len(prompts) != len(sample_ids):
+        if isinstance(prompts, Sequence) and isinstance(sample_ids, Sequence) and len(prompts) != len(sample_ids):
             raise ValueError(f"{len(prompts)} prompts need as many sample_ids, got {len(sample_ids)}")
         return self._run(stream, prompts, sample_ids, batch_size, on_batch)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from unittest.mock import patch
 
 from engine import Engine, Schedule
 from engine.kernels.base import Kernels, OneDnnKernels
@@ -43,14 +42,9 @@ class Ablation:
             which.share_prefix(())
             return timing
 
-        def whole_batch() -> Timing:
-            with patch("engine.decoding.batch.ATTENTION_ROWS", len(prompts)):
-                return sharing(engine)
-
         without: dict[str, Callable[[], Timing]] = {
             "weights packed for oneDNN": partial(sharing, self._unpacked),
             "RMS norm in four operations": partial(sharing, self._torch_norm),
-            "attention in groups of 8 rows": whole_batch,
             "instruction computed once": partial(time, engine),
         }
         return [

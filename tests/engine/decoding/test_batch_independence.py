@@ -155,7 +155,7 @@ def test_a_sample_id_not_given_is_the_position_in_the_call(tiny: Engine) -> None
 
 
 def test_a_row_that_filled_its_context_does_not_disturb_the_others(make_checkpoint: Callable[..., Path]) -> None:
-    """One row in eight is too few to compact: it stays in the batch, finished, while the others go on."""
+    """It leaves, the others go on."""
     engine = Engine.load(str(make_checkpoint(max_position_embeddings=64)), device="cpu")
     prompts = {str(i): prompt for i, prompt in enumerate(random_prompts([60] + [5] * 7))}
     sampling = Sampling(max_new_tokens=40, min_new_tokens=40)
