@@ -27,14 +27,8 @@ class OwnEngine(Contender):
 
     def _told(self, answers: list[list[int]], batches: list[BatchStats]) -> Run:
         """All that is read off the engine's own statistics."""
-        slots = sum(batch.steps for batch in batches) * self._job.rows
-        alive = sum(batch.generated_tokens - batch.samples for batch in batches)  # first tokens come with the prompts
-        return Run(
-            answers,
-            sum(batch.prefill_seconds for batch in batches),
-            sum(batch.decode_seconds for batch in batches),
-            alive / slots if slots else None,
-        )
+        whole = sum(batches, BatchStats())
+        return Run(answers, whole.prefill_seconds, whole.decode_seconds, whole.occupancy)
 
 
 if __name__ == "__main__":
