@@ -1,0 +1,260 @@
+"""vLLM's models, with layers that not all tokens run. Weights, parallelism and quantisation stay vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.models.gemma2 import Gemma2ForCausalLM
+from vllm.model_executor.models.gemma3 import Gemma3ForCausalLM
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.opt import OPTForCausalLM
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+from engine.errors import ScheduleError
+from engine.forward.compiled_parts import PromptMaps, compile_bridge, compile_prompt_bridge
+from engine.kernels.base import Kernels
+from engine.models.families import family_of
+from engine.parts.unit import Unit, all_units
+from engine.vllm.adapted import adapted_layers
+from engine.vllm.passes import GOES_ON, PLATEAU, WHOLE, Pass, Rows, install
+from engine.vllm.plugin import schedule_of
+
+install()
+
+
+class Skipping:
+    """A model of vLLM's under a schedule. Subclasses say what the units of their layers are."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        schedule = schedule_of(vllm_config)
+        if schedule is None:
+            raise ScheduleError("no schedule is named")
+        config, model = vllm_config.model_config.hf_config, vllm_config.model_config
+        self.schedule, self.shape = schedule, family_of(config).shape(config)
+        schedule.check_fits(self.shape)
+        self.current: Pass | None = None  # None: all tokens run all layers
+        self._device = torch.device(vllm_config.device_config.device)
+        where = (Kernels(), model.dtype, self._device)
+        self._bridges = {bridge: compile_bridge(bridge, *where) for bridge in schedule.bridges.values()}
+        self._adapted: dict[Unit, Any] = {}  # a unit's layer with the adapter's changes
+        plateaus = range(len(schedule.plateaus))
+        skipped = [schedule.skipped_units(plateau) for plateau in plateaus]
+        # How many plateaus, the first ones, run each unit; and which bridges stand before it, on which plateau.
+        self._running = {
+            unit: sum(unit not in units for units in skipped) for unit in all_units(schedule.layers)
+        }
+        self._standing: dict[Unit, list[tuple[int, Any]]] = {}
+        for plateau in plateaus:
+            for bridge in schedule.bridges_on(plateau):
+                self._standing.setdefault(bridge.block.first, []).append((plateau, self._bridges[bridge]))
+        self._maps: PromptMaps | None = None
+        if schedule.prompt_bridge is not None:
+            kernels, *place = where
+            self._maps = compile_prompt_bridge(schedule.prompt_bridge, self.shape, kernels, *place)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """As vLLM's, and the adapter's copies of what it changes."""
+        loaded: set[str] = super().load_weights(weights)  # type: ignore[misc]
+        if self.schedule.adapter is not None:
+            self._adapted, copies = adapted_layers(self.schedule.adapter, self.decoder_layers)
+            self.adapted_modules = copies  # registered, so that vLLM prepares them as it does its own
+        return loaded
+
+    def begin_pass(self, groups: Sequence[int], counts: Sequence[int]) -> Pass:
+        """The pass over rows sorted by their groups, each with so many tokens: what its attention needs to know."""
+        ends = [sum(group <= last for group in groups) for last in range(PLATEAU + len(self.schedule.plateaus))]
+        starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+        draft = Pass(tuple(ends), starts, (), self._device)
+        wanted = {rows: None for unit in self._running if unit.kind == "a" for rows, _ in self._spans(unit, draft)}
+        whole = Rows(0, ends[-1])
+        self.current = Pass(draft.rows, starts, tuple(rows for rows in wanted if rows != whole), self._device)
+        return self.current
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states [N, hidden] before the vocabulary head, of the N tokens of a pass."""
+        x = self.embedded(input_ids, positions, inputs_embeds)
+        current = self.current
+        if get_forward_context().attn_metadata is None or current is None:
+            for unit in self._running:
+                x = self.run(unit, self.decoder_layers[unit.layer], positions, x)
+        elif self._maps is None:
+            x = self._run(self._running, current, positions, x)
+        else:
+            first = self._maps.first
+            below = [unit for unit in self._running if unit.layer < first]
+            x = self._run(below, current, positions, x)
+            kept, stopped = current.kept(), current.stopped()
+            states, places = x[stopped], positions[stopped]
+            if len(stopped):
+                for layer in range(first, self.shape.layers):
+                    self._write(layer, states, places, stopped)
+            if len(kept):
+                above = [unit for unit in self._running if unit.layer >= first]
+                x[kept] = self._run(above, current, positions[kept], x[kept])
+        return self.normed(x)
+
+    def _run(self, units: Iterable[Unit], current: Pass, positions: Tensor, x: Tensor) -> Tensor:
+        """Hidden states of the tokens of a pass, each through those of these units and bridges that it runs."""
+        for unit in units:
+            above = self._is_above(unit)
+            for plateau, bridge in self._standing.get(unit, ()):
+                tokens = _tokens(current, Rows(*current.rows[PLATEAU + plateau - 1 : PLATEAU + plateau + 1], above))
+                if tokens.stop > tokens.start:
+                    x[tokens] = bridge(x[tokens])
+            for rows, layer in self._spans(unit, current):
+                tokens = _tokens(current, rows)
+                with current.attending(rows):
+                    part = self.run(unit, layer, positions[tokens], x[tokens])
+                x = _with(x, tokens, part)
+        return x
+
+    def _spans(self, unit: Unit, current: Pass) -> list[tuple[Rows, Any]]:
+        """Rows that run a unit, and the layer whose unit they run: with an adapter decode tokens have one of their own."""
+        above = self._is_above(unit)
+        first, end = current.rows[GOES_ON] if above else 0, current.rows[PLATEAU - 1 + self._running[unit]]
+        layer, own = self.decoder_layers[unit.layer], self._adapted.get(unit)
+        middle = end if own is None else current.rows[WHOLE]
+        spans = [(Rows(first, middle, above), layer), (Rows(middle, end, above), own)]
+        return [(rows, layer) for rows, layer in spans if rows.end > rows.first]
+
+    def _is_above(self, unit: Unit) -> bool:
+        return self._maps is not None and unit.layer >= self._maps.first
+
+    def _write(self, layer: int, states: Tensor, positions: Tensor, tokens: Tensor) -> None:
+        """Put the keys and values that a prompt bridge gives for states [n, hidden] into a layer's cache."""
+        assert self._maps is not None
+        k, v = self._maps.keys_and_values(layer, states)
+        module = self.decoder_layers[layer].self_attn
+        attention, k = module.attn, self.placed(module, positions, k)
+        slots = get_forward_context().slot_mapping[attention.layer_name][tokens]
+        attention.impl.do_kv_cache_update(attention, k, v.contiguous(), attention.kv_cache, slots)
+
+    @property
+    def decoder_layers(self) -> Sequence[Any]:
+        return self.model.layers  # type: ignore[attr-defined,no-any-return]
+
+    def embedded(self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None) -> Tensor:
+        """What the first layer takes, [N, hidden], a tensor of its own."""
+        x: Tensor = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds.clone()  # type: ignore[attr-defined]
+        return x
+
+    def run(self, unit: Unit, layer: Any, positions: Tensor, x: Tensor) -> Tensor:
+        """Hidden states [n, hidden] after a unit."""
+        if unit.kind == "a":
+            return x + layer.self_attn(positions=positions, hidden_states=layer.input_layernorm(x))
+        return x + layer.mlp(layer.post_attention_layernorm(x))
+
+    def placed(self, attention: Any, positions: Tensor, k: Tensor) -> Tensor:
+        """Keys [n, kv_heads, head_dim] of a prompt bridge with their positions.
+
+        It gives them as `engine.models.rotary` has them, the two dimensions that turn together side by side.
+        """
+        halves = k.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return attention.rotary_emb(positions, halves.flatten(1))[0].view(k.shape)  # type: ignore[no-any-return]
+
+    def normed(self, x: Tensor) -> Tensor:
+        """What the vocabulary head takes."""
+        return self.model.norm(x)  # type: ignore[attr-defined,no-any-return]
+
+
+class SkippingLlama(Skipping, LlamaForCausalLM):
+    """Llama and SmolLM2."""
+
+
+class SkippingMistral(Skipping, MistralForCausalLM):
+    """Mistral."""
+
+
+class SkippingQwen2(Skipping, Qwen2ForCausalLM):
+    """Qwen2 and Qwen2.5."""
+
+
+class SkippingQwen3(Skipping, Qwen3ForCausalLM):
+    """Qwen3."""
+
+
+class _Sandwiched(Skipping):
+    """Gemma 2 and 3: norms before and after each block."""
+
+    def run(self, unit: Unit, layer: Any, positions: Tensor, x: Tensor) -> Tensor:
+        """As `Skipping.run`."""
+        if unit.kind == "a":
+            inner = layer.self_attn(positions=positions, hidden_states=layer.input_layernorm(x))
+            return x + layer.post_attention_layernorm(inner)
+        return x + layer.post_feedforward_layernorm(layer.mlp(layer.pre_feedforward_layernorm(x)))
+
+
+class SkippingGemma2(_Sandwiched, Gemma2ForCausalLM):
+    """Gemma 2."""
+
+
+class SkippingGemma3(_Sandwiched, Gemma3ForCausalLM):
+    """Gemma 3, text only."""
+
+
+class SkippingOPT(Skipping, OPTForCausalLM):
+    """OPT."""
+
+    @property
+    def decoder_layers(self) -> Sequence[Any]:
+        return self.model.decoder.layers  # type: ignore[no-any-return]
+
+    def embedded(self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None) -> Tensor:
+        """As `Skipping.embedded`."""
+        decoder = self.model.decoder
+        x = super().embedded(input_ids, positions, inputs_embeds)
+        if decoder.project_in is not None:
+            x, _ = decoder.project_in(x)
+        return x + decoder.embed_positions(positions)
+
+    def run(self, unit: Unit, layer: Any, positions: Tensor, x: Tensor) -> Tensor:
+        """As `Skipping.run`: norms before the blocks, in the 350M model after them."""
+        first = layer.do_layer_norm_before
+        norm = layer.self_attn_layer_norm if unit.kind == "a" else layer.final_layer_norm
+        inner = norm(x) if first else x
+        if unit.kind == "a":
+            inner = layer.self_attn(hidden_states=inner)
+        else:
+            inner, _ = layer.fc2(layer.activation_fn(layer.fc1(inner)[0]))
+        return x + inner if first else norm(x + inner)  # type: ignore[no-any-return]
+
+    def placed(self, attention: Any, positions: Tensor, k: Tensor) -> Tensor:
+        """As they are: positions are learned and in the hidden states."""
+        return k.contiguous()
+
+    def normed(self, x: Tensor) -> Tensor:
+        """As `Skipping.normed`."""
+        decoder = self.model.decoder
+        if decoder.final_layer_norm is not None:
+            x = decoder.final_layer_norm(x)
+        return x if decoder.project_out is None else decoder.project_out(x)[0]
+
+
+def _tokens(current: Pass, rows: Rows) -> slice:
+    """Where rows' tokens lie: in the pass, or above a prompt bridge among those kept."""
+    if not rows.ends_only:
+        return current.tokens(rows)
+    return slice(current.above(rows.first), current.above(rows.end))
+
+
+def _with(x: Tensor, tokens: slice, part: Tensor) -> Tensor:
+    """x with some of its tokens' states replaced; x itself is spent."""
+    if tokens.start == 0 and tokens.stop >= len(x):
+        return part
+    x[tokens] = part
+    return x

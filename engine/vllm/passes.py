@@ -1,0 +1,206 @@
+"""One pass of vLLM's, its rows sorted by depth, so that the tokens that run any one unit are a slice of all.
+
+    rows    [prompts that go on | prompts that end | full depth | decode tokens of plateau 0 | of plateau 1 | ...]
+
+Active sets are nested, so a unit runs the tokens of the prompts and of the first plateaus: a prefix. Above a prompt
+bridge the first part is left out and a prompt that ends is one token, its last. Requests may ask for full depth: their
+prompts and decode tokens run everything. Attention needs vLLM's metadata of just the rows that run it: `install` has
+them built beside those of the whole pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from vllm.forward_context import get_forward_context, override_forward_context
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.utils import AttentionGroup
+
+from engine.schedules.schedule import Schedule
+
+GOES_ON, ENDS, WHOLE, PLATEAU = range(4)  # groups of rows, each further plateau the next one
+FULL_DEPTH = "skipdecode_full_depth"  # of a request's `extra_args`
+
+
+class Rows(NamedTuple):
+    """Rows of a pass, [first, end), that attend together."""
+
+    first: int
+    end: int
+    ends_only: bool = False  # above a prompt bridge: of prompts under it the last tokens alone
+
+
+@dataclass
+class Pass:
+    """Where the tokens of each group lie, and what attention knows of the rows that some layers run."""
+
+    rows: tuple[int, ...]  # where each group of rows ends
+    starts: Tensor  # [rows + 1] where each row's tokens start, on the host
+    wanted: tuple[Rows, ...]  # those that attention needs metadata of
+    device: torch.device
+    metadata: dict[Rows, dict[str, Any]] = field(default_factory=dict)  # by layer's name
+    slots: dict[Rows, dict[str, Tensor]] = field(default_factory=dict)
+
+    def token(self, row: int) -> int:
+        """Where a row's first token is."""
+        return int(self.starts[row])
+
+    def tokens(self, rows: Rows) -> slice:
+        return slice(self.token(rows.first), self.token(rows.end))
+
+    def kept(self) -> Tensor:
+        """Tokens that go on above a prompt bridge, of N: all but those before the last one of prompts under it."""
+        lasts = self.starts[self.rows[GOES_ON] + 1 : self.rows[ENDS] + 1].long() - 1
+        others = torch.arange(self.token(self.rows[ENDS]), self.token(self.rows[-1]))
+        return torch.cat([lasts, others]).to(self.device)
+
+    def stopped(self) -> Tensor:
+        """The others: prompt tokens that stop below it."""
+        inside = torch.ones(self.token(self.rows[-1]), dtype=torch.bool)
+        inside[self.kept().cpu()] = False
+        return inside.nonzero()[:, 0].to(self.device)
+
+    def above(self, row: int) -> int:
+        """Where a row's first token is among the kept ones."""
+        first, ends = self.rows[GOES_ON], self.rows[ENDS]
+        return row - first if row <= ends else ends - first + self.token(row) - self.token(ends)
+
+    @contextmanager
+    def attending(self, rows: Rows) -> Iterator[None]:
+        """Attention layers see these rows alone."""
+        if rows not in self.metadata:
+            yield
+            return
+        context = get_forward_context()
+        with override_forward_context(
+            replace(context, attn_metadata=self.metadata[rows], slot_mapping=self.slots[rows])
+        ):
+            yield
+
+
+def groups_of(schedule: Schedule, batch: Any, scheduled: Sequence[int], requests: Any) -> list[int]:
+    """Each row's group.
+
+    Args:
+        schedule: of the model.
+        batch: vLLM's persistent batch.
+        scheduled: how many tokens of each row the pass takes.
+        requests: the runner's, by id.
+    """
+    groups = []
+    for row, (request, count) in enumerate(zip(batch.req_ids, scheduled, strict=True)):
+        computed, prompt = int(batch.num_computed_tokens_cpu[row]), int(batch.num_prompt_tokens[row])
+        if computed < prompt < computed + count:
+            raise RuntimeError(f"a pass takes {count} tokens of row {request}, of its prompt and its answer at once")
+        if (requests[request].sampling_params.extra_args or {}).get(FULL_DEPTH):
+            groups.append(WHOLE)
+        elif computed < prompt:
+            groups.append(ENDS if computed + count == prompt else GOES_ON)
+        else:
+            groups.append(PLATEAU + schedule.plateau_at(computed - prompt))
+    return groups
+
+
+def sort_rows(batch: Any, groups: Sequence[int]) -> None:
+    """Put the rows of vLLM's persistent batch in the order of their groups."""
+    order = sorted(range(len(groups)), key=groups.__getitem__)  # new place -> old row
+    at = list(range(len(groups)))  # place -> old row that stands there now
+    place = list(range(len(groups)))  # old row -> where it stands now
+    for target, row in enumerate(order):
+        if (source := place[row]) != target:
+            batch.swap_states(target, source)
+            other = at[target]
+            at[target], at[source] = row, other
+            place[row], place[other] = target, source
+
+
+def part_of(common: Any, rows: Rows, current: Pass) -> Any:
+    """vLLM's common metadata of some rows of a pass."""
+    span, tokens = slice(rows.first, rows.end), current.tokens(rows)
+    starts = common.query_start_loc[rows.first : rows.end + 1] - common.query_start_loc[rows.first]
+    starts_cpu = common.query_start_loc_cpu[rows.first : rows.end + 1] - common.query_start_loc_cpu[rows.first]
+    slots, positions = common.slot_mapping[tokens], common.positions[tokens]
+    if rows.ends_only:
+        above = [current.above(row) for row in range(rows.first, rows.end + 1)]
+        kept = current.kept()[above[0] : above[-1]]
+        starts_cpu = torch.tensor(above, dtype=starts_cpu.dtype) - above[0]
+        starts = starts_cpu.to(starts.device)
+        slots, positions = common.slot_mapping[kept], common.positions[kept]
+    return replace(
+        common,
+        query_start_loc=starts,
+        query_start_loc_cpu=starts_cpu,
+        seq_lens=common.seq_lens[span],
+        seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound[span],
+        num_reqs=rows.end - rows.first,
+        num_actual_tokens=int(starts_cpu[-1]),
+        max_query_len=int(starts_cpu.diff().max()),
+        block_table_tensor=common.block_table_tensor[span],
+        slot_mapping=slots,
+        positions=positions,
+        is_prefilling=common.is_prefilling[span],
+        _num_computed_tokens_cache=None,
+        _token_to_req_indices_cache=None,
+    )
+
+
+_building: Pass | None = None  # the pass whose metadata are being built
+
+
+def install() -> None:
+    """Have vLLM's runner sort the rows of models that skip, and build what their attention needs."""
+    if hasattr(GPUModelRunner, "skipdecode"):
+        return
+    GPUModelRunner.skipdecode = True
+    reorder, build = GPUModelRunner._may_reorder_batch, GPUModelRunner._build_attention_metadata
+    build_group = AttentionGroup.build_metadata
+
+    def sorted_by_depth(runner: Any, scheduler_output: Any) -> None:
+        model = runner.get_model()
+        if not hasattr(model, "begin_pass"):
+            return reorder(runner, scheduler_output)
+        if runner.reorder_batch_threshold is not None:
+            names = {group.backend.get_name() for groups in runner.attn_groups for group in groups}
+            raise RuntimeError(f"attention backend {', '.join(names)} sorts rows its own way: choose another one")
+        batch = runner.input_batch
+        scheduled = [scheduler_output.num_scheduled_tokens[request] for request in batch.req_ids]
+        sort_rows(batch, groups_of(model.schedule, batch, scheduled, runner.requests))
+        return None
+
+    def built_by_depth(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        global _building
+        model, scheduled = runner.get_model(), kwargs.get("num_scheduled_tokens")
+        if not hasattr(model, "begin_pass"):
+            return build(runner, *args, **kwargs)
+        model.current = None
+        if scheduled is None:  # a dummy pass: all tokens run all layers
+            return build(runner, *args, **kwargs)
+        batch = runner.input_batch
+        counts = [scheduled[request] for request in batch.req_ids]
+        groups = groups_of(model.schedule, batch, counts, runner.requests)
+        _building = model.begin_pass(groups, counts)
+        try:
+            return build(runner, *args, **kwargs)
+        finally:
+            _building = None
+
+    def built_in_parts(group: Any, common: Any, *args: Any, **kwargs: Any) -> Any:
+        whole = build_group(group, common, *args, **kwargs)
+        if _building is not None:
+            # With what it has built for one group of layers vLLM spares itself building for the next.
+            group.get_metadata_builder(0).supports_update_block_table = False
+            for rows in _building.wanted:
+                part = part_of(common, rows, _building)
+                built = build_group(group, part, *args, **kwargs)
+                _building.metadata.setdefault(rows, {}).update(dict.fromkeys(group.layer_names, built))
+                _building.slots.setdefault(rows, {}).update(dict.fromkeys(group.layer_names, part.slot_mapping))
+        return whole
+
+    GPUModelRunner._may_reorder_batch = sorted_by_depth
+    GPUModelRunner._build_attention_metadata = built_by_depth
+    AttentionGroup.build_metadata = built_in_parts
