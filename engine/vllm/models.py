@@ -49,9 +49,7 @@ class Skipping:
         plateaus = range(len(schedule.plateaus))
         skipped = [schedule.skipped_units(plateau) for plateau in plateaus]
         # How many plateaus, the first ones, run each unit; and which bridges stand before it, on which plateau.
-        self._running = {
-            unit: sum(unit not in units for units in skipped) for unit in all_units(schedule.layers)
-        }
+        self._running = {unit: sum(unit not in units for units in skipped) for unit in all_units(schedule.layers)}
         self._standing: dict[Unit, list[tuple[int, Any]]] = {}
         for plateau in plateaus:
             for bridge in schedule.bridges_on(plateau):
@@ -124,7 +122,7 @@ class Skipping:
         return x
 
     def _spans(self, unit: Unit, current: Pass) -> list[tuple[Rows, Any]]:
-        """Rows that run a unit, and the layer whose unit they run: with an adapter decode tokens have one of their own."""
+        """Rows that run a unit, and whose it is: with an adapter decode tokens run a layer of their own."""
         above = self._is_above(unit)
         first, end = current.rows[GOES_ON] if above else 0, current.rows[PLATEAU - 1 + self._running[unit]]
         layer, own = self.decoder_layers[unit.layer], self._adapted.get(unit)

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
-from typing import Protocol, Self
+from importlib.util import find_spec
+from typing import Any, Protocol, Self
 
 import engine
 from engine import Engine, ModelShape, Tokenizer
@@ -77,14 +78,39 @@ class SkipDecodeBackend:
         files = engine.model_files(config.model, weights=False) if self.held is None else self.held.files
         return _tokenizer(config.model, tuple(files.items()), self.began)
 
-    def engine(self, config: GenerationConfig, threads: int | None) -> Engine:
+    def engine(self, config: GenerationConfig, threads: int | None) -> Generator:
         """Raises ModelError, also if the model is not the one that the run began with, or is replaced meanwhile."""
         files = engine.model_files(config.model) if self.held is None else self.held.files
         engine.check_model_files(config.model, files)
         dtype = config.dtype if self.held is None else self.held.dtype
+        if runs_in_vllm(config):
+            return _vllm_engine(config, dtype, threads)
         loaded = Engine.load(config.model, device=config.device, dtype=dtype, threads=threads)
         engine.check_model_files(config.model, files)
         return loaded
+
+
+def runs_in_vllm(config: GenerationConfig) -> bool:
+    """Whether vLLM generates, asked where it would."""
+    if config.engine != "auto":
+        return config.engine == "vllm"
+    return engine.resolve_device(config.device).type == "cuda" and find_spec("vllm") is not None
+
+
+def _vllm_engine(config: GenerationConfig, dtype: str, threads: int | None) -> Generator:
+    """All GPUs of a replica share one model. Raises ModelError if vLLM is not installed."""
+    from engine.vllm.engine import VllmEngine  # not at the top: it is an option
+
+    options: dict[str, Any] = {"kv_cache_dtype": config.cache_dtype}
+    if engine.resolve_device(config.device).type == "cuda":
+        options["gpu_memory_utilization"] = config.gpu_memory_share
+    if config.quantization is not None:
+        options["quantization"] = config.quantization
+    gpus = getattr(config, "gpus_per_replica", None) or 0
+    if gpus > 1:
+        # Its workers are children of the replica, which holds the GPUs: Ray need not know of them.
+        options |= {"tensor_parallel_size": int(gpus), "distributed_executor_backend": "mp"}
+    return VllmEngine(config.model, dtype, config.device, threads, **options)
 
 
 def _dtype(config: GenerationConfig) -> str:

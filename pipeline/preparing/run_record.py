@@ -81,7 +81,14 @@ def describe_run(config: JobConfig, plan: Plan, schedule: Schedule, model: Model
         "input": _describe_input(config, plan),
         "rows_per_unit": config.rows_per_unit,
         "version": engine.__version__,
+        **_describe_engine(config),
     }
+
+
+def _describe_engine(config: JobConfig) -> dict[str, str]:
+    """What vLLM is told, where it is named: its rounding is its own, and it leaves a schedule's head preview out."""
+    told = {name: getattr(config, name) for name in ("engine", "quantization", "cache_dtype")}
+    return {name: value for name, value in told.items() if value not in (None, "auto", "torch")}
 
 
 def _describe_input(config: JobConfig, plan: Plan) -> dict[str, Any]:

@@ -1,0 +1,277 @@
+"""vLLM behind the face of our engine: prompts in, generations out, the ledger beside them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from engine.checkpoints import checkpoint
+from engine.checkpoints.tokenizer import Tokenizer
+from engine.decoding.batch import BatchStats, Sample
+from engine.decoding.generation import Generation, generation_of
+from engine.decoding.sampling import Sampling
+from engine.decoding.stopping import Stopping
+from engine.engine import Engine, resolve_dtype
+from engine.errors import ModelError, PromptError
+from engine.forward.ledger import Ledger
+from engine.forward.scoring import AnswerScore
+from engine.models.families import family_of
+from engine.schedules.schedule import Schedule
+from engine.shape import ModelShape
+
+MOST_ROWS = 256  # that decode together, vLLM's own default
+
+
+class VllmEngine:
+    """One model in vLLM, in this process, under one schedule and at full depth."""
+
+    def __init__(
+        self, model: str, dtype: str = "auto", device: str = "auto", threads: int | None = None, **options: Any
+    ) -> None:
+        """Nothing but the tokenizer is loaded before the first call: only that says under which schedule.
+
+        Args:
+            model: as for `Engine.load`.
+            dtype, device: as there; the device has to be the one that vLLM is built for.
+            threads: CPU threads of this process, as there.
+            options: of vLLM's `EngineArgs`, such as tensor_parallel_size, gpu_memory_utilization, quantization,
+                kv_cache_dtype.
+
+        Raises:
+            ModelError: no such model, or vLLM is not installed.
+        """
+        if threads is not None:
+            torch.set_num_threads(threads)
+        # On CPUs vLLM would bind its threads to the first cores, and every replica on a machine to the same ones.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        try:
+            import vllm  # noqa: F401
+        except ImportError as error:
+            raise ModelError(f"vLLM cannot be imported ({error}): pip install 'skipdecode[vllm]'") from None
+        directory = checkpoint.prepare(model)
+        config: Any = checkpoint.read_config(str(directory))
+        self._model, self._directory, self._options = model, directory, options
+        self._dtype = resolve_dtype(device, dtype)
+        self.shape: ModelShape = family_of(config).shape(config)
+        self.tokenizer = Tokenizer(directory)
+        self._llm: Any = None
+        self._schedule: Schedule | None = None  # of the running engine
+        self._rows = 0  # most rows of the running engine
+        self._own: Engine | None = None
+
+    def share_prefix(self, tokens: Sequence[int]) -> int:
+        """Nothing to do: vLLM finds what prompts share, in whole blocks. Each row is charged for its whole prompt."""
+        return 0
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: Sampling | None = None,
+        schedule: Schedule | None = None,
+        batch_size: int = 32,
+        sample_ids: Sequence[str] | None = None,
+        on_batch: Callable[[BatchStats], None] | None = None,
+    ) -> Iterator[Generation]:
+        """As `Engine.generate`; each generation comes as soon as it is done."""
+        sampling, start = sampling or Sampling(), time.perf_counter()
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be >= 1, got {batch_size}")
+        ids = sample_ids if sample_ids is not None else [str(index) for index in range(len(prompts))]
+        if len(ids) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts need as many sample_ids, got {len(ids)}")
+        tokens = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        for index, prompt in enumerate(tokens):
+            self._check(prompt, f"prompt {index}")
+        rows = self.decoding(sampling, schedule, batch_size)
+        done: list[Generation] = []
+        try:
+            for index in sorted(range(len(tokens)), key=lambda index: -len(tokens[index])):
+                rows.add(tokens[index], ids[index], index)
+            while rows.unfinished:
+                for generation in rows.step():
+                    done.append(generation)
+                    yield generation
+        except GeneratorExit:
+            rows.abandon()
+            raise
+        except Exception:
+            self.close()  # whatever state it is in
+            raise
+        if on_batch is not None and done:
+            on_batch(
+                BatchStats(
+                    samples=len(done),
+                    prompt_tokens=sum(each.prompt_tokens for each in done if not each.sample),
+                    generated_tokens=sum(each.generated_tokens for each in done),
+                    steps=rows.steps,
+                    flops_padding=rows.flops_again,
+                    cache_course=(0,),
+                    prefill_seconds=0.0,
+                    decode_seconds=time.perf_counter() - start,
+                )
+            )
+
+    def decoding(self, sampling: Sampling, schedule: Schedule | None, batch_size: int) -> VllmDecoding:
+        """A stream of rows. One at a time: it starts vLLM anew where the last one had another schedule.
+
+        Raises ScheduleError if the schedule does not fit the model.
+        """
+        schedule = replace(schedule or Schedule.full_depth(self.shape.layers), head_preview=None)
+        schedule.check_fits(self.shape)
+        rows = min(batch_size, MOST_ROWS)
+        if self._llm is None or rows > self._rows or (not schedule.is_full_depth and schedule != self._schedule):
+            self._start(schedule, rows)
+        stopping = Stopping(sampling, self.tokenizer, self.tokenizer.eos_ids)
+        whole = schedule.is_full_depth and not (self._schedule or schedule).is_full_depth
+        return VllmDecoding(self._llm, stopping, Ledger(self.shape, schedule), whole, self._check)
+
+    def fitting_batch_size(
+        self, prompt_tokens: int, sampling: Sampling | None = None, schedule: Schedule | None = None
+    ) -> int:
+        """As many as vLLM takes: what does not fit its cache waits."""
+        return MOST_ROWS
+
+    def score(
+        self,
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[int]],
+        schedules: Sequence[Schedule],
+    ) -> list[list[AnswerScore]]:
+        """As `Engine.score`, and by one, on the CPU: vLLM has no pass over known answers under a schedule."""
+        if self._own is None:
+            self._own = Engine.load(self._model, "cpu", "float32")
+        return self._own.score(prompts, answers, schedules)
+
+    def close(self) -> None:
+        """End vLLM, as far as one process can."""
+        if self._llm is not None:
+            self._llm.engine_core.shutdown()
+            self._llm = None
+            gc.collect()
+
+    def _start(self, schedule: Schedule, rows: int) -> None:
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        from engine.vllm.plugin import SETTING
+
+        self.close()
+        with TemporaryDirectory() as directory:
+            setting = {}
+            if not schedule.is_full_depth:
+                schedule.write(directory)
+                setting = {"additional_config": {SETTING: str(Path(directory))}}
+            args = EngineArgs(
+                model=str(self._directory),
+                skip_tokenizer_init=True,
+                dtype=self._dtype,
+                max_num_seqs=rows,
+                max_model_len=self._options.get("max_model_len", self.shape.context),
+                async_scheduling=False,  # penalties look at tokens that a pass prepared ahead does not know yet
+                logits_processors=["engine.vllm.sampling:OurSampling"],
+                disable_log_stats=True,
+                **setting,
+                **{name: value for name, value in self._options.items() if name != "max_model_len"},
+            )
+            self._llm = LLMEngine.from_engine_args(args, enable_multiprocessing=False)
+        self._schedule, self._rows = schedule, rows
+
+    def _check(self, prompt: Sequence[int], name: str) -> int:
+        """How many tokens may follow; raises PromptError for a prompt that leaves no room for any."""
+        if not prompt:
+            raise PromptError(f"{name} is empty")
+        context = self._options.get("max_model_len", self.shape.context)
+        if len(prompt) >= context:
+            raise PromptError(f"{name} has {len(prompt)} tokens, the context is {context}")
+        return int(context) - len(prompt)
+
+
+class VllmDecoding:
+    """Rows under way in vLLM, under one sampling and schedule; more may be added at any time."""
+
+    def __init__(
+        self, llm: Any, stopping: Stopping, ledger: Ledger, whole: bool, room: Callable[[Sequence[int], str], int]
+    ) -> None:
+        """`whole`: at full depth in an engine that has a schedule. `room`: what follows a prompt, or PromptError."""
+        self._llm, self._stopping, self._ledger, self._whole, self._room = llm, stopping, ledger, whole, room
+        self._samples: dict[str, Sample] = {}
+        self._added = 0
+        self.steps = 0
+        self.flops_again = 0  # of tokens that were computed again after their row was preempted
+
+    @property
+    def unfinished(self) -> int:
+        """Generations still to come."""
+        return len(self._samples)
+
+    def add(self, prompt: Sequence[int], sample_id: str, index: int) -> None:
+        """Let a row in: its prompt's samples, `index` of each generation. Raises PromptError."""
+        sampling = self._stopping.sampling
+        limit = min(sampling.max_new_tokens, self._room(prompt, f"prompt {index}"))
+        for copy in range(sampling.samples_per_prompt):
+            name = f"{sample_id}\0{copy}" if copy else sample_id
+            sample = Sample(index, copy, name, prompt, limit, shares_prompt=copy > 0)
+            request = f"{self._added}"
+            self._added += 1
+            self._llm.add_request(request, {"prompt_token_ids": list(prompt), **self._salt()}, self._params(sample))
+            self._samples[request] = sample
+
+    def step(self) -> list[Generation]:
+        """One pass; the generations that ended in it."""
+        self.steps += 1
+        finished, stopped = [], []
+        for output in self._llm.step():
+            sample = self._samples.get(output.request_id)
+            if sample is None:
+                continue
+            for token in output.outputs[0].token_ids[len(sample.tokens) :]:
+                sample.tokens.append(token)
+                sample.ended = self._stopping.ends(sample.tokens)
+                if sample.finished:
+                    break
+            if sample.finished or output.finished:
+                if not output.finished:
+                    stopped.append(output.request_id)
+                del self._samples[output.request_id]
+                finished.append(generation_of(sample, self._stopping, self._ledger))
+        if stopped:
+            self._llm.abort_request(stopped)
+        return finished
+
+    def abandon(self) -> None:
+        """Leave what is under way."""
+        self._llm.abort_request(list(self._samples))
+        self._samples.clear()
+
+    def _params(self, sample: Sample) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        from engine.vllm.passes import FULL_DEPTH
+        from engine.vllm.sampling import SAMPLED, describe
+
+        eos_ids = list(self._stopping.eos_ids)
+        extra: dict[str, Any] = {FULL_DEPTH: True} if self._whole else {}
+        if (described := describe(self._stopping.sampling, eos_ids, sample.sample_id)) is not None:
+            extra[SAMPLED] = described
+        return SamplingParams(
+            temperature=0.0,
+            max_tokens=sample.limit,
+            stop_token_ids=eos_ids,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.CUMULATIVE,
+            extra_args=extra or None,
+        )
+
+    def _salt(self) -> Mapping[str, str]:
+        """Blocks of prompts at full depth are not those of prompts under a prompt bridge."""
+        return {"cache_salt": "full depth"} if self._whole else {}

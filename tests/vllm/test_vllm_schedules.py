@@ -1,0 +1,180 @@
+"""In vLLM every family gives our own engine's tokens: at full depth, and under schedules with all that they bring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine import Block, Bridge, Engine, Generation, Plateau, Sampling, Schedule
+from engine.errors import PromptError, ScheduleError
+from engine.parts.unit import Unit
+from tests.engine.adapters import random_adapter
+from tests.engine.conftest import random_prompt_bridge
+from tests.engine.prompts import random_prompts
+
+pytest.importorskip("vllm")
+
+from engine.vllm.engine import VllmEngine
+
+LAYERS, WIDTH = 5, 64
+# The widths of heads that vLLM's attention has on CPUs start at 32.
+SIZES: dict[str, Any] = {"hidden_size": WIDTH, "num_attention_heads": 2, "num_key_value_heads": 1}
+GROUPED: dict[str, Any] = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+GEMMA: dict[str, Any] = {**GROUPED, "query_pre_attn_scalar": 20, "sliding_window": 16}
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+OPT: dict[str, Any] = {"hidden_size": WIDTH, "num_attention_heads": 2, "ffn_dim": 48}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama", **GROUPED},
+    "mistral, sliding window": {"family": "mistral", "sliding_window": 16, **GROUPED},
+    "qwen2": {"family": "qwen2", **SIZES},
+    "qwen3": {"family": "qwen3", **GROUPED},
+    "gemma2": {"family": "gemma2", **GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    "gemma3": {"family": "gemma3_text", **GEMMA, "layer_types": ALTERNATING},
+    "opt": {"family": "opt", **OPT, "word_embed_proj_dim": WIDTH, "tie_word_embeddings": False},
+    "opt, norm after, narrow embeddings": {
+        "family": "opt", **OPT, "word_embed_proj_dim": 16, "do_layer_norm_before": False, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+SAMPLING = Sampling(max_new_tokens=14)
+LENGTHS = (3, 60, 17, 33, 8, 41, 25, 2, 64, 12)  # one more than a pass takes, so that prompts come in chunks
+
+
+def tensors(seed: int, *roles: str) -> dict[str, Tensor]:
+    """Of a bridge: low-rank where it has no weight, gated where it has gates."""
+    shapes = {
+        "weight": (WIDTH, WIDTH), "bias": (WIDTH,), "down": (WIDTH, 5), "up": (5, WIDTH),
+        "gate": (WIDTH, 7), "gate_up": (WIDTH, 7), "gate_down": (7, WIDTH),
+    }  # fmt: skip
+    draw = torch.Generator().manual_seed(seed)
+    return {role: torch.randn(shapes[role], generator=draw) * WIDTH**-0.5 for role in roles}
+
+
+def schedule() -> Schedule:
+    """Steps 0 and 1 skip layer 1, the next four layer 2 too, the others an MLP block more; bridges of all kinds."""
+    gates = ("gate", "gate_up", "gate_down")
+    bridges = {
+        "short": Bridge(Block.of_layers(1, 2), tensors(0, "weight", "bias", *gates)),
+        "long": Bridge(Block.of_layers(1, 3), tensors(1, "down", "up", "bias", *gates)),
+        "correction": Bridge(Block.before(Unit("a", 3)), tensors(2, "weight", "bias")),
+    }
+    order = tuple(map(Unit.parse, ("a1", "m1", "a2", "m2", "m3")))
+    plateaus = (Plateau(0, 2, ("short",)), Plateau(2, 4, ("long", "correction")), Plateau(6, 5, ("long", "correction")))
+    return Schedule(LAYERS, order, plateaus, bridges=bridges)
+
+
+def whole(engine: Engine) -> Schedule:
+    """With an adapter and a prompt bridge as well."""
+    adapter = random_adapter(engine.decoder, [Unit("a", 3), Unit("m", 4), Unit("a", 4), Unit("m", 0)])
+    return replace(schedule(), adapter=adapter, prompt_bridge=random_prompt_bridge(engine.shape, 3))
+
+
+def generations(engine: Engine | VllmEngine, prompts: Sequence[Sequence[int]], *how: Any) -> list[Generation]:
+    """In order; four rows at a time, so that the others enter as these end."""
+    found = engine.generate(prompts, *how, batch_size=4)
+    return sorted(found, key=lambda each: (each.index, each.sample))
+
+
+def in_vllm(directory: Path, **options: Any) -> VllmEngine:
+    return VllmEngine(str(directory), "float32", "cpu", max_model_len=160, max_num_batched_tokens=48, **options)
+
+
+Pair = tuple[Engine, VllmEngine]
+
+
+def pair(directory: Path, **options: Any) -> Pair:
+    return Engine.load(str(directory), device="cpu"), in_vllm(directory, **options)
+
+
+@pytest.fixture(scope="module")
+def llama(make_checkpoint: Callable[..., Path]) -> Iterator[Pair]:
+    """Ends a text with any of four tokens, so that rows leave at different steps."""
+    both = pair(make_checkpoint(**VARIANTS["llama"], eos=[3, 35, 51, 83]))
+    yield both
+    both[1].close()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_family_gives_our_own_engines_tokens(variant: str, make_checkpoint: Callable[..., Path]) -> None:
+    own, vllm = pair(make_checkpoint(**VARIANTS[variant]))
+    prompts, under = random_prompts(LENGTHS), whole(own)
+    try:
+        assert generations(vllm, prompts, SAMPLING, under) == generations(own, prompts, SAMPLING, under)
+        # Beside the schedule, in the same engine.
+        assert generations(vllm, prompts, SAMPLING) == generations(own, prompts, SAMPLING)
+    finally:
+        vllm.close()
+
+
+def test_prompts_run_at_full_depth_where_there_is_no_prompt_bridge(llama: Pair) -> None:
+    own, vllm = llama
+    prompts = random_prompts(LENGTHS, seed=1)
+    assert generations(vllm, prompts, SAMPLING, schedule()) == generations(own, prompts, SAMPLING, schedule())
+
+
+def test_a_prompt_may_begin_with_another_and_its_answer(llama: Pair) -> None:
+    """Blocks of a cache hold 32 tokens; what generated tokens have left in skipped layers is nobody's to read."""
+    own, vllm = llama
+    sampling, prompts = Sampling(max_new_tokens=40, min_new_tokens=40), random_prompts((40, 50, 33))
+    for _ in range(2):
+        answers = generations(vllm, prompts, sampling, schedule())
+        assert answers == generations(own, prompts, sampling, schedule())
+        prompts = [[*prompts[each.index], *each.tokens[:-1], 7] for each in answers]
+        sampling = replace(sampling, max_new_tokens=20, min_new_tokens=20)
+
+
+def test_rows_choose_their_tokens_as_in_our_own_engine(llama: Pair) -> None:
+    own, vllm = llama
+    drawn = Sampling(
+        max_new_tokens=12, min_new_tokens=4, temperature=0.9, top_k=40, top_p=0.9, min_p=0.02, repetition_penalty=1.2,
+        samples_per_prompt=2, seed=5,
+    )  # fmt: skip
+    prompts, ids = random_prompts(LENGTHS, seed=2), [f"row {index}" for index in range(len(LENGTHS))]
+    found = sorted(vllm.generate(prompts, drawn, schedule(), 4, ids), key=lambda each: (each.index, each.sample))
+    wanted = sorted(own.generate(prompts, drawn, schedule(), 4, ids), key=lambda each: (each.index, each.sample))
+    assert [each.tokens for each in found] == [each.tokens for each in wanted]
+
+
+def test_stop_strings_end_a_text_as_in_our_own_engine(llama: Pair) -> None:
+    own, vllm = llama
+    prompts = random_prompts(LENGTHS, seed=3)
+    texts = [each.text for each in generations(own, prompts, SAMPLING, schedule())]
+    stops = tuple(text[3:5] for text in texts[:3] if len(text) > 5 and text.isascii())
+    assert stops
+    sampling = replace(SAMPLING, stop=stops)
+    assert generations(vllm, prompts, sampling, schedule()) == generations(own, prompts, sampling, schedule())
+
+
+def test_a_preempted_row_goes_on_as_if_nothing_had_been(
+    make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engine.vllm.scheduler import ScheduleKeeper
+
+    preempted: list[str] = []
+    preempt = ScheduleKeeper._preempt_request
+
+    def noted(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        preempted.append(request.request_id)
+        preempt(scheduler, request, *args, **kwargs)
+
+    monkeypatch.setattr(ScheduleKeeper, "_preempt_request", noted)
+    own, vllm = pair(make_checkpoint(**VARIANTS["llama"]), num_gpu_blocks_override=8)
+    sampling, prompts = Sampling(max_new_tokens=60, min_new_tokens=60), random_prompts((40, 50, 33, 20, 45, 61))
+    try:
+        assert generations(vllm, prompts, sampling, schedule()) == generations(own, prompts, sampling, schedule())
+    finally:
+        vllm.close()
+    assert preempted
+
+
+def test_what_cannot_be_done_is_said_before_anything_runs(llama: Pair) -> None:
+    _, vllm = llama
+    with pytest.raises(PromptError, match="prompt 1 is empty"):
+        list(vllm.generate([[5], []], SAMPLING))
+    with pytest.raises(ScheduleError, match="is for a model of 4 layers"):
+        list(vllm.generate([[5]], SAMPLING, Schedule.full_depth(4)))
