@@ -111,7 +111,8 @@ class Skipping:
         for unit in units:
             above = self._is_above(unit)
             for plateau, bridge in self._standing.get(unit, ()):
-                tokens = _tokens(current, Rows(*current.rows[PLATEAU + plateau - 1 : PLATEAU + plateau + 1], above))
+                first, end = current.rows[PLATEAU + plateau - 1 : PLATEAU + plateau + 1]
+                tokens = _tokens(current, Rows(first, end, above))
                 if tokens.stop > tokens.start:
                     x[tokens] = bridge(x[tokens])
             for rows, layer in self._spans(unit, current):
@@ -153,9 +154,12 @@ class Skipping:
 
     def run(self, unit: Unit, layer: Any, positions: Tensor, x: Tensor) -> Tensor:
         """Hidden states [n, hidden] after a unit."""
+        change: Tensor
         if unit.kind == "a":
-            return x + layer.self_attn(positions=positions, hidden_states=layer.input_layernorm(x))
-        return x + layer.mlp(layer.post_attention_layernorm(x))
+            change = layer.self_attn(positions=positions, hidden_states=layer.input_layernorm(x))
+        else:
+            change = layer.mlp(layer.post_attention_layernorm(x))
+        return x + change
 
     def placed(self, attention: Any, positions: Tensor, k: Tensor) -> Tensor:
         """Keys [n, kv_heads, head_dim] of a prompt bridge with their positions.
@@ -191,10 +195,13 @@ class _Sandwiched(Skipping):
 
     def run(self, unit: Unit, layer: Any, positions: Tensor, x: Tensor) -> Tensor:
         """As `Skipping.run`."""
+        change: Tensor
         if unit.kind == "a":
             inner = layer.self_attn(positions=positions, hidden_states=layer.input_layernorm(x))
-            return x + layer.post_attention_layernorm(inner)
-        return x + layer.post_feedforward_layernorm(layer.mlp(layer.pre_feedforward_layernorm(x)))
+            change = layer.post_attention_layernorm(inner)
+        else:
+            change = layer.post_feedforward_layernorm(layer.mlp(layer.pre_feedforward_layernorm(x)))
+        return x + change
 
 
 class SkippingGemma2(_Sandwiched, Gemma2ForCausalLM):
@@ -218,7 +225,8 @@ class SkippingOPT(Skipping, OPTForCausalLM):
         x = super().embedded(input_ids, positions, inputs_embeds)
         if decoder.project_in is not None:
             x, _ = decoder.project_in(x)
-        return x + decoder.embed_positions(positions)
+        places: Tensor = decoder.embed_positions(positions)
+        return x + places
 
     def run(self, unit: Unit, layer: Any, positions: Tensor, x: Tensor) -> Tensor:
         """As `Skipping.run`: norms before the blocks, in the 350M model after them."""
@@ -240,7 +248,9 @@ class SkippingOPT(Skipping, OPTForCausalLM):
         decoder = self.model.decoder
         if decoder.final_layer_norm is not None:
             x = decoder.final_layer_norm(x)
-        return x if decoder.project_out is None else decoder.project_out(x)[0]
+        if decoder.project_out is not None:
+            x, _ = decoder.project_out(x)
+        return x
 
 
 def _tokens(current: Pass, rows: Rows) -> slice:

@@ -163,14 +163,14 @@ def install() -> None:
     def sorted_by_depth(runner: Any, scheduler_output: Any) -> None:
         model = runner.get_model()
         if not hasattr(model, "begin_pass"):
-            return reorder(runner, scheduler_output)
+            reorder(runner, scheduler_output)
+            return
         if runner.reorder_batch_threshold is not None:
             names = {group.backend.get_name() for groups in runner.attn_groups for group in groups}
             raise RuntimeError(f"attention backend {', '.join(names)} sorts rows its own way: choose another one")
         batch = runner.input_batch
         scheduled = [scheduler_output.num_scheduled_tokens[request] for request in batch.req_ids]
         sort_rows(batch, groups_of(model.schedule, batch, scheduled, runner.requests))
-        return None
 
     def built_by_depth(runner: Any, *args: Any, **kwargs: Any) -> Any:
         global _building

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,15 +25,25 @@ def describe(sampling: Sampling, eos_ids: list[int], sample_id: str) -> str | No
     return None if plain else json.dumps([asdict(sampling), eos_ids, sample_id])
 
 
+class _Row(NamedTuple):
+    """What a row's tokens are chosen by."""
+
+    sampling: Sampling
+    eos_ids: list[int]
+    sample_id: str
+    prompt: list[int]
+    tokens: list[int]  # generated so far: vLLM's own list, which grows
+
+
 class OurSampling(LogitsProcessor):
-    """Keeps a sampler for each row that asks for one."""
+    """Knows the rows that are not simply greedy."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._vocab, self._device = vllm_config.model_config.get_vocab_size(), device
-        self._rows: dict[int, tuple[Sampler, list[int]]] = {}  # place -> sampler, tokens generated so far
+        self._rows: dict[int, _Row] = {}  # by place in the batch
 
     def is_argmax_invariant(self) -> bool:
-        """No: that is what it changes."""
+        """No: the likeliest token is what it changes."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
@@ -45,27 +55,25 @@ class OurSampling(LogitsProcessor):
         for place, params, prompt, tokens in batch_update.added:
             self._rows.pop(place, None)
             if (described := (params.extra_args or {}).get(SAMPLED)) is not None:
-                self._rows[place] = self._sampler(described, prompt or [], tokens), tokens
+                settings, eos_ids, sample_id = json.loads(described)
+                sampling = Sampling(**{**settings, "stop": tuple(settings["stop"])})
+                self._rows[place] = _Row(sampling, eos_ids, sample_id, prompt or [], tokens)
         for first, second, direction in batch_update.moved:
-            held = self._rows.pop(first, None)
-            other = self._rows.pop(second, None)
-            if held is not None:
-                self._rows[second] = held
+            moved, other = self._rows.pop(first, None), self._rows.pop(second, None)
+            if moved is not None:
+                self._rows[second] = moved
             if other is not None and direction == MoveDirectionality.SWAP:
                 self._rows[first] = other
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Logits [rows, vocab], overwritten."""
-        for place, (sampler, tokens) in self._rows.items():
-            if place >= len(logits):
-                continue
-            row = logits[place : place + 1]
-            chosen = sampler.choose(row.clone(), len(tokens))
-            row.fill_(-torch.inf)[0, chosen] = 0.0
-        return logits
+        """Logits [rows, vocab], overwritten.
 
-    def _sampler(self, described: str, prompt: list[int], tokens: list[int]) -> Sampler:
-        """A row's sampler, that has seen what the row has generated before it was last preempted."""
-        settings, eos_ids, sample_id = json.loads(described)
-        sampling = Sampling(**{**settings, "stop": tuple(settings["stop"])})
-        return Sampler(sampling, eos_ids, self._vocab, [[*prompt, *tokens]], [sample_id], self._device)
+        Rows whose prompts or replayed tokens are not yet through have logits here too, which come to nothing: so
+        nothing is kept from one pass to the next.
+        """
+        for place, row in self._rows.items():
+            seen = [*row.prompt, *row.tokens]
+            sampler = Sampler(row.sampling, row.eos_ids, self._vocab, [seen], [row.sample_id], self._device)
+            chosen = sampler.choose(logits[place : place + 1].clone(), len(row.tokens))
+            logits[place].fill_(-torch.inf)[chosen] = 0.0
+        return logits

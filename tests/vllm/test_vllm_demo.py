@@ -1,4 +1,4 @@
-"""The demo's schedules in vLLM on real texts: our own engine's tokens, unless two tokens are as likely as each other."""
+"""The demo's schedules in vLLM on real texts: our own engine's tokens, unless two are as likely as each other."""
 
 from __future__ import annotations
 
