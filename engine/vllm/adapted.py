@@ -41,7 +41,7 @@ def adapted_layers(adapter: Adapter, layers: Sequence[Any]) -> tuple[dict[Unit, 
         for projection, (down, up) in adapter.of(unit).items():
             name, part = _place(projection, holder, unit)
             if name not in own:
-                own[name] = copy.deepcopy(getattr(holder, name))
+                own[name] = _copied(getattr(holder, name))
             rows = _rows(own[name], part)
             change = (down.float() @ up.float()).T.to(rows.device)
             if rows.shape != change.shape:
@@ -75,4 +75,14 @@ def _shallow(module: nn.Module) -> Any:
     """A module with the same parts, which may be given others."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
+    return twin
+
+
+def _copied(linear: nn.Module) -> Any:
+    """A module with parameters of its own, plain ones: vLLM's cannot be copied, and these are loaded."""
+    twin = _shallow(linear)
+    twin._parameters = {
+        name: None if parameter is None else nn.Parameter(parameter.data.clone(), requires_grad=False)
+        for name, parameter in linear._parameters.items()
+    }
     return twin

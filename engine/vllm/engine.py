@@ -52,6 +52,7 @@ class VllmEngine:
             torch.set_num_threads(threads)
         # On CPUs vLLM would bind its threads to the first cores, and every replica on a machine to the same ones.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # what goes wrong is raised here
         try:
             import vllm  # noqa: F401
         except ImportError as error:
@@ -106,18 +107,7 @@ class VllmEngine:
             self.close()  # whatever state it is in
             raise
         if on_batch is not None and done:
-            on_batch(
-                BatchStats(
-                    samples=len(done),
-                    prompt_tokens=sum(each.prompt_tokens for each in done if not each.sample),
-                    generated_tokens=sum(each.generated_tokens for each in done),
-                    steps=rows.steps,
-                    flops_padding=rows.flops_again,
-                    cache_course=(0,),
-                    prefill_seconds=0.0,
-                    decode_seconds=time.perf_counter() - start,
-                )
-            )
+            on_batch(_stats(done, rows, time.perf_counter() - start))
 
     def decoding(self, sampling: Sampling, schedule: Schedule | None, batch_size: int) -> VllmDecoding:
         """A stream of rows. One at a time: it starts vLLM anew where the last one had another schedule.
@@ -161,8 +151,9 @@ class VllmEngine:
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        from engine.vllm.plugin import SETTING
+        from engine.vllm.plugin import SETTING, register
 
+        register()  # vLLM's own look at entry points misses it where the project is not installed, but imported
         self.close()
         with TemporaryDirectory() as directory:
             setting = {}
@@ -181,7 +172,7 @@ class VllmEngine:
                 **setting,
                 **{name: value for name, value in self._options.items() if name != "max_model_len"},
             )
-            self._llm = LLMEngine.from_engine_args(args, enable_multiprocessing=False)
+            self._llm = LLMEngine.from_engine_args(args)
         self._schedule, self._rows = schedule, rows
 
     def _check(self, prompt: Sequence[int], name: str) -> int:
@@ -192,6 +183,22 @@ class VllmEngine:
         if len(prompt) >= context:
             raise PromptError(f"{name} has {len(prompt)} tokens, the context is {context}")
         return int(context) - len(prompt)
+
+
+def _stats(done: Sequence[Generation], rows: VllmDecoding, seconds: float) -> BatchStats:
+    """Of a call. Passes take prompts and decode tokens together: their time is told apart by FLOPs."""
+    prompts, decoding = (sum(getattr(each, name) for each in done) for name in ("flops_prompt", "flops_decode"))
+    share = prompts / max(1, prompts + decoding)
+    return BatchStats(
+        samples=len(done),
+        prompt_tokens=sum(each.prompt_tokens for each in done if not each.sample),
+        generated_tokens=sum(each.generated_tokens for each in done),
+        steps=rows.steps,
+        flops_padding=0,  # there is none
+        cache_course=(0,),  # vLLM takes its cache once, at its start
+        prefill_seconds=share * seconds,
+        decode_seconds=(1 - share) * seconds,
+    )
 
 
 class VllmDecoding:
@@ -205,7 +212,6 @@ class VllmDecoding:
         self._samples: dict[str, Sample] = {}
         self._added = 0
         self.steps = 0
-        self.flops_again = 0  # of tokens that were computed again after their row was preempted
 
     @property
     def unfinished(self) -> int:
