@@ -72,7 +72,7 @@ $(VLLM)/.installed: pyproject.toml infra/vllm/requirements.txt
 	@touch $@
 
 test-vllm: vllm-env  ## schedules in vLLM against our own engine, on this machine's CPU, some minutes
-	$(VLLM)/bin/python -m pytest tests/vllm
+	$(VLLM)/bin/python -m pytest tests/engine/vllm
 
 lint: install
 	$(BIN)/ruff check .

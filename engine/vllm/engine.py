@@ -19,7 +19,7 @@ from engine.decoding.batch import BatchStats, Sample
 from engine.decoding.generation import Generation, generation_of
 from engine.decoding.sampling import Sampling
 from engine.decoding.stopping import Stopping
-from engine.engine import Engine, resolve_dtype
+from engine.engine import Engine, resolve_device, resolve_dtype
 from engine.errors import ModelError, PromptError
 from engine.forward.ledger import Ledger
 from engine.forward.scoring import AnswerScore
@@ -54,13 +54,13 @@ class VllmEngine:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # what goes wrong is raised here
         try:
-            import vllm  # noqa: F401
+            import vllm.config  # noqa: F401
         except ImportError as error:
             raise ModelError(f"vLLM cannot be imported ({error}): pip install 'skipdecode[vllm]'") from None
         directory = checkpoint.prepare(model)
         config: Any = checkpoint.read_config(str(directory))
         self._model, self._directory, self._options = model, directory, options
-        self._dtype = resolve_dtype(device, dtype)
+        self._device, self._dtype = resolve_device(device).type, resolve_dtype(device, dtype)
         self.shape: ModelShape = family_of(config).shape(config)
         self.tokenizer = Tokenizer(directory)
         self._llm: Any = None
@@ -169,6 +169,7 @@ class VllmEngine:
                 async_scheduling=False,  # penalties look at tokens that a pass prepared ahead does not know yet
                 logits_processors=["engine.vllm.sampling:OurSampling"],
                 disable_log_stats=True,
+                enforce_eager=self._device == "cpu",  # compiling wants a C++ compiler there
                 **setting,
                 **{name: value for name, value in self._options.items() if name != "max_model_len"},
             )

@@ -94,7 +94,12 @@ def runs_in_vllm(config: GenerationConfig) -> bool:
     """Whether vLLM generates, asked where it would."""
     if config.engine != "auto":
         return config.engine == "vllm"
-    return engine.resolve_device(config.device).type == "cuda" and find_spec("vllm") is not None
+    return engine.resolve_device(config.device).type == "cuda" and _has_vllm()
+
+
+def _has_vllm() -> bool:
+    spec = find_spec("vllm")
+    return spec is not None and spec.origin is not None  # any folder of that name would have a spec
 
 
 def _vllm_engine(config: GenerationConfig, dtype: str, threads: int | None) -> Generator:

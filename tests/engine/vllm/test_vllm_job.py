@@ -12,9 +12,9 @@ import pytest
 
 from engine import Schedule
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm.config", exc_type=ImportError)
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 ROWS = 6
 
 

@@ -18,7 +18,7 @@ from tests.engine.adapters import random_adapter
 from tests.engine.conftest import random_prompt_bridge
 from tests.engine.prompts import random_prompts
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm.config", exc_type=ImportError)
 
 from engine.vllm.engine import VllmEngine
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 
-if find_spec("vllm"):  # before it is imported
+spec = find_spec("vllm")
+if spec is not None and spec.origin is not None:  # before it is imported
     os.environ.update(
         VLLM_CPU_KVCACHE_SPACE="1",  # GB
         VLLM_LOGGING_LEVEL="WARNING",
