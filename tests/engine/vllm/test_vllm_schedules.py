@@ -81,7 +81,8 @@ def generations(engine: Engine | VllmEngine, prompts: Sequence[Sequence[int]], *
 
 
 def in_vllm(directory: Path, **options: Any) -> VllmEngine:
-    return VllmEngine(str(directory), "float32", "cpu", max_model_len=160, max_num_batched_tokens=48, **options)
+    sizes = {"max_model_len": 160, "max_num_batched_tokens": 48, "block_size": 32}
+    return VllmEngine(str(directory), "float32", "cpu", **sizes, **options)
 
 
 Pair = tuple[Engine, VllmEngine]
@@ -118,7 +119,7 @@ def test_prompts_run_at_full_depth_where_there_is_no_prompt_bridge(llama: Pair) 
 
 
 def test_a_prompt_may_begin_with_another_and_its_answer(llama: Pair) -> None:
-    """Blocks of a cache hold 32 tokens; what generated tokens have left in skipped layers is nobody's to read."""
+    """Blocks of the cache hold 32 tokens: the answers' are full, and empty where layers were skipped."""
     own, vllm = llama
     sampling, prompts = Sampling(max_new_tokens=40, min_new_tokens=40), random_prompts((40, 50, 33))
     for _ in range(2):
