@@ -15,14 +15,15 @@ import torch
 
 from engine.checkpoints import checkpoint
 from engine.checkpoints.tokenizer import Tokenizer
-from engine.decoding.batch import BatchStats, Sample
 from engine.decoding.generation import Generation, generation_of
+from engine.decoding.sample import Sample
 from engine.decoding.sampling import Sampling
 from engine.decoding.stopping import Stopping
+from engine.decoding.stream import BatchStats
 from engine.engine import Engine, resolve_device, resolve_dtype
 from engine.errors import ModelError, PromptError
 from engine.forward.ledger import Ledger
-from engine.forward.scoring import AnswerScore
+from engine.forward.scoring import AnswerScore, Likelihood
 from engine.models.families import family_of
 from engine.schedules.schedule import Schedule
 from engine.shape import ModelShape
@@ -136,9 +137,11 @@ class VllmEngine:
         schedules: Sequence[Schedule],
     ) -> list[list[AnswerScore]]:
         """As `Engine.score`, and by one, on the CPU: vLLM has no pass over known answers under a schedule."""
-        if self._own is None:
-            self._own = Engine.load(self._model, "cpu", "float32")
-        return self._own.score(prompts, answers, schedules)
+        return self._beside().score(prompts, answers, schedules)
+
+    def likelihood(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[Likelihood]:
+        """As `Engine.likelihood`, and by one, as `score`."""
+        return self._beside().likelihood(prompts, answers)
 
     def close(self) -> None:
         """End vLLM, as far as one process can."""
@@ -146,6 +149,11 @@ class VllmEngine:
             self._llm.engine_core.shutdown()
             self._llm = None
             gc.collect()
+
+    def _beside(self) -> Engine:
+        if self._own is None:
+            self._own = Engine.load(self._model, "cpu", "float32")
+        return self._own
 
     def _start(self, schedule: Schedule, rows: int) -> None:
         from vllm import EngineArgs

@@ -72,8 +72,8 @@ class OurSampling(LogitsProcessor):
         nothing is kept from one pass to the next.
         """
         for place, row in self._rows.items():
-            seen = [*row.prompt, *row.tokens]
-            sampler = Sampler(row.sampling, row.eos_ids, self._vocab, [seen], [row.sample_id], self._device)
-            chosen = sampler.choose(logits[place : place + 1].clone(), len(row.tokens))
+            sampler = Sampler(row.sampling, row.eos_ids, self._vocab, 1, self._device)
+            sampler.enter(0, [*row.prompt, *row.tokens], row.sample_id)
+            chosen = sampler.choose(logits[place : place + 1].clone(), [0], [len(row.tokens)])
             logits[place].fill_(-torch.inf)[chosen] = 0.0
         return logits
