@@ -34,6 +34,7 @@ from pipeline.storage.storage import StorageGone
 log = logging.getLogger(__name__)
 
 ASK_EVERY_S = 1.0  # whether the job is stopping
+TELL_EVERY_S = 1.0  # how many rows have ended: some do in nearly every pass, and all replicas tell one actor
 
 
 @dataclass(frozen=True)
@@ -113,13 +114,21 @@ class UnitGenerator:
     def run(self, unit: WorkUnit, prepared: pa.Table) -> Parcel:
         """Raises TooManyRowsFailed, and what the pipeline itself does wrong; ends the process if its device broke."""
         start, joules = time.perf_counter(), self._energy.joules()
-        padding = 0
+        padding, untold, told = 0, BatchStats(), -math.inf
+
+        def tell() -> None:
+            nonlocal untold, told
+            if untold.samples:
+                self._board.batch_done(unit.id, untold.samples, untold.generated_tokens)
+            untold, told = BatchStats(), time.monotonic()
 
         def on_batch(stats: BatchStats) -> None:
-            nonlocal padding
+            nonlocal padding, untold
             padding += stats.flops_padding
             self._meter.batch_done(stats)
-            self._board.batch_done(unit.id, stats.samples, stats.generated_tokens)
+            untold += stats
+            if time.monotonic() - told >= TELL_EVERY_S:
+                tell()
 
         # A row's random stream is named by its place in the input, so it outlives retries and re-planning.
         file, suffix = self._input.relative(unit.path), f"\0{unit.sample}" if unit.sample else ""
@@ -127,6 +136,7 @@ class UnitGenerator:
         answers: dict[int, Generation] = {}
         try:
             output = generate(prepared, ids, self._generator, on_batch, answers.__setitem__)
+            tell()
             seconds, joules = time.perf_counter() - start, max(0.0, self._energy.joules() - joules)
             audit = self._auditor.audit(prepared, ids, answers)
         except DeviceBroken as error:
