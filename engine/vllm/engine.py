@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,6 +30,7 @@ from engine.schedules.schedule import Schedule
 from engine.shape import ModelShape
 
 MOST_ROWS = 256  # that decode together, vLLM's own default
+WAITING = 4  # times as many rows as decode together are with vLLM, so that none of its passes wants for prompts
 
 
 class VllmEngine:
@@ -75,54 +77,65 @@ class VllmEngine:
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Iterable[str | Sequence[int]],
         sampling: Sampling | None = None,
         schedule: Schedule | None = None,
         batch_size: int = 32,
-        sample_ids: Sequence[str] | None = None,
+        sample_ids: Iterable[str] | None = None,
         on_batch: Callable[[BatchStats], None] | None = None,
     ) -> Iterator[Generation]:
-        """As `Engine.generate`; each generation comes as soon as it is done."""
-        sampling, start = sampling or Sampling(), time.perf_counter()
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be >= 1, got {batch_size}")
-        ids = sample_ids if sample_ids is not None else [str(index) for index in range(len(prompts))]
-        if len(ids) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts need as many sample_ids, got {len(ids)}")
-        tokens = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        for index, prompt in enumerate(tokens):
-            self._check(prompt, f"prompt {index}")
+        """As `Engine.generate`."""
         rows = self.decoding(sampling, schedule, batch_size)
-        done: list[Generation] = []
+        if isinstance(prompts, Sequence) and isinstance(sample_ids, Sequence) and len(prompts) != len(sample_ids):
+            raise ValueError(f"{len(prompts)} prompts need as many sample_ids, got {len(sample_ids)}")
+        return self._run(rows, prompts, sample_ids, batch_size, on_batch)
+
+    def _run(
+        self,
+        rows: VllmDecoding,
+        prompts: Iterable[str | Sequence[int]],
+        sample_ids: Iterable[str] | None,
+        batch_size: int,
+        on_batch: Callable[[BatchStats], None] | None,
+    ) -> Iterator[Generation]:
+        ids = map(str, count()) if sample_ids is None else sample_ids
+        named = enumerate(zip(prompts, ids, strict=sample_ids is not None))
         try:
-            for index in sorted(range(len(tokens)), key=lambda index: -len(tokens[index])):
-                rows.add(tokens[index], ids[index], index)
-            while rows.unfinished:
-                for generation in rows.step():
-                    done.append(generation)
-                    yield generation
-        except GeneratorExit:
+            while True:
+                while rows.unfinished < WAITING * batch_size and (taken := next(named, None)) is not None:
+                    index, (prompt, sample_id) = taken
+                    tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+                    rows.add(tokens, sample_id, index)
+                if not rows.unfinished:
+                    return
+                done = rows.step()
+                if done and on_batch is not None:
+                    on_batch(rows.take_stats())
+                yield from done
+        except (GeneratorExit, PromptError):
             rows.abandon()
             raise
         except Exception:
             self.close()  # whatever state it is in
             raise
-        if on_batch is not None and done:
-            on_batch(_stats(done, rows, time.perf_counter() - start))
 
-    def decoding(self, sampling: Sampling, schedule: Schedule | None, batch_size: int) -> VllmDecoding:
-        """A stream of rows. One at a time: it starts vLLM anew where the last one had another schedule.
+    def decoding(
+        self, sampling: Sampling | None = None, schedule: Schedule | None = None, batch_size: int = 32
+    ) -> VllmDecoding:
+        """An open stream, as `Engine.decoding`. One at a time: vLLM starts anew under another schedule.
 
-        Raises ScheduleError if the schedule does not fit the model.
+        Raises ScheduleError if the schedule does not fit the model; ValueError for a batch_size below 1.
         """
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be >= 1, got {batch_size}")
         schedule = replace(schedule or Schedule.full_depth(self.shape.layers), head_preview=None)
         schedule.check_fits(self.shape)
         rows = min(batch_size, MOST_ROWS)
         if self._llm is None or rows > self._rows or (not schedule.is_full_depth and schedule != self._schedule):
             self._start(schedule, rows)
-        stopping = Stopping(sampling, self.tokenizer, self.tokenizer.eos_ids)
+        stopping = Stopping(sampling or Sampling(), self.tokenizer, self.tokenizer.eos_ids)
         whole = schedule.is_full_depth and not (self._schedule or schedule).is_full_depth
-        return VllmDecoding(self._llm, stopping, Ledger(self.shape, schedule), whole, self._check)
+        return VllmDecoding(self._llm, self._rows, stopping, Ledger(self.shape, schedule), whole, self._check)
 
     def fitting_batch_size(
         self, prompt_tokens: int, sampling: Sampling | None = None, schedule: Schedule | None = None
@@ -194,38 +207,46 @@ class VllmEngine:
         return int(context) - len(prompt)
 
 
-def _stats(done: Sequence[Generation], rows: VllmDecoding, seconds: float) -> BatchStats:
-    """Of a call. Passes take prompts and decode tokens together: their time is told apart by FLOPs."""
-    prompts, decoding = (sum(getattr(each, name) for each in done) for name in ("flops_prompt", "flops_decode"))
-    share = prompts / max(1, prompts + decoding)
-    return BatchStats(
-        samples=len(done),
-        prompt_tokens=sum(each.prompt_tokens for each in done if not each.sample),
-        generated_tokens=sum(each.generated_tokens for each in done),
-        steps=rows.steps,
-        flops_padding=0,  # there is none
-        cache_course=(0,),  # vLLM takes its cache once, at its start
-        prefill_seconds=share * seconds,
-        decode_seconds=(1 - share) * seconds,
-    )
-
-
 class VllmDecoding:
     """Rows under way in vLLM, under one sampling and schedule; more may be added at any time."""
 
     def __init__(
-        self, llm: Any, stopping: Stopping, ledger: Ledger, whole: bool, room: Callable[[Sequence[int], str], int]
+        self,
+        llm: Any,
+        seats: int,
+        stopping: Stopping,
+        ledger: Ledger,
+        whole: bool,
+        room: Callable[[Sequence[int], str], int],
     ) -> None:
-        """`whole`: at full depth in an engine that has a schedule. `room`: what follows a prompt, or PromptError."""
-        self._llm, self._stopping, self._ledger, self._whole, self._room = llm, stopping, ledger, whole, room
+        """An empty one.
+
+        Args:
+            llm: vLLM's engine, and
+            seats: how many rows it lets run together.
+            stopping, ledger: the sampling, the schedule.
+            whole: at full depth in an engine that has a schedule.
+            room: how many tokens may follow a prompt of that name; raises PromptError.
+        """
+        self._llm, self._seats = llm, seats
+        self._stopping, self._ledger, self._whole, self._room = stopping, ledger, whole, room
         self._samples: dict[str, Sample] = {}
         self._added = 0
-        self.steps = 0
+        self._stats, self._asked = BatchStats(), time.perf_counter()
 
     @property
     def unfinished(self) -> int:
         """Generations still to come."""
         return len(self._samples)
+
+    def take_stats(self) -> BatchStats:
+        """What passes have cost since this was last asked; their seconds by FLOPs of the rows that ended."""
+        stats, self._stats = self._stats, BatchStats()
+        now = time.perf_counter()
+        seconds, self._asked = now - self._asked, now
+        share = stats.prefill_seconds / max(1.0, stats.prefill_seconds + stats.decode_seconds)  # FLOPs so far
+        # vLLM takes its cache once, at its start, and pads nothing.
+        return replace(stats, cache_course=(0,), prefill_seconds=share * seconds, decode_seconds=(1 - share) * seconds)
 
     def add(self, prompt: Sequence[int], sample_id: str, index: int) -> None:
         """Let a row in: its prompt's samples, `index` of each generation. Raises PromptError."""
@@ -241,8 +262,9 @@ class VllmDecoding:
 
     def step(self) -> list[Generation]:
         """One pass; the generations that ended in it."""
-        self.steps += 1
-        finished, stopped = [], []
+        finished: list[Generation] = []
+        stopped: list[str] = []
+        live = min(self.unfinished, self._seats)
         for output in self._llm.step():
             sample = self._samples.get(output.request_id)
             if sample is None:
@@ -259,6 +281,16 @@ class VllmDecoding:
                 finished.append(generation_of(sample, self._stopping, self._ledger))
         if stopped:
             self._llm.abort_request(stopped)
+        self._stats += BatchStats(
+            samples=len(finished),
+            prompt_tokens=sum(each.prompt_tokens for each in finished if not each.sample),
+            generated_tokens=sum(each.generated_tokens for each in finished),
+            steps=1,
+            live_rows=live,
+            seats=self._seats,
+            prefill_seconds=sum(each.flops_prompt for each in finished),
+            decode_seconds=sum(each.flops_decode for each in finished),
+        )
         return finished
 
     def abandon(self) -> None:

@@ -12,6 +12,7 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.gemma2 import Gemma2ForCausalLM
 from vllm.model_executor.models.gemma3 import Gemma3ForCausalLM
+from vllm.model_executor.models.granite import GraniteForCausalLM
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.opt import OPTForCausalLM
@@ -210,6 +211,24 @@ class SkippingGemma2(_Sandwiched, Gemma2ForCausalLM):
 
 class SkippingGemma3(_Sandwiched, Gemma3ForCausalLM):
     """Gemma 3, text only."""
+
+
+class SkippingGranite(Skipping, GraniteForCausalLM):
+    """Granite: factors on the embeddings and on what each block adds."""
+
+    def embedded(self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None) -> Tensor:
+        """As `Skipping.embedded`."""
+        factor: float = self.config.embedding_multiplier
+        return super().embedded(input_ids, positions, inputs_embeds) * factor
+
+    def run(self, unit: Unit, layer: Any, positions: Tensor, x: Tensor) -> Tensor:
+        """As `Skipping.run`."""
+        change: Tensor
+        if unit.kind == "a":
+            change = layer.self_attn(positions=positions, hidden_states=layer.input_layernorm(x))
+        else:
+            change = layer.mlp(layer.post_attention_layernorm(x))
+        return x + change * layer.residual_multiplier
 
 
 class SkippingOPT(Skipping, OPTForCausalLM):

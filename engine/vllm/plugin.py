@@ -26,6 +26,7 @@ MODELS = {
     "Qwen3ForCausalLM": "SkippingQwen3",
     "Gemma2ForCausalLM": "SkippingGemma2",
     "Gemma3ForCausalLM": "SkippingGemma3",
+    "GraniteForCausalLM": "SkippingGranite",
     "OPTForCausalLM": "SkippingOPT",
 }
 

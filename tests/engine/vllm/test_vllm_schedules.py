@@ -28,6 +28,7 @@ SIZES: dict[str, Any] = {"hidden_size": WIDTH, "num_attention_heads": 2, "num_ke
 GROUPED: dict[str, Any] = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 GEMMA: dict[str, Any] = {**GROUPED, "query_pre_attn_scalar": 20, "sliding_window": 16}
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+FACTORS = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7, "logits_scaling": 2.0}
 OPT: dict[str, Any] = {"hidden_size": WIDTH, "num_attention_heads": 2, "ffn_dim": 48}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", **GROUPED},
@@ -36,6 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", **GROUPED},
     "gemma2": {"family": "gemma2", **GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     "gemma3": {"family": "gemma3_text", **GEMMA, "layer_types": ALTERNATING},
+    "granite": {"family": "granite", **GROUPED, **FACTORS},
     "opt": {"family": "opt", **OPT, "word_embed_proj_dim": WIDTH, "tie_word_embeddings": False},
     "opt, norm after, narrow embeddings": {
         "family": "opt", **OPT, "word_embed_proj_dim": 16, "do_layer_norm_before": False, "tie_word_embeddings": False,
