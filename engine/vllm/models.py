@@ -228,7 +228,7 @@ class SkippingGranite(Skipping, GraniteForCausalLM):
             change = layer.self_attn(positions=positions, hidden_states=layer.input_layernorm(x))
         else:
             change = layer.mlp(layer.post_attention_layernorm(x))
-        return x + change * layer.residual_multiplier
+        return x + change * float(layer.residual_multiplier)
 
 
 class SkippingOPT(Skipping, OPTForCausalLM):
