@@ -30,7 +30,7 @@ def rows_held(rows: int) -> int:
     return -(-rows // ROWS) * ROWS
 
 
-class Block:
+class RowBlock:
     """Rows of one size in the layers of one span. Slots that no token has written are finite, mostly zero."""
 
     def __init__(self, shape: ModelShape, layers: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -95,7 +95,7 @@ class KVCache:
         self._shape, self._dtype, self._device = shape, dtype, device
         self.spans = spans
         self.place = {layer: (s, i) for s, span in enumerate(spans) for i, layer in enumerate(span)}
-        self._blocks: list[dict[int, Block]] = [{} for _ in spans]  # of each span, by slots
+        self._blocks: list[dict[int, RowBlock]] = [{} for _ in spans]  # of each span, by slots
         self._slots: dict[int, int] = {}  # of each row
 
     @property
@@ -108,7 +108,7 @@ class KVCache:
         """Of the rows that are there: blocks have memory for a few more."""
         return sum(block.used_bytes for blocks in self._blocks for block in blocks.values())
 
-    def blocks(self, span: int) -> Iterator[Block]:
+    def blocks(self, span: int) -> Iterator[RowBlock]:
         """Those that hold rows."""
         yield from self._blocks[span].values()
 
@@ -121,7 +121,7 @@ class KVCache:
         for span, blocks in zip(self.spans, self._blocks, strict=True):
             for slots, seats in by_slots.items():
                 if slots not in blocks:
-                    blocks[slots] = Block(self._shape, len(span), slots, self._dtype, self._device)
+                    blocks[slots] = RowBlock(self._shape, len(span), slots, self._dtype, self._device)
                 blocks[slots].add(seats)
 
     def holds(self, seat: int, span: int) -> bool:

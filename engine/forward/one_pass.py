@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from engine.forward.cache import Block, KVCache
+from engine.forward.cache import KVCache, RowBlock
 from engine.forward.compiled_parts import PromptMaps
 from engine.forward.operations import ApplyBridge, Compiled, Operation, RunUnit, decode_plans
 from engine.forward.prompt_pass import Prefix
@@ -55,7 +55,7 @@ class Slice(NamedTuple):
 class Attending:
     """Rows of a block whose single tokens attend together."""
 
-    block: Block
+    block: RowBlock
     rows: slice  # of the block
     tokens: Tensor  # [n]: which of the single tokens, by place
     places: Tensor  # [n]
