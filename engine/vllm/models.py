@@ -228,7 +228,8 @@ class SkippingGranite(Skipping, GraniteForCausalLM):
             change = layer.self_attn(positions=positions, hidden_states=layer.input_layernorm(x))
         else:
             change = layer.mlp(layer.post_attention_layernorm(x))
-        return x + change * float(layer.residual_multiplier)
+        factor: float = layer.residual_multiplier
+        return x + change * factor
 
 
 class SkippingOPT(Skipping, OPTForCausalLM):

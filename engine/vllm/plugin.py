@@ -63,8 +63,10 @@ def schedule_of(config: Any) -> Schedule | None:
 def apply(config: Any) -> None:
     """Make a vLLM configuration one that runs its schedule. Raises ScheduleError for what cannot be had together."""
     schedule, model = schedule_of(config), config.model_config
-    if schedule is None or model is None or model.architecture.startswith(PREFIX):
+    if schedule is None or model is None:
         return
+    if (model.hf_config.architectures or [""])[0].startswith(PREFIX):
+        return  # done by the process that this one was started by
     if model.architecture not in MODELS:
         raise ScheduleError(f"schedules run in vLLM on {', '.join(MODELS)}, not on {model.architecture}")
     layers = model.hf_text_config.num_hidden_layers
@@ -76,9 +78,7 @@ def apply(config: Any) -> None:
     # Which tokens run a layer changes from pass to pass: a recorded graph would have it frozen.
     model.enforce_eager = True
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    kind = "AsyncSchedule" if config.scheduler_config.async_scheduling else "Schedule"
-    config.scheduler_config.scheduler_cls = f"engine.vllm.scheduler.{kind}Keeper"
-    config.scheduler_config.async_scheduling = bool(config.scheduler_config.async_scheduling)
+    config.scheduler_config.scheduler_cls = "engine.vllm.scheduler.keeper"
     model.hf_config.architectures = [PREFIX + model.architecture]
     log.info("decoding under the schedule %s", config.additional_config[SETTING])
 

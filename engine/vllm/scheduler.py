@@ -45,3 +45,9 @@ class ScheduleKeeper(_Keeper, Scheduler):
 
 class AsyncScheduleKeeper(_Keeper, AsyncScheduler):
     """Of passes that are prepared while the one before still runs."""
+
+
+def keeper(vllm_config: Any, *args: Any, **kwargs: Any) -> Scheduler:
+    """The scheduler of a configuration: stands where vLLM looks for a class before it has chosen between the two."""
+    kind = AsyncScheduleKeeper if vllm_config.scheduler_config.async_scheduling else ScheduleKeeper
+    return kind(vllm_config, *args, **kwargs)
