@@ -30,7 +30,7 @@ from engine import Schedule, Tokenizer, checkpoint_directory, describe
 from jobs import command_line
 from jobs.benchmarks.floor import multiply_rate
 from jobs.benchmarks.peers.protocol import Job
-from jobs.benchmarks.whole_job.figures import Measured, Task, figures
+from jobs.benchmarks.whole_job.figures import Measured, WholeJob, figures
 from jobs.benchmarks.whole_job.shown import quality_table, speed_table, write_chart
 from jobs.benchmarks.whole_job.worker import RUNNERS, VLLM_PLUGIN, Worker
 from jobs.prompts import PACKAGES
@@ -107,7 +107,7 @@ def benchmark(config: BenchmarkJob) -> None:
     _write(config, task, rates, found, console)
 
 
-def _job(config: BenchmarkJob, scratch: Path) -> tuple[Job, Task, Tokenizer]:
+def _job(config: BenchmarkJob, scratch: Path) -> tuple[Job, WholeJob, Tokenizer]:
     """What contenders are given, and what is known of it. Raises JobError if the input has too few rows."""
     directory, shape = checkpoint_directory(config.model), describe(config.model)
     tokenizer, template = Tokenizer(directory), PromptTemplate(config.prompt, format=config.prompt_format)
@@ -125,7 +125,7 @@ def _job(config: BenchmarkJob, scratch: Path) -> tuple[Job, Task, Tokenizer]:
         str(directory), prompts, shared, config.max_new_tokens, config.batch_size, list(tokenizer.eos_ids),
         config.threads, config.device, config.dtype, None, str(scratch),
     )  # fmt: skip
-    return job, Task(shape, [len(prompt) for prompt in prompts], len(shared), references), tokenizer
+    return job, WholeJob(shape, [len(prompt) for prompt in prompts], len(shared), references), tokenizer
 
 
 def _loaded(config: BenchmarkJob, job: Job, workers: ExitStack, console: Console) -> list[tuple[Measured, Worker]]:
@@ -194,7 +194,7 @@ def _note(measured: Measured, run: dict[str, Any], tokenizer: Tokenizer, new_tok
 
 
 def _write(
-    config: BenchmarkJob, task: Task, rates: Sequence[float], found: Sequence[dict[str, Any]], console: Console
+    config: BenchmarkJob, task: WholeJob, rates: Sequence[float], found: Sequence[dict[str, Any]], console: Console
 ) -> None:
     """Tables, job.json and job.svg."""
     mean_prompt = sum(task.prompt_tokens) / len(task.prompt_tokens)

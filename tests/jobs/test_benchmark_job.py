@@ -14,7 +14,7 @@ from engine import Ledger, Schedule, describe
 from engine.schedules import recipes
 from jobs.benchmarks.job import BenchmarkJob, benchmark
 from jobs.benchmarks.peers.protocol import Job
-from jobs.benchmarks.whole_job.figures import Measured, Task, figures, flops
+from jobs.benchmarks.whole_job.figures import Measured, WholeJob, figures, flops
 from jobs.benchmarks.whole_job.worker import RUNNERS, Runner, Worker
 from pipeline.errors import JobError
 
@@ -78,7 +78,7 @@ def measured(name: str, schedule: Schedule | None, seconds: list[float], generat
 
 def test_a_schedule_that_takes_its_share_of_the_work_has_realised_it(make_checkpoint: Callable[..., Path]) -> None:
     """Also where its answers are shorter: less work is no skill."""
-    task = Task(describe(str(make_checkpoint())), [40, 60], 8, ["a package", "a library"])
+    task = WholeJob(describe(str(make_checkpoint())), [40, 60], 8, ["a package", "a library"])
     whole, half = [20, 30], [12, 30]
     less = flops(task, half_depth(), half).total / flops(task, None, whole).total
     contenders = [
@@ -97,7 +97,7 @@ def test_a_schedule_that_takes_its_share_of_the_work_has_realised_it(make_checkp
 
 def test_a_job_costs_what_the_ledger_says_and_its_shared_tokens_once(make_checkpoint: Callable[..., Path]) -> None:
     shape = describe(str(make_checkpoint()))
-    ledger, task = Ledger(shape, Schedule.full_depth(shape.layers)), Task(shape, [40, 60], 8, ["", ""])
+    ledger, task = Ledger(shape, Schedule.full_depth(shape.layers)), WholeJob(shape, [40, 60], 8, ["", ""])
     cost = flops(task, None, [3, 1])
     assert cost.prompts == ledger.prefix(8) + ledger.prompt(40, 8) + ledger.prompt(60, 8)
     assert cost.decoding == ledger.decode(40, 3)

@@ -8,10 +8,10 @@ from typing import Any
 import ctranslate2
 from transformers import AutoTokenizer
 
-from jobs.benchmarks.peers.protocol import Contender, Job, Prompts, Run, serve
+from jobs.benchmarks.peers.protocol import Job, Peer, Prompts, Run, serve
 
 
-class CTranslate2(Contender):
+class CTranslate2Peer(Peer):
     version = ctranslate2.__version__
 
     def __init__(self, job: Job) -> None:
@@ -38,4 +38,4 @@ class CTranslate2(Contender):
 
 
 if __name__ == "__main__":
-    serve(CTranslate2)
+    serve(CTranslate2Peer)

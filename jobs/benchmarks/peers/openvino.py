@@ -11,13 +11,13 @@ import numpy as np
 import openvino
 import openvino_genai
 
-from jobs.benchmarks.peers.protocol import WARM_UP, Contender, Job, Prompts, Run, serve
+from jobs.benchmarks.peers.protocol import WARM_UP, Job, Peer, Prompts, Run, serve
 
 CACHE_GB = 2
 TOKENS_PER_PASS = 2048
 
 
-class OpenVino(Contender):
+class OpenVino(Peer):
     version = openvino_genai.__version__
 
     def __init__(self, job: Job) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from engine import BatchStats, Engine, Sampling, Schedule, __version__
-from jobs.benchmarks.peers.protocol import Contender, Job, Prompts, Run, serve
+from jobs.benchmarks.peers.protocol import Job, Peer, Prompts, Run, serve
 
 
-class OwnEngine(Contender):
+class OwnEngine(Peer):
     version = __version__
 
     def __init__(self, job: Job) -> None:

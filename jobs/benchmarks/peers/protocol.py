@@ -49,7 +49,7 @@ class Run:
     occupancy: float | None = None  # rows alive in decode passes / (rows that could be x passes)
 
 
-class Contender(ABC):
+class Peer(ABC):
     """Made of a `Job` by loading the model."""
 
     version: str
@@ -62,7 +62,7 @@ class Contender(ABC):
         """The whole job on these prompts."""
 
 
-def serve(load: Callable[[Job], Contender]) -> None:
+def serve(load: Callable[[Job], Peer]) -> None:
     """Be a contender until standard input ends."""
     # What libraries print is not for the benchmark.
     channel = os.fdopen(os.dup(1), "w")

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-from jobs.benchmarks.peers.protocol import Contender, Job, Prompts, Run, longest_first, serve
+from jobs.benchmarks.peers.protocol import Job, Peer, Prompts, Run, longest_first, serve
 
 
 class _FirstToken(StoppingCriteria):
@@ -26,7 +26,7 @@ class _FirstToken(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-class Transformers(Contender):
+class Transformers(Peer):
     version = transformers.__version__
 
     def __init__(self, job: Job) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
-from jobs.benchmarks.peers.protocol import Contender, Job, Prompts, Run, serve
+from jobs.benchmarks.peers.protocol import Job, Peer, Prompts, Run, serve
 
 CACHE_GB = "2"
 
 
-class Vllm(Contender):
+class Vllm(Peer):
     def __init__(self, job: Job) -> None:
         """All in this process; settings of the environment count when vLLM is imported."""
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}

@@ -12,7 +12,7 @@ from pipeline.reporting.text_metrics import rouge_l
 
 
 @dataclass(frozen=True)
-class Task:
+class WholeJob:
     """The job that all contenders run."""
 
     shape: ModelShape
@@ -48,7 +48,7 @@ class Flops:
         return self.prompts + self.decoding
 
 
-def flops(task: Task, schedule: Schedule | None, generated: Sequence[int]) -> Flops:
+def flops(task: WholeJob, schedule: Schedule | None, generated: Sequence[int]) -> Flops:
     """Of answers of so many tokens to the task's prompts, what these share being computed once."""
     ledger = Ledger(task.shape, schedule or Schedule.full_depth(task.shape.layers))
     prompts = sum(ledger.prompt(tokens, task.shared) for tokens in task.prompt_tokens)
@@ -56,7 +56,7 @@ def flops(task: Task, schedule: Schedule | None, generated: Sequence[int]) -> Fl
     return Flops(prompts + ledger.prefix(task.shared), decoding)
 
 
-def figures(measured: Sequence[Measured], task: Task, rates: Sequence[float]) -> list[dict[str, Any]]:
+def figures(measured: Sequence[Measured], task: WholeJob, rates: Sequence[float]) -> list[dict[str, Any]]:
     """Every contender's, beside the first one's, which runs at full depth.
 
     Args:
@@ -76,7 +76,7 @@ def _whole(each: Measured, measured: Sequence[Measured]) -> Measured | None:
 
 
 def _figures(
-    each: Measured, reference: Measured, whole: Measured | None, task: Task, rates: Sequence[float]
+    each: Measured, reference: Measured, whole: Measured | None, task: WholeJob, rates: Sequence[float]
 ) -> dict[str, Any]:
     cost, rows = flops(task, each.schedule, each.generated), len(task.prompt_tokens)
     found: dict[str, Any] = {
