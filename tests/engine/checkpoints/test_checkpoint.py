@@ -356,11 +356,12 @@ def test_a_hub_id_in_the_local_hub_cache_loads(whole: Path, tmp_path: Path, monk
 
 
 def test_the_engine_imports_torch_and_the_hugging_face_stack_and_nothing_else() -> None:
-    """No Ray, no pydantic, no storage, and none of the packages above it."""
+    """No Ray, no pydantic, no storage, and none of the packages above it; vLLM where schedules run inside it."""
     allowed = {"engine", "torch", "transformers", "numpy", "safetensors", "filelock", "huggingface_hub"}
     files = list(Path(engine.__file__).parent.rglob("*.py"))
     assert len(files) > 10
     for file in files:
+        here = allowed | {"vllm"} if file.parent.name == "vllm" else allowed
         for node in ast.walk(ast.parse(file.read_text())):
             names: list[str] = []
             if isinstance(node, ast.Import):
@@ -369,7 +370,7 @@ def test_the_engine_imports_torch_and_the_hugging_face_stack_and_nothing_else() 
                 names = [node.module or ""]
             for name in names:
                 root = name.split(".")[0]
-                assert root in allowed or root in sys.stdlib_module_names, f"{file.name} imports {name}"
+                assert root in here or root in sys.stdlib_module_names, f"{file.name} imports {name}"
 
 
 def test_weights_come_in_the_dtype_asked_for(whole: Path) -> None:
