@@ -48,10 +48,8 @@ OUTPUTS = pa.schema(
 LIKELIHOODS = pa.schema(
     [
         ("id", pa.string()),
-        (
-            "nll",
-            pa.float64(),
-        ),  # negative log-likelihood of the row's answer under full depth, over all its tokens, nats
+        # Negative log-likelihood of the row's answer under full depth, over all its tokens, in nats.
+        ("nll", pa.float64()),
     ]
 )
 COSTS = OUTPUTS.names[3:11]  # fields of a generation that are copied as they are

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,19 @@ from damaged_json import put_instead, values, with_bytes_changed, with_value_cha
 from engine_double import Echo, EchoBackend
 from trials import sentence
 
-from engine import Block, Bridge, EarlyExit, Generation, HeadPreview, ModelError, Plateau, Sampling, Schedule, Unit
+from engine import (
+    Block,
+    Bridge,
+    EarlyExit,
+    Generation,
+    HeadPreview,
+    Likelihood,
+    ModelError,
+    Plateau,
+    Sampling,
+    Schedule,
+    Unit,
+)
 from engine import PromptBridge as Prompts
 from engine.adaptation.checkpoint import TrainingState, read_state, write_state
 from engine.adaptation.recipe import Recipe
@@ -218,14 +230,23 @@ def rivals(draw: random.Random, folder: Path, canary: Path) -> tuple[str, Read]:
 
 
 def study(draw: random.Random, folder: Path, canary: Path) -> tuple[str, Read]:
-    prompts = [Prompt(f"p{number}", "text", "reference", (1, 2, 3)) for number in range(4)]
+    prompts = [Prompt(f"p{number}", "text", "reference", (1, 2, 3), "read") for number in range(4)]
     made = Study(folder, "model", Sampling(max_new_tokens=5), 2, prompts)
     contender = Contender.full_depth(4)
+
+    class Likely:
+        """Stands for an engine that finds all answers as likely."""
+
+        def likelihood(self, prompts: Sequence[object], answers: Sequence[object]) -> list[Likelihood]:
+            return [Likelihood(1.0, 2) for _ in answers]
+
     for batch in made._batches():
         rows = [Generation(i, 0, "said", (4, 5), "stop", 3, 0, 300, 60, 60, 360, 4.0) for i in range(2)]
         made._write(contender, batch, rows, [{"kl": [0.1], "agrees": [True]}] * 2, BatchTiming("s", 2, 0.5))
+    for batch in made._batches():
+        made._judge(cast(Any, Likely()), batch, [contender])
     file = draw.choice(sorted(folder.glob("*/*.parquet")))
-    if draw.random() < 0.5:
+    if draw.random() < 0.5 or ".likelihoods" in file.suffixes:
         what = damage(draw, file, canary, is_json=False)
     else:
         table = pq.read_table(file)
@@ -237,6 +258,8 @@ def study(draw: random.Random, folder: Path, canary: Path) -> tuple[str, Read]:
 
         def generate_each(self, *_: object, **__: object) -> Iterator[object]:
             raise JobError("it would be made again")
+
+        likelihood = generate_each
 
     def read() -> None:
         made.run(cast(Any, Nothing()), [contender])
