@@ -27,6 +27,9 @@ from engine.models.decoder import Decoder
 # Prompts that are put in order of length together, in batches: rows of like length attend with little padding, and a
 # prompt waits for so many others at the most.
 ORDERED_TOGETHER = 4
+# One seat in so many has to be free before prompts enter beside rows that run: several prompts make larger matrix
+# products than one, which is worth more than seats that are filled a few passes earlier.
+ENTER_TOGETHER = 4
 
 Copies = list[Sample]  # of one prompt, that enter together: the prompt is computed once
 
@@ -211,6 +214,8 @@ class Stream:
         """Prompts that enter: as many as seats, the cache and a pass have room for."""
         entering: list[Copies] = []
         tokens, free = 0, len(self._free)
+        if self._rows and free < min(self._seats // ENTER_TOGETHER, self.queued):
+            return []
         held = self._cache.used_bytes
         while self._queue and len(copies := self._queue.first) <= free:
             first = copies[0]
