@@ -356,8 +356,10 @@ class Engine:
             if not stream.unfinished:
                 return
             done = stream.step()
-            if done and on_batch is not None:
-                on_batch(stream.take_stats())
+            if done:
+                stats = stream.take_stats()  # whoever listens: a stream without end is not to gather them
+                if on_batch is not None:
+                    on_batch(stats)
             yield from done
 
     def _run_each(

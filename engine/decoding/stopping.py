@@ -18,10 +18,6 @@ class Stopping:
         # (and a few tokens before, lest the window starts inside a character).
         self._window = max((len(stop.encode()) for stop in sampling.stop), default=0) + 8
 
-    def is_end(self, token: int) -> bool:
-        """Whether it is an end-of-sequence token."""
-        return token in self.eos_ids
-
     def ends(self, tokens: Sequence[int]) -> bool:
         """Whether the newest of a sample's generated tokens ends it."""
         if tokens[-1] in self.eos_ids:

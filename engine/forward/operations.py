@@ -80,11 +80,6 @@ def decode_plans(schedule: Schedule) -> tuple[tuple[Operation, ...], ...]:
     return tuple(decode_plan(schedule, plateau) for plateau in range(len(schedule.plateaus)))
 
 
-def attention_layers(plan: Sequence[Operation]) -> set[int]:
-    """Layers whose attention block a plan runs: those that need a cache."""
-    return {step.unit.layer for step in plan if isinstance(step, RunUnit) and step.unit.kind == "a"}
-
-
 def run_plan(
     decoder: Decoder,
     plan: Sequence[Operation],
