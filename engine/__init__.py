@@ -9,9 +9,10 @@ from engine.checkpoints.checkpoint import prepare as checkpoint_directory
 from engine.checkpoints.checkpoint import resolve as pinned_model
 from engine.checkpoints.tokenizer import Tokenizer
 from engine.decoding.early_exit import EarlyExit
-from engine.decoding.generation import Decoding, Generation
+from engine.decoding.feeding import Decoding
+from engine.decoding.generation import Generation
 from engine.decoding.sampling import Sampling
-from engine.decoding.stream import BatchStats
+from engine.decoding.stats import BatchStats
 from engine.engine import Engine, describe, resolve_device, resolve_dtype
 from engine.errors import ModelError, PromptError, ScheduleError, brief
 from engine.forward.ledger import Ledger

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import torch
@@ -13,10 +12,13 @@ from engine.checkpoints import checkpoint
 from engine.checkpoints.tokenizer import Tokenizer
 from engine.checkpoints.weight_files import Weights
 from engine.decoding.early_exit import EarlyExit, ExitStream
+from engine.decoding.feeding import Named, feed, named
 from engine.decoding.generation import Generation
+from engine.decoding.lanes import Lanes, lanes_for
 from engine.decoding.sampling import Sampling
+from engine.decoding.stats import BatchStats
 from engine.decoding.stopping import Stopping
-from engine.decoding.stream import ORDERED_TOGETHER, BatchStats, Context, Stream
+from engine.decoding.stream import ORDERED_TOGETHER, Context, Queue, Stream
 from engine.errors import ModelError, PromptError
 from engine.forward.compiled_parts import compile_bridge, compile_head
 from engine.forward.ledger import Ledger
@@ -25,13 +27,15 @@ from engine.forward.prompt_pass import PromptPass
 from engine.forward.scoring import AnswerScore, Likelihood, likelihood, score, similarity
 from engine.forward.teacher_forcing import Answer, AnswerPass
 from engine.kernels.base import Kernels, kernels_for
-from engine.memory import SHARE, free_bytes, rows_that_fit
+from engine.memory import SHARE, free_bytes, keep_freed_memory, rows_that_fit
 from engine.models.decoder import Decoder
 from engine.models.families import family_of
 from engine.parts.prompt_bridge import PromptBridge
 from engine.parts.unit import Unit
 from engine.schedules.schedule import Schedule
 from engine.shape import ModelShape
+
+AHEAD = ORDERED_TOGETHER + 1  # batches: one that runs, and those that are put in order together
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -112,6 +116,8 @@ class Engine:
             weights = Weights(directory, precision)
             weights.check_shapes(config)
             decoder = family.decoder(config, family.shape(config), weights, chosen, where)
+        if where.type == "cpu":
+            keep_freed_memory()
         return cls(decoder, Tokenizer(directory), chosen, precision, where)
 
     @property
@@ -141,15 +147,21 @@ class Engine:
 
     def decoding(
         self, sampling: Sampling | None = None, schedule: Schedule | None = None, batch_size: int = 32
-    ) -> Stream:
-        """An open stream: prompts are added at any time, each step takes all rows a token on.
+    ) -> Stream | Lanes:
+        """An open stream: prompts are added at any time, each step takes rows a token on.
 
         A sample's tokens depend on its prompt, sampling, schedule and id, not on who shares its passes, nor on when it
         enters (beyond rounding). Raises ScheduleError, and ValueError for a batch_size below 1.
         """
         ledger = self._ledger(schedule)
         context = self._context(sampling or Sampling(), self.compiled(ledger.schedule))
-        return Stream(context, ledger, batch_size, int(SHARE * free_bytes(self._device)))
+        memory, copies = int(SHARE * free_bytes(self._device)), context.sampling.samples_per_prompt
+        lanes = lanes_for(self._device, batch_size, copies)
+        if lanes == 1:
+            return Stream(context, ledger, batch_size, memory)
+        queue = Queue(ORDERED_TOGETHER * batch_size, lanes)
+        seats = [batch_size // lanes + (lane < batch_size % lanes) for lane in range(lanes)]
+        return Lanes([Stream(context, ledger, each, memory // lanes, queue) for each in seats], copies)
 
     def generate(
         self,
@@ -179,9 +191,7 @@ class Engine:
                 than sample_ids, or fewer. Both when it is taken.
         """
         stream = self.decoding(sampling, schedule, batch_size)
-        if isinstance(prompts, Sequence) and isinstance(sample_ids, Sequence) and len(prompts) != len(sample_ids):
-            raise ValueError(f"{len(prompts)} prompts need as many sample_ids, got {len(sample_ids)}")
-        return self._run(stream, prompts, sample_ids, batch_size, on_batch)
+        return feed(stream, self._named(prompts, sample_ids), AHEAD * batch_size, on_batch)
 
     def generate_each(
         self,
@@ -223,7 +233,7 @@ class Engine:
                 on_confidences(stream.confidences)
             stream.confidences = []
 
-        return self._run(stream, prompts, sample_ids, batch_size, tell)
+        return feed(stream, self._named(prompts, sample_ids), AHEAD * batch_size, tell)
 
     def unit_similarity(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> dict[Unit, float]:
         """Mean cosine similarity of every unit's input and output at full depth, over the decode steps of answers."""
@@ -332,40 +342,13 @@ class Engine:
         """Pass prompts through all layers, all in one pass; `observe` as for `PromptPass.run`."""
         self._prompts.run(prompts, lambda *_: None, observe=observe)
 
-    def _named(
-        self, prompts: Iterable[str | Sequence[int]], sample_ids: Iterable[str] | None
-    ) -> Iterator[tuple[int, str, Sequence[int]]]:
-        """(index, sample id, tokens) of prompts. Raises ValueError where there are not as many ids as prompts."""
-        ids = map(str, count()) if sample_ids is None else sample_ids
-        for index, (prompt, name) in enumerate(zip(prompts, ids, strict=sample_ids is not None)):
-            yield index, name, self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-
-    def _run(
-        self,
-        stream: Stream,
-        prompts: Iterable[str | Sequence[int]],
-        sample_ids: Iterable[str] | None,
-        batch_size: int,
-        on_batch: Callable[[BatchStats], None] | None,
-    ) -> Iterator[Generation]:
-        named = self._named(prompts, sample_ids)
-        while True:
-            while stream.queued < ORDERED_TOGETHER * batch_size and (taken := next(named, None)) is not None:
-                index, sample_id, tokens = taken
-                stream.add(tokens, sample_id, index)
-            if not stream.unfinished:
-                return
-            done = stream.step()
-            if done:
-                stats = stream.take_stats()  # whoever listens: a stream without end is not to gather them
-                if on_batch is not None:
-                    on_batch(stats)
-            yield from done
+    def _named(self, prompts: Iterable[str | Sequence[int]], sample_ids: Iterable[str] | None) -> Named:
+        return named(prompts, sample_ids, self.tokenizer.encode)
 
     def _run_each(
         self,
         context: Context,
-        named: Iterator[tuple[int, str, Sequence[int]]],
+        prompts: Named,
         ledgers: Sequence[Ledger],
         batch_size: int,
         on_batch: Callable[[int, BatchStats], None] | None,
@@ -374,7 +357,7 @@ class Engine:
         for index, ledger in enumerate(ledgers):
             alike.setdefault(ledger.schedule.prompt_bridge, []).append(index)
         together = max(1, batch_size // context.sampling.samples_per_prompt)  # prompts of a batch
-        waiting = sorted(named, key=lambda each: -len(each[2]))
+        waiting = sorted(prompts, key=lambda each: -len(each[2]))
         for first in range(0, len(waiting), together):
             for bridge, indices in alike.items():
                 whole = self._ledger(replace(Schedule.full_depth(self.shape.layers), prompt_bridge=bridge))

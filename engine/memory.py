@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from engine.shape import ModelShape
 # Rows beyond which a batch gains little: a CPU's arithmetic is full with a few dozen rows, a GPU's with a few hundred.
 MOST_ROWS = {"cpu": 64, "cuda": 512}
 SHARE = 0.8  # of the free memory: allocators round up, and others use memory too
+# glibc's mallopt(3): sizes from which memory comes from the system at once, that is kept free before it goes back,
+# and how many heaps threads spread over. A heap of a thread's own goes back to the system whenever it is empty.
+_MMAP_THRESHOLD, _TRIM_THRESHOLD, _ARENA_MAX = -3, -1, -8
 LOGIT_COPIES = 4  # float32 [B, vocab]: as computed, adjusted, sorted, and as probabilities
 
 
@@ -85,6 +89,18 @@ def free_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0] + unused
     share = min(1.0, torch.get_num_threads() / (os.cpu_count() or 1))
     return int(share * min(_available(), _container_rest()))
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep what this process frees for its next pass, where that library is glibc.
+
+    Else the results of every large product come from the system and go back to it, and a tenth of a pass goes by
+    while it clears their pages. From now on the process keeps the most that it has needed.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "gnu_get_libc_version"):
+        for parameter, value in ((_MMAP_THRESHOLD, 1 << 30), (_TRIM_THRESHOLD, (1 << 31) - 1), (_ARENA_MAX, 1)):
+            library.mallopt(parameter, value)
 
 
 def _available() -> int:

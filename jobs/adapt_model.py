@@ -20,6 +20,7 @@ from rich.table import Table
 import engine
 from engine import ModelShape, Schedule, ScheduleError, decode_flop_speedup
 from engine.adaptation.trainer import Point, is_trainable, prompts_stop
+from engine.calibration.prompts import check_prompt_layers
 from engine.forward.target import sample_flop_speedup
 from jobs import command_line
 from jobs.adaptation import CHECKPOINT_FILE, AdaptModel, Training, train, train_on_cluster
@@ -72,8 +73,12 @@ def _read(config: AdaptModel, shape: ModelShape) -> dict[str, Schedule]:
         schedules = read_schedules(config.schedule, config.storage)
     else:
         schedules = {"": read_schedule(config.schedule, config.target_speedup, config.storage)}
-    for schedule in schedules.values():
+    for name, schedule in schedules.items():
         schedule.check_fits(shape)
+        if config.prompt_layers is not None and schedule.prompt_bridge is not None:
+            raise ScheduleError(f"{name or config.schedule} has a prompt bridge already: leave out --prompt-layers")
+    if config.prompt_layers is not None:
+        check_prompt_layers(config.prompt_layers, shape)
     trained = {name: schedule for name, schedule in schedules.items() if is_trainable(schedule)}
     if not trained:
         raise ScheduleError(f"{config.schedule!r} skips nothing: there is nothing to learn")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,6 +17,7 @@ from engine.adaptation.estimate import is_early_look, reachable_kl
 from engine.adaptation.peers import Peers
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import Point, Trainer
+from engine.calibration.prompts import fit_prompt_bridge
 from engine.forward.quality import Quality
 from engine.kernels.base import Kernels
 from jobs.answers import PART, AnswersConfig, answer_corpus, with_more_answers
@@ -53,6 +54,12 @@ class AdaptModel(AnswersConfig):
     held_out: float = Field(0.1, gt=0, lt=0.5, description="share of them that is judged by, not trained on")
     steps: int = Field(DEFAULT.steps, ge=1, description="updates at most; training ends when judgements stop improving")
     learning_rate: float = Field(DEFAULT.learning_rate, gt=0, description="highest of the warm-up and cosine")
+    prompt_layers: int | None = Field(
+        None,
+        ge=1,
+        description="give the schedules a prompt bridge, fitted to the same prompts before training: all tokens of a "
+        "prompt but its last stop after so many layers; default as the schedules have it",
+    )
     gate_width: int = Field(
         DEFAULT.gate_width,
         ge=0,
@@ -102,6 +109,10 @@ def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
     # The last ones: of the same part and seed, calibration draws the first, and has fitted its bridges to them.
     held_out = drawn.answers[-kept:]
     answers = with_more_answers(config, teacher, drawn.answers[:-kept], config.answers_per_prompt, progress)
+    if config.prompt_layers is not None:
+        prompts = [answer.prompt for answer in drawn.answers[:-kept]]
+        bridge = fit_prompt_bridge(teacher, prompts, config.prompt_layers, progress)
+        schedules = [replace(schedule, prompt_bridge=bridge) for schedule in schedules]
     student = Engine.load(config.model, config.device, "float32", config.threads, Kernels())
     student.share_prefix(config.template().shared_prefix(student.tokenizer))  # no prompt bridge stands in for it
     trainer = Trainer(student, schedules, answers, held_out, config.recipe(), progress)

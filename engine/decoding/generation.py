@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from engine.decoding.sample import Sample
 from engine.decoding.stopping import Stopping
@@ -31,29 +29,6 @@ class Generation:
     @property
     def generated_tokens(self) -> int:
         return len(self.tokens)
-
-
-class Decoding(Protocol):
-    """Rows under one sampling and one schedule, that come and go. Engines differ in how they make a pass."""
-
-    @property
-    def unfinished(self) -> int:
-        """Rows queued or running."""
-
-    def add(self, prompt: Sequence[int], sample_id: str, index: int) -> None:
-        """Queue a prompt, all its samples.
-
-        Args:
-            prompt: token ids.
-            sample_id: names its random stream.
-            index: of the prompt, as its generations will name it.
-
-        Raises:
-            PromptError: it is empty or does not fit the context. Nothing is queued then.
-        """
-
-    def step(self) -> list[Generation]:
-        """One pass; the generations that ended in it. `Generation.index` says whose they are."""
 
 
 def generation_of(sample: Sample, stopping: Stopping, ledger: Ledger) -> Generation:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from threading import RLock
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch.profiler import record_function
 from engine.decoding.generation import Generation, generation_of
 from engine.decoding.sample import Sample
 from engine.decoding.sampling import Sampler, Sampling
+from engine.decoding.stats import BatchStats
 from engine.decoding.stopping import Stopping
 from engine.errors import PromptError
 from engine.forward.cache import KVCache, slots_for
@@ -34,38 +36,6 @@ ENTER_TOGETHER = 4
 Copies = list[Sample]  # of one prompt, that enter together: the prompt is computed once
 
 
-@dataclass(slots=True)
-class BatchStats:
-    """What some passes cost. FLOPs of the samples are those of the ledger; padding is what was computed for nobody.
-
-    Prompts and decoding share passes; their seconds are the passes', by FLOPs.
-    """
-
-    samples: int = 0  # that ended
-    prompt_tokens: int = 0  # computed
-    generated_tokens: int = 0
-    steps: int = 0  # passes
-    live_rows: int = 0  # summed over the passes
-    seats: int = 0  # that there were for them, summed over the passes
-    flops_padding: int = 0
-    cache_course: tuple[int, ...] = ()  # bytes of the key/value cache in each pass
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-
-    @property
-    def cache_bytes(self) -> int:
-        """Most memory the key/value cache took."""
-        return max(self.cache_course)
-
-    @property
-    def occupancy(self) -> float:
-        """Share of the seats that had a row."""
-        return self.live_rows / max(1, self.seats)
-
-    def __add__(self, other: BatchStats) -> BatchStats:
-        return BatchStats(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
-
-
 @dataclass(frozen=True, slots=True)
 class Context:
     """What the streams of a call share."""
@@ -84,16 +54,25 @@ class Context:
 
 
 @dataclass
-class _Queue:
+class Queue:
     """Prompts that wait. They enter by length within windows, in falling and rising order in turns."""
 
     window: int  # samples
+    lanes: int = 1  # streams that take from it
     waiting: deque[Copies] = field(default_factory=deque)
     ordered: deque[Copies] = field(default_factory=deque)
     falling: bool = True
+    samples: int = 0  # of the prompts that wait
+    unfinished: int = 0  # and those that run, in all streams
+    lock: RLock = field(default_factory=RLock)
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.ordered)
+
+    @property
+    def share(self) -> int:
+        """Rows of a stream when there are not enough for all seats."""
+        return -(-self.unfinished // self.lanes)
 
     @property
     def first(self) -> Copies:
@@ -106,13 +85,38 @@ class _Queue:
             self.falling = not self.falling
         return self.ordered[0]
 
+    def add(self, copies: Copies) -> None:
+        """Let a prompt wait."""
+        with self.lock:
+            self.waiting.append(copies)
+            self.samples += len(copies)
+            self.unfinished += len(copies)
+
+    def take(self) -> Copies:
+        """The first one enters."""
+        taken = self.ordered.popleft()
+        self.samples -= len(taken)
+        return taken
+
+    def ended(self, rows: int) -> None:
+        """So many have."""
+        with self.lock:
+            self.unfinished -= rows
+
 
 class Stream:
     """Rows under one sampling and one schedule."""
 
     kind_of_pass = OnePass
 
-    def __init__(self, context: Context, ledger: Ledger, batch_size: int, cache_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        context: Context,
+        ledger: Ledger,
+        batch_size: int,
+        cache_bytes: int | None = None,
+        queue: Queue | None = None,
+    ) -> None:
         """An empty one.
 
         Args:
@@ -120,6 +124,7 @@ class Stream:
             batch_size: most rows at a time.
             cache_bytes: most memory that rows may take in the cache when they are as long as they can get; a row
                 that does not fit runs alone.
+            queue: that other streams take from too, in threads of their own; default one of its own.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size must be >= 1, got {batch_size}")
@@ -131,9 +136,9 @@ class Stream:
         stopping = context.stopping
         self._sampler = Sampler(stopping.sampling, stopping.eos_ids, shape.vocab, batch_size, context.device)
         self._free = list(reversed(range(batch_size)))
-        self._queue = _Queue(ORDERED_TOGETHER * batch_size)
+        self._queue = Queue(ORDERED_TOGETHER * batch_size) if queue is None else queue
         self._rows: list[Sample] = []  # that run, by plateau
-        self._held = 0  # bytes of the cache in the last pass
+        self.held_bytes = 0  # of the cache, in the last pass
         self.stats = BatchStats()  # since they were last taken
 
     @property
@@ -144,12 +149,20 @@ class Stream:
     @property
     def queued(self) -> int:
         """Rows that wait to enter."""
-        return sum(map(len, self._queue.waiting)) + sum(map(len, self._queue.ordered))
+        return self._queue.samples
+
+    @property
+    def running(self) -> int:
+        """Rows that have entered; between passes."""
+        return len(self._rows)
 
     def take_stats(self) -> BatchStats:
         """What passes have cost since this was last asked."""
         stats, self.stats = self.stats, BatchStats()
         return stats
+
+    def close(self) -> None:
+        """Nothing to end: passes run in the caller's thread."""
 
     def add(self, prompt: Sequence[int], sample_id: str, index: int) -> None:
         """Queue a prompt, all its samples. Raises PromptError where it is empty or does not fit the context."""
@@ -162,7 +175,7 @@ class Stream:
         ids = [f"{sample_id}\0{copy}" if copy else sample_id for copy in range(sampling.samples_per_prompt)]
         samples = [Sample(index, copy, name, prompt, limit) for copy, name in enumerate(ids)]
         for first in range(0, len(samples), self._seats):
-            self._queue.waiting.append(samples[first : first + self._seats])
+            self._queue.add(samples[first : first + self._seats])
 
     def step(self) -> list[Generation]:
         """One pass; the generations that ended in it."""
@@ -212,10 +225,22 @@ class Stream:
 
     def _admit(self) -> list[Copies]:
         """Prompts that enter: as many as seats, the cache and a pass have room for."""
+        with self._queue.lock:
+            entering = self._take()
+        for copies in entering:
+            for sample in copies:
+                sample.seat = self._free.pop()
+                self._sampler.enter(sample.seat, sample.prompt, sample.sample_id)
+        return entering
+
+    def _take(self) -> list[Copies]:
+        """Those prompts, from the queue."""
         entering: list[Copies] = []
         tokens, free = 0, len(self._free)
-        if self._rows and free < min(self._seats // ENTER_TOGETHER, self.queued):
+        if not self._queue or (self._rows and free < min(self._seats // ENTER_TOGETHER, self.queued)):
             return []
+        share = max(self._queue.share, 0 if self._rows else len(self._queue.first))
+        free = min(free, share - len(self._rows))
         held = self._cache.used_bytes
         while self._queue and len(copies := self._queue.first) <= free:
             first = copies[0]
@@ -223,18 +248,14 @@ class Stream:
             needed = len(copies) * self._bytes(first)
             tokens += len(first.prompt) - shared
             occupied = self._rows or entering
-            if entering and tokens > PROMPT_TOKENS:
+            if entering and tokens > PROMPT_TOKENS // self._queue.lanes:
                 break
             if occupied and self._cache_bytes is not None and held + needed > self._cache_bytes:
                 break
             for sample in copies:
                 sample.shared_prefix, sample.shares_prompt = shared, sample is not first
             held, free = held + needed, free - len(copies)
-            entering.append(self._queue.ordered.popleft())
-        for copies in entering:
-            for sample in copies:
-                sample.seat = self._free.pop()
-                self._sampler.enter(sample.seat, sample.prompt, sample.sample_id)
+            entering.append(self._queue.take())
         return entering
 
     def _bytes(self, sample: Sample) -> int:
@@ -257,7 +278,7 @@ class Stream:
         one = self._make_pass(prompts, newest)
         x = one.run()
         self._ran(one, running)
-        self._held = self._cache.bytes
+        self.held_bytes = self._cache.bytes
         with record_function("head"):
             exact, ours = context.decoder.logits, context.compiled.head(schedule, context.decoder)
             if schedule.head_preview is None or not running:
@@ -324,6 +345,7 @@ class Stream:
                 done.append(self._generation(sample))
             else:
                 self._rows.append(sample)
+        self._queue.ended(len(done))
         self._rows.sort(key=lambda sample: self._ledger.schedule.plateau_at(sample.step))
         return done
 
@@ -349,7 +371,7 @@ class Stream:
             live_rows=sum(map(len, entering)) + len(running),
             seats=self._seats,
             flops_padding=padding,
-            cache_course=(self._held,),
+            cache_course=(self.held_bytes,),
             prefill_seconds=share * seconds,
             decode_seconds=(1 - share) * seconds,
         )

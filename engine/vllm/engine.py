@@ -6,8 +6,8 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,11 +16,12 @@ import torch
 
 from engine.checkpoints import checkpoint
 from engine.checkpoints.tokenizer import Tokenizer
+from engine.decoding.feeding import feed, named
 from engine.decoding.generation import Generation, generation_of
 from engine.decoding.sample import Sample
 from engine.decoding.sampling import Sampling
+from engine.decoding.stats import BatchStats
 from engine.decoding.stopping import Stopping
-from engine.decoding.stream import BatchStats
 from engine.engine import Engine, resolve_device, resolve_dtype
 from engine.errors import ModelError, PromptError
 from engine.forward.ledger import Ledger
@@ -86,34 +87,12 @@ class VllmEngine:
     ) -> Iterator[Generation]:
         """As `Engine.generate`."""
         rows = self.decoding(sampling, schedule, batch_size)
-        if isinstance(prompts, Sequence) and isinstance(sample_ids, Sequence) and len(prompts) != len(sample_ids):
-            raise ValueError(f"{len(prompts)} prompts need as many sample_ids, got {len(sample_ids)}")
-        return self._run(rows, prompts, sample_ids, batch_size, on_batch)
+        return self._run(feed(rows, named(prompts, sample_ids, self.tokenizer.encode), WAITING * batch_size, on_batch))
 
-    def _run(
-        self,
-        rows: VllmDecoding,
-        prompts: Iterable[str | Sequence[int]],
-        sample_ids: Iterable[str] | None,
-        batch_size: int,
-        on_batch: Callable[[BatchStats], None] | None,
-    ) -> Iterator[Generation]:
-        ids = map(str, count()) if sample_ids is None else sample_ids
-        named = enumerate(zip(prompts, ids, strict=sample_ids is not None))
+    def _run(self, generations: Iterator[Generation]) -> Iterator[Generation]:
         try:
-            while True:
-                while rows.unfinished < WAITING * batch_size and (taken := next(named, None)) is not None:
-                    index, (prompt, sample_id) = taken
-                    tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-                    rows.add(tokens, sample_id, index)
-                if not rows.unfinished:
-                    return
-                done = rows.step()
-                if done and on_batch is not None:
-                    on_batch(rows.take_stats())
-                yield from done
-        except (GeneratorExit, PromptError):
-            rows.abandon()
+            yield from generations
+        except PromptError:
             raise
         except Exception:
             self.close()  # whatever state it is in
@@ -293,9 +272,10 @@ class VllmDecoding:
         )
         return finished
 
-    def abandon(self) -> None:
+    def close(self) -> None:
         """Leave what is under way."""
-        self._llm.abort_request(list(self._samples))
+        with suppress(Exception):  # if vLLM has broken, what broke it is to be told
+            self._llm.abort_request(list(self._samples))
         self._samples.clear()
 
     def _params(self, sample: Sample) -> Any:

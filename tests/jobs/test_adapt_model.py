@@ -76,11 +76,18 @@ def test_a_calibrated_schedule_is_adapted_and_a_rerun_goes_on(
     assert "of another training" in capsys.readouterr().err
 
     arguments = [*common, *chosen, "--output", str(tmp_path / "above"), "--prompts", "60"]
-    assert adapt([*arguments, "--steps", "5", "--adapter-rank", "2"]) == 0
+    assert adapt([*arguments, "--steps", "5", "--adapter-rank", "2", "--prompt-layers", "3"]) == 0
     above = Schedule.read(tmp_path / "above")
     assert above.adapter is not None
     assert above.provenance["decode_flop_speedup"] == pytest.approx(before.provenance["decode_flop_speedup"], rel=0.01)
     assert "an adapter of rank 2" in (tmp_path / "above" / adapt_model.CARD_FILE).read_text()
+    assert above.prompt_bridge is not None
+    assert above.prompt_bridge.first == 3
+    assert above.provenance["sample_flop_speedup"] > 1.1 * before.provenance["sample_flop_speedup"]
+    capsys.readouterr()
+    arguments = [*common, "--schedule", str(tmp_path / "above"), "--output", str(tmp_path / "again")]
+    assert adapt([*arguments, "--prompt-layers", "2"]) == 1
+    assert "has a prompt bridge already: leave out --prompt-layers" in capsys.readouterr().err
 
 
 def test_several_schedules_are_trained_together_and_a_job_chooses_among_them(

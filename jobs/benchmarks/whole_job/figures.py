@@ -60,7 +60,7 @@ def figures(measured: Sequence[Measured], task: WholeJob, rates: Sequence[float]
     """Every contender's, beside the first one's, which runs at full depth.
 
     Args:
-        rates: FLOP/s of plain matrix products in each round.
+        rates: FLOP/s of large matrix products in each round.
 
     Ratios are taken within a round, where the machine was equally fast for both, and the median round is given.
     """

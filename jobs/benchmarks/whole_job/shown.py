@@ -20,7 +20,7 @@ def speed_table(title: str, rows: Rows) -> Table:
     found = Table(
         title=title,
         title_justify="left",
-        caption=f"x: times as fast as {rows[0]['name']}; floor: its FLOPs at the rate of plain matrix products, as "
+        caption=f"x: times as fast as {rows[0]['name']}; floor: its FLOPs at the rate of packed matrix products, as "
         "share of its time; full: live rows in decode passes, as share of the rows that could be",
         caption_justify="left",
     )

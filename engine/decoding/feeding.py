@@ -1,0 +1,82 @@
+"""Prompts in as room for them comes near, generations out as rows end: a call over rows that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from itertools import count
+from typing import Protocol
+
+from engine.decoding.generation import Generation
+from engine.decoding.stats import BatchStats
+
+Named = Iterator[tuple[int, str, Sequence[int]]]  # index, sample id, tokens
+
+
+class Decoding(Protocol):
+    """Rows under one sampling and one schedule, that come and go. Engines differ in how they make a pass."""
+
+    @property
+    def unfinished(self) -> int:
+        """Rows queued or running."""
+
+    def add(self, prompt: Sequence[int], sample_id: str, index: int) -> None:
+        """Queue a prompt, all its samples.
+
+        Args:
+            prompt: token ids.
+            sample_id: names its random stream.
+            index: of the prompt, as its generations will name it.
+
+        Raises:
+            PromptError: it is empty or does not fit the context. Nothing is queued then.
+        """
+
+    def step(self) -> list[Generation]:
+        """One pass; the generations that ended in it. `Generation.index` says whose they are."""
+
+    def take_stats(self) -> BatchStats:
+        """What passes have cost since this was last asked."""
+
+    def close(self) -> None:
+        """End it, whatever is unfinished."""
+
+
+def named(
+    prompts: Iterable[str | Sequence[int]], sample_ids: Iterable[str] | None, encode: Callable[[str], Sequence[int]]
+) -> Named:
+    """Prompts with what names their random streams, by default their positions, text as `encode` gives its tokens.
+
+    Raises ValueError where there are not as many ids as prompts; at once where both have a length.
+    """
+    if isinstance(prompts, Sequence) and isinstance(sample_ids, Sequence) and len(prompts) != len(sample_ids):
+        raise ValueError(f"{len(prompts)} prompts need as many sample_ids, got {len(sample_ids)}")
+    ids = map(str, count()) if sample_ids is None else sample_ids
+    pairs = enumerate(zip(prompts, ids, strict=sample_ids is not None))
+    return ((i, name, encode(prompt) if isinstance(prompt, str) else prompt) for i, (prompt, name) in pairs)
+
+
+def feed(
+    decoding: Decoding, prompts: Named, ahead: int, on_batch: Callable[[BatchStats], None] | None
+) -> Iterator[Generation]:
+    """All generations; the decoding is closed then, or when they are not wanted any more.
+
+    Args:
+        decoding: an empty one.
+        prompts: taken one by one; raises PromptError when a bad one is.
+        ahead: rows that may be unfinished before the next prompt is taken.
+        on_batch: as for `Engine.generate`.
+    """
+    with closing(decoding):
+        while True:
+            while decoding.unfinished < ahead and (taken := next(prompts, None)) is not None:
+                index, name, tokens = taken
+                decoding.add(tokens, name, index)
+            if not decoding.unfinished:
+                return
+            done = decoding.step()
+            if done:
+                stats = decoding.take_stats()  # whoever listens: a stream without end is not to gather them
+                if on_batch is not None:
+                    on_batch(stats)
+            yield from done
