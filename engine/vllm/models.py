@@ -155,12 +155,13 @@ class Skipping:
 
     def run(self, unit: Unit, layer: Any, positions: Tensor, x: Tensor) -> Tensor:
         """Hidden states [n, hidden] after a unit."""
-        change: Tensor
+        return x + self.change(unit, layer, positions, x)
+
+    def change(self, unit: Unit, layer: Any, positions: Tensor, x: Tensor) -> Tensor:
+        """What a unit's block gives for hidden states [n, hidden]."""
         if unit.kind == "a":
-            change = layer.self_attn(positions=positions, hidden_states=layer.input_layernorm(x))
-        else:
-            change = layer.mlp(layer.post_attention_layernorm(x))
-        return x + change
+            return layer.self_attn(positions=positions, hidden_states=layer.input_layernorm(x))  # type: ignore[no-any-return]
+        return layer.mlp(layer.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
     def placed(self, attention: Any, positions: Tensor, k: Tensor) -> Tensor:
         """Keys [n, kv_heads, head_dim] of a prompt bridge with their positions.
@@ -194,15 +195,12 @@ class SkippingQwen3(Skipping, Qwen3ForCausalLM):
 class _Sandwiched(Skipping):
     """Gemma 2 and 3: norms before and after each block."""
 
-    def run(self, unit: Unit, layer: Any, positions: Tensor, x: Tensor) -> Tensor:
-        """As `Skipping.run`."""
-        change: Tensor
+    def change(self, unit: Unit, layer: Any, positions: Tensor, x: Tensor) -> Tensor:
+        """As `Skipping.change`."""
         if unit.kind == "a":
             inner = layer.self_attn(positions=positions, hidden_states=layer.input_layernorm(x))
-            change = layer.post_attention_layernorm(inner)
-        else:
-            change = layer.post_feedforward_layernorm(layer.mlp(layer.pre_feedforward_layernorm(x)))
-        return x + change
+            return layer.post_attention_layernorm(inner)  # type: ignore[no-any-return]
+        return layer.post_feedforward_layernorm(layer.mlp(layer.pre_feedforward_layernorm(x)))  # type: ignore[no-any-return]
 
 
 class SkippingGemma2(_Sandwiched, Gemma2ForCausalLM):
@@ -223,13 +221,8 @@ class SkippingGranite(Skipping, GraniteForCausalLM):
 
     def run(self, unit: Unit, layer: Any, positions: Tensor, x: Tensor) -> Tensor:
         """As `Skipping.run`."""
-        change: Tensor
-        if unit.kind == "a":
-            change = layer.self_attn(positions=positions, hidden_states=layer.input_layernorm(x))
-        else:
-            change = layer.mlp(layer.post_attention_layernorm(x))
         factor: float = layer.residual_multiplier
-        return x + change * factor
+        return x + self.change(unit, layer, positions, x) * factor
 
 
 class SkippingOPT(Skipping, OPTForCausalLM):
