@@ -58,7 +58,8 @@ def answer_corpus(config: AnswersConfig, model: Engine, progress: Progress) -> A
     rows = sample_prompts(config, config.part, config.prompts, model.tokenizer, longest)
     prompts: list[list[int]] = rows[TOKENS].to_pylist()
     # As in the job that will run the schedule: computed once, and at full depth.
-    model.share_prefix(config.template().shared_prefix(model.tokenizer))
+    prefix = config.template().shared_prefix(model.tokenizer)
+    shared = len(prefix) if model.share_prefix(prefix) else 0
     sampling = config.sampling()
     provenance = {
         "model": [config.model, engine.model_identity(config.model), config.dtype],
@@ -66,6 +67,7 @@ def answer_corpus(config: AnswersConfig, model: Engine, progress: Progress) -> A
         "prompts_digest": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
         "part": config.part,
         "parted_by": config.parted_by,
+        "shared_prefix_tokens": shared,
         "sampling": sampling.to_dict(),
         "version": engine.__version__,
     }

@@ -60,7 +60,7 @@ class AnswerConfig(BaseModel):
     seed: int = Field(0, description="of the random streams; a row's stream depends on the seed and its place alone")
 
     batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        32, description="rows that decode together on a replica; auto: as many as gain and fit the free memory"
+        64, description="rows that decode together on a replica; auto: as many as gain and fit the free memory"
     )
 
     @model_validator(mode="after")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,25 @@ def test_the_demo_names_them() -> None:
     config = yaml.safe_load((DEMO / "summarize.yaml").read_text())
     assert config["schedule"] == "infra/demo/calibrated"
     assert (DEMO / "calibrated" / f"{config['target_speedup']}x" / "bridges.safetensors").is_file()
+
+
+def test_where_prompts_stop_early_a_third_of_the_whole_sample_is_saved_and_most_tokens_stay(
+    packaged: Engine, texts: list[str]
+) -> None:
+    schedule = Schedule.read(DEMO / "whole_sample")
+    assert schedule.provenance["sample_flop_speedup"] >= 1.5
+    assert schedule.provenance["adapted_on"]["part"] == "train"
+    assert schedule.provenance["adapted_on"]["model"][:2] == [MODEL, model_identity(MODEL)]
+    answers = answered(packaged, sorted(texts, key=len)[:16])
+    in_step = zip(*(answer.prompt for answer in answers), strict=False)
+    instruction = [tokens[0] for tokens in takewhile(lambda tokens: len(set(tokens)) == 1, in_step)]
+    packaged.share_prefix(instruction)  # computed in full, as where it was trained
+    with torch.inference_mode():
+        judge = Judge(packaged.teacher_forced(answers), packaged.shape.layers)
+        passed = packaged.teacher_forced(answers, schedule.prompt_bridge)
+        quality = judge.judge(schedule, packaged.compiled(schedule), passed)
+    packaged.share_prefix(())
+    assert quality.agreement > 0.75
 
 
 def test_at_half_of_the_compute_most_tokens_stay_and_without_the_bridges_few_do(
