@@ -17,6 +17,7 @@ from typing import Self
 
 import pyarrow.parquet as pq
 from pydantic import Field, model_validator
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -217,10 +218,17 @@ def warn_of_seen_rows(config: EvaluateSchedule, contenders: Sequence[Contender])
 
 
 def _table(found: Sequence[Figures]) -> Table:
-    table = Table(title=f"{found[0].rows} prompts, 95 % intervals", title_justify="left")
-    table.add_column("contender", no_wrap=True)
-    for heading in ("sample FLOP x", "decode FLOP x", "excess NLL", "ROUGE-L, share", "repe- tition", "unsup- ported"):
-        table.add_column(heading, justify="right")
+    table = Table(title=f"{found[0].rows} prompts, 95 % intervals", title_justify="left", box=SIMPLE_HEAD, padding=0)
+    table.add_column("contender")
+    for heading in (
+        "sample\nFLOP x",
+        "decode\nFLOP x",
+        "excess NLL",
+        "ROUGE-L\nshare",
+        "repe-\ntition",
+        "unsup-\nported",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)  # a long name gives way, a figure does not
     for each in found:
         table.add_row(
             each.label,
