@@ -39,7 +39,7 @@ class GenerateText:
         schedule = choose_schedule(config, shape)
         self._longest = longest_prompt(config, shape)
         self._tokenizer = backend.tokenizer(config)
-        config = with_fitting_engine(config, schedule, lambda: self._tokenizer)
+        config = with_fitting_engine(config, schedule, backend.tokenizer)
         engine = backend.engine(config, threads)
         engine.share_prefix(self._template.shared_prefix(self._tokenizer))
         self._generator = RowGenerator(engine, config.sampling(), schedule, config.batch_size)

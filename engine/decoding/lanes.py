@@ -73,12 +73,12 @@ class Lanes:
 
     def _begin(self) -> None:
         """The next pass of every lane that is in none and has rows, or finds some."""
-        idle = [stream for stream in self._streams if stream not in self._passes.values()]
-        wanted = [stream for stream in idle if stream.running or self.queued]
-        active = [stream for stream in self._streams if stream in wanted or stream not in idle]
-        for stream in wanted:  # when few are left, they have the cores of the others
-            threads = self._threads // len(active) + (active.index(stream) < self._threads % len(active))
-            self._passes[self._pool.submit(_step, stream, threads)] = stream
+        busy = list(self._passes.values())
+        active = [stream for stream in self._streams if stream in busy or stream.running or self.queued]
+        for index, stream in enumerate(active):  # when few are left, they have the cores of the others
+            if stream not in busy:
+                threads = self._threads // len(active) + (index < self._threads % len(active))
+                self._passes[self._pool.submit(_step, stream, threads)] = stream
 
     def _count(self, stream: Stream) -> None:
         """Add a pass to the stats: its seconds are shared with the other lanes', its memory comes on top of theirs."""

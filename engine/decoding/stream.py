@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from threading import RLock
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class Queue:
     falling: bool = True
     samples: int = 0  # of the prompts that wait
     unfinished: int = 0  # and those that run, in all streams
-    lock: RLock = field(default_factory=RLock)
+    lock: Lock = field(default_factory=Lock)
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.ordered)

@@ -40,7 +40,9 @@ def choose_schedule(config: GenerationConfig, shape: ModelShape, storage: OpenSt
     return for_target_speedup(config.target_speedup, [(TYPICAL_PROMPT, max(2, config.max_new_tokens))], shape)
 
 
-def with_fitting_engine(config: AnyConfig, schedule: Schedule, tokenizer: Callable[[], PromptTokenizer]) -> AnyConfig:
+def with_fitting_engine(
+    config: AnyConfig, schedule: Schedule, tokenizer: Callable[[AnyConfig], PromptTokenizer]
+) -> AnyConfig:
     """The configuration, with the engine that a schedule needs whose prompts stop early.
 
     A model's keys and values of the first tokens are unlike all others. What a prompt bridge was made behind, an
@@ -54,7 +56,7 @@ def with_fitting_engine(config: AnyConfig, schedule: Schedule, tokenizer: Callab
     why = "stops prompts early behind an instruction that is computed in full"
     if config.engine == "vllm":
         raise JobError(f"the schedule {why}, which vLLM does not do: leave engine out, or name another schedule")
-    if not config.template().shared_prefix(tokenizer()):
+    if not config.template().shared_prefix(tokenizer(config)):
         raise JobError(f"the schedule {why}, and these prompts have none in common: name another schedule")
     return config.model_copy(update={"engine": "torch"})
 

@@ -55,8 +55,7 @@ def prepare_run(config: JobConfig, backend: Backend | None = None) -> Preparatio
     config = config.model_copy(update={"model": backend.pinned(config.model)})
     shape = backend.shape(config)
     schedule = choose_schedule(config, shape, config.storage)
-    pinned = config
-    config = with_fitting_engine(config, schedule, lambda: backend.tokenizer(pinned))
+    config = with_fitting_engine(config, schedule, backend.tokenizer)
     longest = longest_prompt(config, shape)
     identity = backend.identity(config)
     description = describe_run(config, plan, schedule, identity)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -20,13 +19,13 @@ from pipeline.preparing.fit import choose_schedule
 
 DEMO = Path(__file__).parent.parent.parent / "infra" / "demo"
 MODEL = "smollm2-135m-instruct"
+TASK = "Summarize this software package in one short sentence.\n\n{text}"
 TARGETS = [1.25, 1.45, 1.65, 2]
 
 
 def answered(model: Engine, texts: list[str]) -> list[Answer]:
     """Full depth's answers to the demo's task on some texts."""
-    task = "Summarize this software package in one short sentence.\n\n{}"
-    prompts = [model.tokenizer.encode_chat(task.format(text)) for text in texts]
+    prompts = [model.tokenizer.encode_chat(TASK.format(text=text)) for text in texts]
     return [Answer(prompts[g.index], g.tokens) for g in model.generate(prompts, Sampling(max_new_tokens=24))]
 
 
@@ -54,8 +53,7 @@ def test_where_prompts_stop_early_a_third_of_the_whole_sample_is_saved_and_most_
     assert schedule.provenance["adapted_on"]["part"] == "train"
     assert schedule.provenance["adapted_on"]["model"][:2] == [MODEL, model_identity(MODEL)]
     answers = answered(packaged, sorted(texts, key=len)[:16])
-    in_step = zip(*(answer.prompt for answer in answers), strict=False)
-    instruction = [tokens[0] for tokens in takewhile(lambda tokens: len(set(tokens)) == 1, in_step)]
+    instruction = GenerationConfig(prompt=TASK).template().shared_prefix(packaged.tokenizer)
     packaged.share_prefix(instruction)  # computed in full, as where it was trained
     with torch.inference_mode():
         judge = Judge(packaged.teacher_forced(answers), packaged.shape.layers)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from engine import BatchStats, Engine, PromptError, Sampling, Schedule
 from engine.decoding.lanes import MOST, ROWS, Lanes, lanes_for
-from tests.engine.decoding.test_stream import LENGTHS, endless
+from tests.engine.decoding.test_stream import LENGTHS, endless, generations
 from tests.engine.models.test_families import LAYERS
 from tests.engine.prompts import random_prompts
 
@@ -63,13 +63,7 @@ def test_a_sample_does_not_depend_on_its_lane(
     tiny.share_prefix(prefix if shared else ())
     stream = tiny.decoding(sampling, schedule, batch_size)
     assert isinstance(stream, Lanes)
-    found = []
-    for index, (_, passes) in enumerate(arrivals):
-        stream.add(prompts[index], f"row {index}", index)
-        for _ in range(passes):
-            found += stream.step()
-    while stream.unfinished:
-        found += stream.step()
+    found = generations(stream, prompts, list(enumerate(passes for _, passes in arrivals)))
     assert stream.step() == []
     stream.close()
     stats = stream.take_stats()
@@ -97,7 +91,6 @@ def test_few_rows_are_shared_evenly(tiny: Engine) -> None:
     assert isinstance(lanes, Lanes)
     for index, prompt in enumerate(random_prompts([9] * 18)):
         lanes.add(prompt, str(index), index)
-    stats = []
     while lanes.unfinished:
         lanes.step()
     stats = lanes.take_stats()
@@ -108,9 +101,9 @@ def test_few_rows_are_shared_evenly(tiny: Engine) -> None:
 
 def test_a_stream_without_end_stops_when_nobody_listens(tiny: Engine) -> None:
     stats: list[BatchStats] = []
-    generations = tiny.generate(endless(LENGTHS), Sampling(12), None, 48, on_batch=stats.append)
-    found = list(islice(generations, 1500))
-    generations.close()  # type: ignore[attr-defined]
+    call = tiny.generate(endless(LENGTHS), Sampling(12), None, 48, on_batch=stats.append)
+    found = list(islice(call, 1500))
+    call.close()  # type: ignore[attr-defined]
     assert not running_lanes()
     prompts = list(islice(endless(LENGTHS), 2000))
     for generation in found[::100]:

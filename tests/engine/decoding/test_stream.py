@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import BatchStats, Engine, Generation, PromptError, Sampling, Schedule
+from engine import BatchStats, Decoding, Engine, Generation, PromptError, Sampling, Schedule
 from engine.decoding.stream import ORDERED_TOGETHER
 from engine.schedules import recipes
 from tests.engine.models.test_families import LAYERS, VARIANTS
@@ -37,6 +37,18 @@ def load(make_checkpoint: Callable[..., Path]) -> Callable[[str], Engine]:
 @pytest.fixture(scope="module")
 def tiny(load: Callable[[str], Engine]) -> Engine:
     return load("llama" if "llama" in VARIANTS else next(iter(VARIANTS)))
+
+
+def generations(stream: Decoding, prompts: list[list[int]], arrivals: list[tuple[int, int]]) -> list[Generation]:
+    """Of rows that enter one after another, (prompt, passes until the next one)."""
+    found = []
+    for index, passes in arrivals:
+        stream.add(prompts[index], f"row {index}", index)
+        for _ in range(passes):
+            found += stream.step()
+    while stream.unfinished:
+        found += stream.step()
+    return found
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -70,13 +82,7 @@ def test_a_sample_does_not_depend_on_when_it_enters_nor_beside_whom(
     prompts = [prefix + rest if index % 2 else rest for index, rest in enumerate(rests)]
     engine.share_prefix(prefix if shared else ())
     stream = engine.decoding(sampling, schedule, batch_size)
-    found: list[Generation] = []
-    for index, passes in arrivals:
-        stream.add(prompts[index], f"row {index}", index)
-        for _ in range(passes):
-            found += stream.step()
-    while stream.unfinished:
-        found += stream.step()
+    found = generations(stream, prompts, arrivals)
     assert len(found) == len(arrivals) * copies
     for index, _ in arrivals:
         ours = sorted((g for g in found if g.index == index), key=lambda g: g.sample)

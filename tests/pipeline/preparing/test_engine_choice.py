@@ -46,12 +46,12 @@ def test_prompts_that_stop_early_stand_behind_what_the_schedule_was_made_behind(
     tokenizer = SkipDecodeBackend().tokenizer
     behind, bare = early_stop(shared_prefix_tokens=35), early_stop(shared_prefix_tokens=0)
     config = GenerationConfig(prompt="Summarize: {text}")
-    chosen = with_fitting_engine(config, behind, lambda: tokenizer(config))
+    chosen = with_fitting_engine(config, behind, tokenizer)
     assert (config.engine, chosen.engine) == ("auto", "torch")
     for schedule in (bare, Schedule.full_depth(2), early_stop()):
-        assert with_fitting_engine(config, schedule, lambda: tokenizer(config)) is config
+        assert with_fitting_engine(config, schedule, tokenizer) is config
     with pytest.raises(JobError, match="which vLLM does not do"):
-        with_fitting_engine(config.model_copy(update={"engine": "vllm"}), behind, lambda: tokenizer(config))
+        with_fitting_engine(config.model_copy(update={"engine": "vllm"}), behind, tokenizer)
     for unlike in ({"prompt": "{text}", "prompt_format": "raw"}, {"prompt": "{text}", "prompt_format": "messages"}):
         with pytest.raises(JobError, match="have none in common"):
-            with_fitting_engine(GenerationConfig(**unlike), behind, lambda: tokenizer(config))  # type: ignore[arg-type]
+            with_fitting_engine(GenerationConfig(**unlike), behind, tokenizer)  # type: ignore[arg-type]
