@@ -23,13 +23,14 @@ from engine.errors import ModelError, PromptError
 from engine.forward.compiled_parts import compile_bridge, compile_head
 from engine.forward.ledger import Ledger
 from engine.forward.operations import Compiled, Observe
-from engine.forward.prompt_pass import PromptPass
+from engine.forward.prompt_pass import PromptPass, StoppedPrompts
 from engine.forward.scoring import AnswerScore, Likelihood, likelihood, score, similarity
 from engine.forward.teacher_forcing import Answer, AnswerPass
 from engine.kernels.base import Kernels, kernels_for
 from engine.memory import SHARE, free_bytes, keep_freed_memory, rows_that_fit
 from engine.models.decoder import Decoder
 from engine.models.families import family_of
+from engine.parts.bridge import Bridge
 from engine.parts.prompt_bridge import PromptBridge
 from engine.parts.unit import Unit
 from engine.schedules.schedule import Schedule
@@ -319,7 +320,7 @@ class Engine:
             bridges = {
                 bridge: kept.bridges.get(bridge) or compile_bridge(bridge, self._kernels, self._dtype, self._device)
                 for schedule in schedules
-                for bridge in schedule.bridges.values()
+                for bridge in schedule.all_bridges
             }
             adapters = {schedule.adapter for schedule in schedules if schedule.adapter is not None}
             adapted = {adapter: kept.adapted.get(adapter) or self._decoder.adapted(adapter) for adapter in adapters}
@@ -330,13 +331,17 @@ class Engine:
         return self._compiled
 
     def teacher_forced(
-        self, answers: Sequence[Answer], bridge: PromptBridge | None = None, stop: int | None = None
+        self, answers: Sequence[Answer], bridge: PromptBridge | None = None, wait: bool = False
     ) -> AnswerPass:
         """Known answers to prompts, to be passed through the layers under any schedule with that prompt bridge.
 
-        With `stop`, prompts wait before that layer for `AnswerPass.finish_prompts`.
+        With `wait`, prompts stop where it starts for `AnswerPass.finish_prompts`.
         """
-        return AnswerPass(self._decoder, self._kernels, self._device, self._prompts, answers, bridge, stop)
+        return AnswerPass(self._decoder, self._kernels, self._device, self._prompts, answers, bridge, wait)
+
+    def stop_prompts(self, prompts: Sequence[Sequence[int]], first: int, skips: Bridge | None = None) -> StoppedPrompts:
+        """Pass prompts through the layers below `first`, all in one pass, by a bridge over a block of them."""
+        return self._prompts.stop(prompts, lambda *_: None, first, skips)
 
     def observe_prompts(self, prompts: Sequence[Sequence[int]], observe: Observe) -> None:
         """Pass prompts through all layers, all in one pass; `observe` as for `PromptPass.run`."""

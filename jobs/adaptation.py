@@ -17,7 +17,7 @@ from engine.adaptation.estimate import is_early_look, reachable_kl
 from engine.adaptation.peers import Peers
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import Point, Trainer
-from engine.calibration.prompts import fit_prompt_bridge
+from engine.calibration.prompts import fit_prompt_bridge, skippable_layers
 from engine.forward.quality import Quality
 from engine.kernels.base import Kernels
 from jobs.answers import PART, AnswersConfig, answer_corpus, with_more_answers
@@ -58,7 +58,8 @@ class AdaptModel(AnswersConfig):
         None,
         ge=1,
         description="give the schedules a prompt bridge, fitted to the same prompts before training: all tokens of a "
-        "prompt but its last stop after so many layers; default as the schedules have it",
+        "prompt but its first and its last run so many layers, half of the others skipped where decoding skips too, "
+        "half at the top; default as the schedules have it",
     )
     gate_width: int = Field(
         DEFAULT.gate_width,
@@ -111,7 +112,7 @@ def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
     answers = with_more_answers(config, teacher, drawn.answers[:-kept], config.answers_per_prompt, progress)
     if config.prompt_layers is not None:
         prompts = [answer.prompt for answer in drawn.answers[:-kept]]
-        bridge = fit_prompt_bridge(teacher, prompts, config.prompt_layers, progress)
+        bridge = fit_prompt_bridge(teacher, prompts, config.prompt_layers, progress, skippable_layers(schedules))
         schedules = [replace(schedule, prompt_bridge=bridge) for schedule in schedules]
     student = Engine.load(config.model, config.device, "float32", config.threads, Kernels())
     student.share_prefix(config.template().shared_prefix(student.tokenizer))  # no prompt bridge stands in for it

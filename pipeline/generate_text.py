@@ -17,7 +17,7 @@ import pyarrow as pa
 from pipeline.config import GenerationConfig
 from pipeline.errors import JobError
 from pipeline.preparing.backend import Backend, SkipDecodeBackend
-from pipeline.preparing.fit import choose_schedule, longest_prompt, with_fitting_engine
+from pipeline.preparing.fit import choose_schedule, longest_prompt
 from pipeline.rows.row_generator import RowGenerator
 from pipeline.rows.rows import TOKENS, generate, output_schema, prepare
 from pipeline.values.show import names
@@ -39,7 +39,6 @@ class GenerateText:
         schedule = choose_schedule(config, shape)
         self._longest = longest_prompt(config, shape)
         self._tokenizer = backend.tokenizer(config)
-        config = with_fitting_engine(config, schedule, backend.tokenizer)
         engine = backend.engine(config, threads)
         engine.share_prefix(self._template.shared_prefix(self._tokenizer))
         self._generator = RowGenerator(engine, config.sampling(), schedule, config.batch_size)

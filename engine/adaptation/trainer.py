@@ -22,9 +22,10 @@ from engine.errors import ScheduleError
 from engine.forward.operations import Compiled
 from engine.forward.packing import packs
 from engine.forward.quality import Judge, Quality
-from engine.forward.teacher_forcing import Answer, AnswerPass
+from engine.forward.teacher_forcing import Answer
 from engine.kernels.base import Kernels
 from engine.parts.part import rounded
+from engine.parts.prompt_bridge import PromptBridge
 from engine.schedules.schedule import Schedule
 
 log = logging.getLogger(__name__)
@@ -43,21 +44,11 @@ class Point:
     seconds: float  # of training, over all sessions
 
 
-def _at_full_depth(engine: Engine, answers: Sequence[Answer], schedules: Sequence[Schedule]) -> AnswerPass:
-    """Answers after their prompts, which prompt bridges may take on anew from the layer where they start."""
-    stop = prompts_stop(schedules)
-    if stop is None:
-        return engine.teacher_forced(answers)
-    passed = engine.teacher_forced(answers, stop=stop)
-    passed.finish_prompts(None)
-    return passed
-
-
 class _Lesson:
     """Some answers, with what training needs of full depth kept: prompts' keys and values, and two states per token."""
 
     def __init__(self, engine: Engine, answers: Sequence[Answer], schedules: Sequence[Schedule], place: int) -> None:
-        self.answers = _at_full_depth(engine, answers, schedules)
+        self.answers = engine.teacher_forced(answers)
         self.first = self.answers.first_hidden  # [A, hidden] after all layers
         self._start: list[Tensor] = []
 
@@ -66,7 +57,9 @@ class _Lesson:
                 self._start.append(x.clone())
 
         self.final = self.answers.hidden(Schedule.full_depth(engine.shape.layers), Compiled(), observe=keep)
-        self.answers.forget_ends()
+        bridge = prompts_stop(schedules)
+        if bridge is not None:
+            self.answers = engine.teacher_forced(answers, bridge, wait=True)
         run = {unit for schedule in schedules for unit in schedule.active_units(0)}  # later plateaus run no others
         self.answers.keep_prompts({unit.layer for unit in run if unit.kind == "a" and unit.place >= place})
 
@@ -129,7 +122,10 @@ class Trainer:
             raise ScheduleError(f"{len(train)} answers to learn from are too few for {self._peers.count} processes")
         with torch.no_grad():
             self._lessons = self._prepare(self._peers.share(train))
-            self._judge = Judge(_at_full_depth(engine, held_out, self._schedules), engine.shape.layers, (self._place,))
+            self._judge = Judge(engine.teacher_forced(held_out), engine.shape.layers, (self._place,))
+            bridge = prompts_stop(self._schedules)
+            # The same after prompts that stop, where prompt bridges take them on.
+            self._stopped = None if bridge is None else engine.teacher_forced(held_out, bridge, wait=True)
         self._state = TrainingState(self._trainable.snapshot())
         self.untrained = self._qualities()  # of each schedule on the held-out answers
         self.tokens = sum(answer.passes for answer in train)
@@ -190,9 +186,10 @@ class Trainer:
         with torch.no_grad():
             for schedule in self._schedules:
                 maps = self._trainable.prompt_maps(schedule, self._kernels)
-                if maps is not None:
-                    self._judge.answers.finish_prompts(maps)
-                found.append(self._judge.judge(schedule, self._trainable.compiled(schedule, self._kernels)))
+                if maps is not None and self._stopped is not None:
+                    self._stopped.finish_prompts(maps)
+                compiled = self._trainable.compiled(schedule, self._kernels)
+                found.append(self._judge.judge(schedule, compiled, self._stopped))
         return found
 
     def _step(self, step: int) -> float:
@@ -261,10 +258,17 @@ def is_trainable(schedule: Schedule) -> bool:
     return schedule.plateaus[-1].skipped > 0 or bool(schedule.bridges) or schedule.prompt_bridge is not None
 
 
-def prompts_stop(schedules: Sequence[Schedule]) -> int | None:
-    """The layer before which prompts stop, under all of the schedules; None at full depth. Raises ScheduleError."""
-    stops = {None if schedule.prompt_bridge is None else schedule.prompt_bridge.first for schedule in schedules}
+def prompts_stop(schedules: Sequence[Schedule]) -> PromptBridge | None:
+    """A prompt bridge that stops prompts where all of the schedules do; None at full depth. Raises ScheduleError."""
+    stops = {bridge and (bridge.first, bridge.skips): bridge for bridge in (s.prompt_bridge for s in schedules)}
     if len(stops) > 1:
-        described = ", ".join(sorted("nowhere" if stop is None else f"before layer {stop}" for stop in stops))
+        described = ", ".join(sorted(map(_where, stops.values())))
         raise ScheduleError(f"schedules that are trained together stop prompts at one layer, these: {described}")
-    return stops.pop()
+    return next(iter(stops.values()))
+
+
+def _where(bridge: PromptBridge | None) -> str:
+    """Prompts stop, in words."""
+    if bridge is None:
+        return "nowhere"
+    return f"before layer {bridge.first}" + (f", skipping {bridge.skips.block}" if bridge.skips else "")

@@ -26,14 +26,15 @@ from engine.calibration.collect import Progress, collect_moments
 from engine.calibration.growth import Lengths
 from engine.calibration.head import HeadStates, counted_preview
 from engine.calibration.own_states import OwnStates
-from engine.calibration.prompts import check_prompt_layers, fit_prompt_bridge
+from engine.calibration.prompts import check_prompt_layers, fit_prompt_bridge, skippable_layers
 from engine.calibration.search import DEEPER, DEPTH_STEP, FIRST, MOST_APART, WARMUPS, Found, Search
 from engine.engine import Engine
 from engine.errors import ScheduleError
 from engine.forward.quality import Judge, Quality
 from engine.forward.target import decode_flop_speedup, sample_flop_speedup
-from engine.forward.teacher_forcing import Answer
+from engine.forward.teacher_forcing import Answer, AnswerPass
 from engine.parts.head_preview import HeadPreview
+from engine.parts.prompt_bridge import PromptBridge
 from engine.schedules.schedule import Schedule
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class Calibration:
             answers: at full depth.
             targets: decode FLOP speed-ups.
             progress: told what is done of how much.
-            prompt_layers: layers that all prompt tokens run; a prompt bridge takes the place of those above.
+            prompt_layers: layers that all prompt tokens run; a prompt bridge takes the place of the others.
             whole_head: try no head previews.
 
         Raises:
@@ -114,12 +115,9 @@ class Calibration:
             everywhere = tuple(range(min(places), 2 * shape.layers, 2))
             chooser = Judge(engine.teacher_forced(choose), shape.layers, everywhere)
             self._judge = Judge(engine.teacher_forced(judge), shape.layers, places)
-        self._prompt_bridge = self._judged = None
-        if prompt_layers is not None:
-            prompts = [answer.prompt for answer in (*fit, *choose)]
-            self._prompt_bridge = fit_prompt_bridge(engine, prompts, prompt_layers, progress)
-            with torch.inference_mode():
-                self._judged = engine.teacher_forced(judge, self._prompt_bridge)
+        self._prompt_layers, self._judging = prompt_layers, judge
+        self._prompts = [answer.prompt for answer in (*fit, *choose)]
+        self._prompt_bridges: dict[range, tuple[PromptBridge, AnswerPass]] = {}  # by what schedules let prompts skip
         bridges = Bridges(fitted, own)
         previews = head.fit(head.ranks) if head else []
         self._search = Search(engine, fitted, bridges, chooser, depths_by_warmup, self._lengths, previews, progress)
@@ -130,12 +128,23 @@ class Calibration:
         for target in self._targets:
             yield self._calibrated(target)
 
+    def _prompt_bridge_for(self, schedule: Schedule, layers: int) -> tuple[PromptBridge, AnswerPass]:
+        """A prompt bridge, and the answers to judge by after prompts under it."""
+        skippable = skippable_layers([schedule])
+        if skippable not in self._prompt_bridges:
+            bridge = fit_prompt_bridge(self._engine, self._prompts, layers, self._progress, skippable)
+            self._prompt_bridges[skippable] = bridge, self._engine.teacher_forced(self._judging, bridge)
+        return self._prompt_bridges[skippable]
+
     def _calibrated(self, target: float) -> Calibrated:
         found = self._search.best(target, self._layers_for(target))
         with torch.inference_mode():
             schedule = self._final_bridges.schedule(self._shape.layers, found.best)
-            schedule = replace(schedule, prompt_bridge=self._prompt_bridge)
-            quality = self._judge.judge(schedule, self._engine.compiled(schedule), self._judged)
+            judged = None
+            if self._prompt_layers is not None:
+                bridge, judged = self._prompt_bridge_for(schedule, self._prompt_layers)
+                schedule = replace(schedule, prompt_bridge=bridge)
+            quality = self._judge.judge(schedule, self._engine.compiled(schedule), judged)
         figures = self._figures(target, found, schedule, quality)
         return Calibrated(target, replace(schedule, provenance={"name": f"bridged, {target:g}x", **figures}), quality)
 

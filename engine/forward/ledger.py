@@ -4,13 +4,14 @@ One multiply-add counts 2; norms, softmax, rotary and embedding look-ups are not
 
     decode token    2 (sum active Pa + sum active Pm + sum Pb + H) + 4 c q (active attention units)
     prompt of n     2 n L P + 2 H + 2 L n (n + 1) q
-    ... bridged     2 n l P + 2 l n (n + 1) q + 2 (n - 1) Pk + 2 (L - l) P + 4 (L - l) n q + 2 H
+    ... bridged     2 n l P + 2 l (n (n + 1) - 2) q + 2 (n - 2) Pk + 4 (L - l) P + 4 (L - l) n q + 2 H
 
 with Pa, Pm, P, H, q as in `ModelShape`, Pb the parameters of each bridge applied, Pk those of a prompt bridge from
-layer l on, below which all tokens but the last stop, H of a decode token smaller where the schedule has a head preview
-(`HeadPreview.parameters`), and c the context a token attends to, itself included: in a layer
-with a sliding window at most its width. Matrices between the embedding and the first layer add 2 x their parameters to
-every token.
+layer l on, below which all tokens but the first, which attends to nothing but itself, and the last stop (a block of
+layers that prompts skip counts for the first alone, its bridge for the others), H of a decode token smaller where the
+schedule has a head preview (`HeadPreview.parameters`), and c the context a token attends to, itself included: in a
+layer with a sliding window at most its width. Matrices between the embedding and the first layer add 2 x their
+parameters to every token.
 """
 
 from __future__ import annotations
@@ -83,8 +84,14 @@ class Ledger:
         inputs = 2 * computed * self.shape.input_parameters
         if bridge is None:
             return inputs + self._layers(range(layers), shared + 1, tokens)
-        alone = self._layers(range(bridge.first, layers), tokens, tokens) + 2 * (computed - 1) * bridge.parameters
-        return inputs + self._layers(range(bridge.first), shared + 1, tokens) + alone
+        below = [layer for layer in range(bridge.first) if layer not in bridge.skipped_layers]
+        whole = int(shared == 0 and tokens > 1)  # the first token runs every layer, and attends to nothing else
+        flops = inputs + whole * 2 * layers * self.shape.layer_parameters
+        flops += self._layers(below, shared + whole + 1, tokens) + self._layers(
+            range(bridge.first, layers), tokens, tokens
+        )
+        skip = bridge.skips.parameters if bridge.skips else 0
+        return flops + 2 * (computed - whole) * skip + 2 * (computed - whole - 1) * bridge.parameters
 
     def _layers(self, layers: Sequence[int], first: int, last: int) -> int:
         """FLOPs of layers on a prompt's tokens from `first` to `last`, counted from 1."""

@@ -1,8 +1,9 @@
 """One pass for every token: prompts that enter and the newest tokens of rows at any step, laid side by side.
 
-A pass's tokens are sorted: prompts without their last tokens, then the last ones, then decode tokens, those on the
-earliest plateau first. Active sets only shrink, so the tokens that run a unit are one slice of them: a layer that
-prompts do not reach leaves out the first part, a skipped unit leaves out the tail. No second code path for prompts.
+A pass's tokens are sorted: prompts without their last tokens, then those first ones that run every layer under a prompt
+bridge, then the last ones, then decode tokens, those on the earliest plateau first. Active sets only shrink, so the
+tokens that run a unit are one slice of them: a layer that prompts do not reach leaves out the first part, a skipped
+unit leaves out the tail. No second code path for prompts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from engine.forward.cache import KVCache, RowBlock
 from engine.forward.compiled_parts import PromptMaps
 from engine.forward.operations import ApplyBridge, Compiled, Operation, RunUnit, decode_plans
 from engine.forward.prompt_pass import Prefix
-from engine.kernels.base import Kernels, seen_by
+from engine.kernels.base import Kernels, attended_alone, seen_by
 from engine.models.decoder import Attend, Decoder, Rotations
 from engine.parts.unit import all_units
 from engine.schedules.schedule import Schedule
@@ -73,6 +74,7 @@ class Plans:
         self.schedule = schedule
         bridge = schedule.prompt_bridge
         self.stop = schedule.layers if bridge is None else bridge.first  # layer before which prompts stop
+        self.skips = None if bridge is None else bridge.skips  # what they skip a block by
         plans = decode_plans(schedule)
         self.plateaus = len(plans)
         bridges = [{op.bridge.block.first: op for op in plan if isinstance(op, ApplyBridge)} for plan in plans]
@@ -91,9 +93,17 @@ class Plans:
         self.retirements = sorted(set(attended.values()))  # by span, the plateau that attends there no more
         self.spans = [[layer for layer, count in attended.items() if count == last] for last in self.retirements]
 
-    def slices(self, bulk: int, last: int, decoding: Sequence[int]) -> Iterator[Slice]:
-        """What a pass over prompts' tokens but the last ones, these, and so many decode tokens of each plateau does."""
-        first = bulk + last
+    def slices(self, bulk: int, whole: int, last: int, decoding: Sequence[int]) -> Iterator[Slice]:
+        """What a pass does, in order.
+
+        Args:
+            bulk: prompts' tokens but those that follow.
+            whole: first tokens, which run every layer.
+            last: last tokens.
+            decoding: decode tokens of each plateau.
+        """
+        skipped = frozenset() if self.skips is None else frozenset(self.skips.block.units)
+        first = bulk + whole + last
         ends = list(accumulate(decoding, initial=first))  # [p]: where the tokens of plateaus before p end
         for unit, before, run, count in self.units:
             for _, found in groupby(range(self.plateaus), key=lambda plateau: before[plateau]):
@@ -101,8 +111,12 @@ class Plans:
                 bridge, span = before[same[0]], (ends[same[0]], ends[same[-1] + 1])
                 if bridge is not None and span[0] < span[1]:
                     yield Slice(bridge, *span)
-            start, end = 0 if unit.layer < self.stop else bulk, ends[count]
-            if run.adapter is None or end == first:  # prompts run the model as it is
+            if self.skips is not None and unit == self.skips.block.first:
+                yield Slice(ApplyBridge(self.skips), 0, bulk)
+                yield Slice(ApplyBridge(self.skips), bulk + whole, first)
+            start = bulk if unit in skipped or unit.layer >= self.stop else 0
+            end = bulk + whole if unit in skipped else ends[count]
+            if run.adapter is None or end <= first:  # prompts run the model as it is
                 yield Slice(RunUnit(unit), start, end)
             else:
                 yield Slice(RunUnit(unit), start, first)
@@ -137,25 +151,33 @@ class OnePass:
         """
         self._decoder, self._kernels, self._compiled, self._device = decoder, kernels, compiled, device
         self._plans, self._cache, self._prompts, self._prefix, self._maps = plans, cache, entering, prefix, maps
-        spans = list(pairwise(accumulate((len(p.tokens) - 1 - p.shared for p in entering), initial=0)))
-        self._spans = spans  # of each prompt's tokens but the last
+        # By prompt, whether its first token runs every layer, in a place of its own.
+        whole = [maps is not None and not prompt.shared and len(prompt.tokens) > 1 for prompt in entering]
+        self._begins = [prompt.shared + alone for prompt, alone in zip(entering, whole, strict=True)]
+        counts = [len(prompt.tokens) - 1 - begin for prompt, begin in zip(entering, self._begins, strict=True)]
+        spans = list(pairwise(accumulate(counts, initial=0)))
+        self._spans = spans  # of each prompt's tokens but the last, and the first where that has its own place
         self._longer = [index for index, (start, end) in enumerate(spans) if start < end]
-        self.bulk, self.last = spans[-1][1] if spans else 0, len(entering)
+        self._whole = [prompt for prompt, alone in zip(entering, whole, strict=True) if alone]
+        self.bulk, self.whole, self.last = sum(counts), len(self._whole), len(entering)
         self._seats = [prompt.seat for prompt in entering] + [row.seat for row in newest]  # of single tokens
         self._lengths = [len(prompt.tokens) for prompt in entering] + [row.position + 1 for row in newest]
-        tokens = [token for prompt in entering for token in prompt.tokens[prompt.shared : -1]]
+        begins = list(zip(entering, self._begins, strict=True))
+        tokens = [token for prompt, begin in begins for token in prompt.tokens[begin:-1]]
+        tokens += [prompt.tokens[0] for prompt in self._whole]
         tokens += [prompt.tokens[-1] for prompt in entering] + [row.token for row in newest]
-        places = [place for prompt in entering for place in range(prompt.shared, len(prompt.tokens) - 1)]
-        places += [length - 1 for length in self._lengths]
-        lengths = [len(p.tokens) for p, (a, b) in zip(entering, spans, strict=True) for _ in range(b - a)]
+        places = [place for prompt, begin in begins for place in range(begin, len(prompt.tokens) - 1)]
+        places += [0] * self.whole + [length - 1 for length in self._lengths]
+        lengths = [len(prompt.tokens) for prompt, count in zip(entering, counts, strict=True) for _ in range(count)]
+        lengths += [len(prompt.tokens) for prompt in self._whole]
         positions = torch.tensor(places, device=device)
-        whole = torch.tensor(lengths + self._lengths, device=device)
-        self._rotations = decoder.rotations(positions, whole)
+        ends = torch.tensor(lengths + self._lengths, device=device)
+        self._rotations = decoder.rotations(positions, ends)
         self.embedded = decoder.embed(torch.tensor(tokens, device=device), positions)
         decoding = [0] * plans.plateaus
         for row in newest:
             decoding[row.plateau] += 1
-        self.slices = list(plans.slices(self.bulk, self.last, decoding))
+        self.slices = list(plans.slices(self.bulk, self.whole, self.last, decoding))
         self.padding = 0  # FLOPs computed for nobody: rows that attend together read on to the longest of them
         self._attending: dict[tuple[int, int, int], tuple[list[Attending], Tensor]] = {}
         self._seen: dict[tuple[int, int, int | None], Tensor | None] = {}  # masks of prompts
@@ -175,15 +197,15 @@ class OnePass:
             for operation, start, end in self.slices:
                 if start == end:
                     continue
-                if start == self.bulk > 0 and self._stopped is None and self._plans.stop < self._plans.schedule.layers:
-                    self._stopped = x[: self.bulk]
+                if isinstance(operation, RunUnit) and self._stopped is None:
+                    self._stopped = x[: self.bulk] if operation.unit.layer >= self._plans.stop else None
                 ours = x[start:end]
                 done = self.apply(operation, ours, start, end)
                 if len(done) == len(x):
                     x = done
                 else:
                     x[start:end] = done
-        return x[self.bulk :]
+        return x[self.bulk + self.whole :]
 
     def apply(self, operation: Operation, x: Tensor, start: int, end: int) -> Tensor:
         """An operation on the tokens from `start` to `end`, with hidden states x [end - start, hidden]."""
@@ -200,28 +222,44 @@ class OnePass:
     def _attend_between(self, start: int, end: int) -> Attend:
         """Of the tokens from `start` to `end`: those of prompts, or the single ones, or both."""
         bulk = max(0, self.bulk - start)
-        singles = max(0, start - self.bulk), end - self.bulk
+        whole = self.whole if start <= self.bulk else 0
+        single = self.bulk + self.whole  # where these begin
+        singles = max(0, start - single), end - single
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            attended = []
             if bulk:
                 self._keep_prompts(layer, k[:bulk], v[:bulk])
-            elif self._stopped is not None and start == self.bulk:
+            elif self._stopped is not None and len(self._stopped) and start == self.bulk:
                 assert self._maps is not None
                 above, values = self._maps.keys_and_values(layer, self._stopped)
                 keys = self._decoder.place_keys(layer, above, self._rotated(0, self.bulk))
                 self._keep_prompts(layer, keys, values)
-            attended = [self._attend_prompt(layer, q, index) for index in self._longer] if bulk else []
-            attended.append(self._attend_alone(layer, q[bulk:], k[bulk:], v[bulk:], *singles))
-            return torch.cat(attended) if bulk else attended[0]
+            first = bulk + whole
+            if whole:
+                self._keep_first(layer, k[bulk:first], v[bulk:first])
+            if bulk:
+                attended += [self._attend_prompt(layer, q, index) for index in self._longer]
+            if whole:
+                attended.append(attended_alone(v[bulk:first], q.shape[1]))
+            if end > single:
+                attended.append(self._attend_alone(layer, q[first:], k[first:], v[first:], *singles))
+            return torch.cat(attended) if len(attended) > 1 else attended[0]
 
         return attend
 
     def _keep_prompts(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Keys and values [bulk, kv_heads, head_dim] of the prompts' tokens but the last."""
-        for prompt, (start, end) in zip(self._prompts, self._spans, strict=True):
-            row = self._cache.row(prompt.seat, layer)[:, :, prompt.shared : len(prompt.tokens) - 1]
+        """Keys and values [bulk, kv_heads, head_dim] of the prompts' tokens but those that stand elsewhere."""
+        for prompt, begin, (start, end) in zip(self._prompts, self._begins, self._spans, strict=True):
+            row = self._cache.row(prompt.seat, layer)[:, :, begin : len(prompt.tokens) - 1]
             row[0] = k[start:end].transpose(0, 1)
             row[1] = v[start:end].transpose(0, 1)
+
+    def _keep_first(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Keys and values [whole, kv_heads, head_dim] of the first tokens that run every layer."""
+        for prompt, *pair in zip(self._whole, k, v, strict=True):
+            for row, kept in zip(self._cache.row(prompt.seat, layer), pair, strict=True):
+                row[:, 0] = kept
 
     def _write_prefix(self, prompt: EnteringPrompt) -> None:
         assert self._prefix is not None

@@ -9,10 +9,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from engine.forward.compiled_parts import PromptMaps, compile_prompt_bridge
+from engine.forward.compiled_parts import BridgeMap, PromptMaps, compile_bridge, compile_prompt_bridge
 from engine.forward.operations import Compiled, Observe, RunUnit, run_plan
-from engine.kernels.base import Kernels
+from engine.kernels.base import Kernels, attended_alone
 from engine.models.decoder import Attend, Decoder, Rotations
+from engine.parts.bridge import Bridge
 from engine.parts.prompt_bridge import PromptBridge
 from engine.parts.unit import all_units
 
@@ -46,6 +47,7 @@ class PromptPass:
         self._decoder, self._kernels, self._dtype, self._device = decoder, kernels, dtype, device
         self.prefix: Prefix | None = None
         self._bridge: tuple[PromptBridge, PromptMaps] | None = None  # the last one
+        self._skip: tuple[Bridge, BridgeMap] | None = None  # of the last block that was skipped
 
     def share(self, tokens: Sequence[int]) -> bool:
         """Compute a prefix for the prompts to come; none forgets the last.
@@ -84,17 +86,29 @@ class PromptPass:
             prompts: token ids. Those that begin with the prefix compute only their other tokens.
             keep: told of every layer's keys and values, views of what the pass computes.
             bridge: default full depth.
-            observe: called with the place of each unit that all tokens run and the hidden states [N, hidden] before
-                it, of the N tokens computed, prompt after prompt. It must not change them.
+            observe: at full depth, called with the place of each unit and the hidden states [N, hidden] before it, of
+                the N tokens computed, prompt after prompt. It must not change them.
         """
-        one = _Pass(self._decoder, self._kernels, self._device, prompts, keep, self.prefix)
         if bridge is None:
-            return one.run(observe)
-        return one.stop(bridge.first, observe).finish(self.maps(bridge))
+            return self._pass(prompts, keep).run(observe)
+        return self.stop(prompts, keep, bridge.first, bridge.skips).finish(self.maps(bridge))
 
-    def stop(self, prompts: Sequence[Sequence[int]], keep: Keep, first: int) -> StoppedPrompts:
-        """Run the layers below `first` alone; prompt bridges take it from there. Arguments as for `run`."""
-        return _Pass(self._decoder, self._kernels, self._device, prompts, keep, self.prefix).stop(first)
+    def stop(
+        self, prompts: Sequence[Sequence[int]], keep: Keep, first: int, skips: Bridge | None = None
+    ) -> StoppedPrompts:
+        """Run the layers below `first` alone, by default all; prompt bridges take it from there. Arguments as for
+        `run`. Prompts' keys and values in a block that they skip are not kept.
+        """
+        return self._pass(prompts, keep).stop(first, None if skips is None else (skips, self._skipping(skips)))
+
+    def _pass(self, prompts: Sequence[Sequence[int]], keep: Keep) -> _Pass:
+        return _Pass(self._decoder, self._kernels, self._device, prompts, keep, self.prefix)
+
+    def _skipping(self, bridge: Bridge) -> BridgeMap:
+        """What stands in for a block, on this device."""
+        if self._skip is None or self._skip[0] != bridge:
+            self._skip = bridge, compile_bridge(bridge, self._kernels, self._dtype, self._device)
+        return self._skip[1]
 
     def maps(self, bridge: PromptBridge) -> PromptMaps:
         """A prompt bridge on this device."""
@@ -112,16 +126,28 @@ class StoppedPrompts:
     first: int  # layer that they have stopped before
     _states: Tensor  # [N, hidden]
 
-    def finish(self, maps: PromptMaps | None) -> Tensor:
+    @property
+    def states(self) -> Tensor:
+        """[n, hidden] of the tokens that go no further, before layer `first`."""
+        return self._states[self._pass.others]
+
+    @property
+    def others(self) -> Tensor:
+        """[n]: which of the N tokens computed these are."""
+        return self._pass.others
+
+    def finish(self, maps: PromptMaps) -> Tensor:
         """Hidden states [P, hidden] of the last tokens after all layers; `keep` is told of the layers above.
 
-        Without maps all tokens go on at full depth. Gradients flow to the maps.
+        Gradients flow to the maps.
         """
-        if maps is None:
-            return self._pass.onwards(self._states, self.first)
         if maps.first != self.first:
             raise ValueError(f"prompts have stopped before layer {self.first}, the bridge is for layer {maps.first}")
         return self._pass.above(self._states, maps)
+
+
+def _attend_to_themselves(_layer: int, q: Tensor, _k: Tensor, v: Tensor) -> Tensor:
+    return attended_alone(v, q.shape[1])
 
 
 class _Pass:
@@ -146,54 +172,67 @@ class _Pass:
         self._rotations = decoder.rotations(positions, whole.to(device))
         computed = torch.tensor([token for prompt, start in starts for token in prompt[start:]], device=device)
         self._embedded = decoder.embed(computed, positions)
-        is_last = torch.zeros(len(computed), dtype=torch.bool)
+        is_last, is_whole = torch.zeros(2, len(computed), dtype=torch.bool)
         is_last[lengths.cumsum(0) - 1] = True
+        is_whole[[start for (start, end), shared in zip(self._spans, self._shared, strict=True) if not shared]] = True
+        is_whole &= ~is_last
         self._plan = [RunUnit(unit) for unit in all_units(decoder.shape.layers)]
-        self._last, self._others = (rows.nonzero()[:, 0].to(device) for rows in (is_last, ~is_last))
+        self._last, self._whole = is_last.nonzero()[:, 0].to(device), is_whole.nonzero()[:, 0].to(device)
+        self.others: Tensor = (~(is_last | is_whole)).nonzero()[:, 0].to(device)
 
     def run(self, observe: Observe | None) -> Tensor:
         """Hidden states [P, hidden] of the last tokens, all running all layers."""
-        return self.onwards(self._embedded, 0, observe)
+        return self._run(self._plan, self._embedded, observe)[self._last]
 
-    def stop(self, first: int, observe: Observe | None = None) -> StoppedPrompts:
-        """All tokens as they are before layer `first`."""
-        plan = self._plan[: 2 * first]
-        x = run_plan(self._decoder, plan, Compiled(), self._embedded, self._rotations, self._attend, observe)
-        return StoppedPrompts(self, first, x)
+    def stop(self, first: int, skip: tuple[Bridge, BridgeMap] | None) -> StoppedPrompts:
+        """All tokens as they are before layer `first`, having skipped a block."""
+        x, start = self._embedded, 0
+        if skip is not None:
+            block, start = skip[0].block, skip[0].block.last.place + 1
+            x = self._run(self._plan[: block.first.place], x)
+            whole = x[self._whole]
+            x = skip[1](x)
+            if len(whole):
+                plan, rotations = self._plan[block.first.place : start], self._rotations_of(self._whole)
+                whole = run_plan(self._decoder, plan, Compiled(), whole, rotations, _attend_to_themselves)
+                x[self._whole] = whole
+        return StoppedPrompts(self, first, self._run(self._plan[start : 2 * first], x))
 
-    def onwards(self, x: Tensor, first: int, observe: Observe | None = None) -> Tensor:
-        """Hidden states [P, hidden] of the last tokens, all going on from states [N, hidden] before layer `first`."""
-        plan = self._plan[2 * first :]
-        return run_plan(self._decoder, plan, Compiled(), x, self._rotations, self._attend, observe)[self._last]
+    def _run(self, plan: Sequence[RunUnit], x: Tensor, observe: Observe | None = None) -> Tensor:
+        """All N tokens through some units."""
+        return run_plan(self._decoder, plan, Compiled(), x, self._rotations, self._attend, observe)
 
     def above(self, x: Tensor, maps: PromptMaps) -> Tensor:
         """Hidden states [P, hidden] of the last tokens after all layers, from states [N, hidden] where all stopped."""
-        rotations, attend = self._rotations_of(self._last), self._attend_alone(x[self._others], maps)
-        plan = self._plan[2 * maps.first :]
-        return run_plan(self._decoder, plan, Compiled(), x[self._last], rotations, attend)
+        going = torch.cat([self._whole, self._last])
+        plan, attend = self._plan[2 * maps.first :], self._attend_alone(x[self.others], maps)
+        x = run_plan(self._decoder, plan, Compiled(), x[going], self._rotations_of(going), attend)
+        return x[len(self._whole) :]
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Of all N tokens."""
         kind = self._decoder.shape.attention_kind(layer)
-        return self._kernels.packed_attention(q, self._spans, self._whole(layer, k, v), kind)
+        return self._kernels.packed_attention(q, self._spans, self._of_prompts(layer, k, v), kind)
 
     def _attend_alone(self, stopped: Tensor, maps: PromptMaps) -> Attend:
-        """Of each prompt's last token, the other tokens having stopped below with states [N - P, hidden]."""
-        rotations = self._rotations_of(self._others)
+        """Of first tokens and each prompt's last, the others having stopped below with states [n, hidden]."""
+        rotations = self._rotations_of(self.others)
         spans = list(pairwise(range(len(self._last) + 1)))
+        going, first = torch.cat([self._whole, self._last]), len(self._whole)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = (x.new_empty(len(self._embedded), *x.shape[1:]) for x in (k, v))
-            keys[self._last], values[self._last] = k, v
+            keys[going], values[going] = k, v
             if len(stopped):
-                above, values[self._others] = maps.keys_and_values(layer, stopped)
-                keys[self._others] = self._decoder.place_keys(layer, above, rotations)
+                above, values[self.others] = maps.keys_and_values(layer, stopped)
+                keys[self.others] = self._decoder.place_keys(layer, above, rotations)
             kind = self._decoder.shape.attention_kind(layer)
-            return self._kernels.packed_attention(q, spans, self._whole(layer, keys, values), kind)
+            attended = self._kernels.packed_attention(q[first:], spans, self._of_prompts(layer, keys, values), kind)
+            return torch.cat([attended_alone(v[:first], q.shape[1]), attended])
 
         return attend
 
-    def _whole(self, layer: int, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def _of_prompts(self, layer: int, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of all tokens of each prompt, those it shares included, of the N computed ones."""
         whole = []
         for index, (start, end) in enumerate(self._spans):

@@ -53,7 +53,7 @@ class AnswerPass:
         prompts: PromptPass,
         answers: Sequence[Answer],
         bridge: PromptBridge | None = None,
-        stop: int | None = None,
+        wait: bool = False,
     ) -> None:
         """Runs the prompts, by default at full depth.
 
@@ -64,7 +64,7 @@ class AnswerPass:
             prompts: passes over its prompts.
             answers: what to pass.
             bridge: that the prompts run under.
-            stop: instead, layer before which the prompts stop, to wait for `finish_prompts`.
+            wait: stop them where it starts, for `finish_prompts` to take them on.
         """
         self._decoder, self._kernels, self._device = decoder, kernels, device
         self.answers = answers
@@ -82,10 +82,10 @@ class AnswerPass:
         self._stopped: list[StoppedPrompts] = []
         self._ends: list[Tensor] = []  # by pack [P, hidden]: the prompts' last tokens after all layers
         for pack in packs(places, len, PROMPT_TOKENS):
-            if stop is None:
-                self._ends.append(prompts.run(pack, self._keep, bridge))
+            if wait and bridge is not None:
+                self._stopped.append(prompts.stop(pack, self._keep, bridge.first, bridge.skips))
             else:
-                self._stopped.append(prompts.stop(pack, self._keep, stop))
+                self._ends.append(prompts.run(pack, self._keep, bridge))
         self._embedded = decoder.embed(fed, positions)
         self._positions = positions
 
@@ -111,8 +111,8 @@ class AnswerPass:
         for layer in set(range(len(self._prompts))) - layers:
             self._prompts[layer] = []
 
-    def finish_prompts(self, maps: PromptMaps | None) -> None:
-        """Take the prompts from where they stopped to their ends, without maps at full depth. May be called again.
+    def finish_prompts(self, maps: PromptMaps) -> None:
+        """Take the prompts from where they stopped to their ends. May be called again.
 
         Gradients flow to the maps.
         """

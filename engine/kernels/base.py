@@ -129,6 +129,13 @@ class Kernels:
         return out.reshape(rows, heads * head_dim)
 
 
+def attended_alone(v: Tensor, heads: int) -> Tensor:
+    """What tokens that attend to nothing but themselves attend to, [N, heads * head_dim]: values [N, kv_heads,
+    head_dim].
+    """
+    return v.repeat_interleave(heads // v.shape[1], 1).flatten(1)
+
+
 def seen_by(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
     """Which keys the last tokens of a prompt see, [queries, keys]; None: of all tokens those before, and themselves."""
     if queries == keys and (window is None or keys <= window):

@@ -1,6 +1,7 @@
 """The prompt bridge: a linear map that gives the upper layers' keys and values, so that prompts need not run them.
 
-After SwiftKV (arXiv 2410.03960), which distils its projections; here they are fitted in closed form.
+After SwiftKV (arXiv 2410.03960), which distils its projections; here they are fitted in closed form. Prompts may leave
+out a block of layers below too, as decode tokens do: at equal FLOPs some of both costs far less quality than either.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import cached_property
 from torch import Tensor
 
 from engine.errors import ScheduleError
+from engine.parts.bridge import Bridge
 from engine.parts.part import SchedulePart, check_numbers, check_roles, digest_of
 from engine.shape import ModelShape
 
@@ -20,10 +22,13 @@ ROLES = ("weight", "bias")
 
 @dataclass(frozen=True, eq=False)
 class PromptBridge(SchedulePart):
-    """All tokens of a prompt but its last stop before layer `first`; the last one runs every layer.
+    """All tokens of a prompt but its first and its last stop before layer `first`; below it all but the first may skip
+    a block, in whose place they run a bridge.
 
     For each layer from there on, keys before their positions are put in, and values, are x weight + bias of the state x
-    where the token stopped. Tokens that prompts share (`Engine.share_prefix`) are computed at full depth.
+    where the token stopped. A prompt's first token, of several, runs every layer: a model's states there are unlike all
+    others (attention sinks, arXiv 2309.17453), and no linear map gives them. Tokens that prompts share
+    (`Engine.share_prefix`) are computed at full depth too.
 
     Tensors by role, with w = kv_heads x head_dim:
         weight [d, layers above x 2 w]: keys and values of layer `first`, keys and values of the next, ...
@@ -34,6 +39,7 @@ class PromptBridge(SchedulePart):
 
     first: int
     tensors: Mapping[str, Tensor]
+    skips: Bridge | None = None  # in place of whole layers below `first`
 
     def __post_init__(self) -> None:
         if self.first < 1:
@@ -45,16 +51,34 @@ class PromptBridge(SchedulePart):
             raise ScheduleError(
                 f"the shapes of the prompt bridge do not fit together: {list(weight.shape)}, {list(bias.shape)}"
             )
+        if self.skips is not None:
+            start, end = self.skips.block
+            if start.kind != "a" or end.kind != "m" or not 1 <= start.layer <= end.layer < self.first:
+                raise ScheduleError(
+                    f"prompts that stop before layer {self.first} can skip whole layers from 1 to {self.first - 1}, "
+                    f"not {self.skips.block}"
+                )
+
+    @property
+    def layers(self) -> int:
+        """How many all tokens of a prompt run."""
+        return self.first - len(self.skipped_layers)
+
+    @property
+    def skipped_layers(self) -> range:
+        """Those below `first` that its tokens skip."""
+        return range(0) if self.skips is None else range(self.skips.block.first.layer, self.skips.block.last.layer + 1)
 
     @property
     def parameters(self) -> int:
-        """Entries of its matrix: a token costs twice as many FLOPs."""
+        """Entries of its matrix, without the skipped block's: a token that stops costs twice as many FLOPs."""
         return self.tensors["weight"].numel()
 
     @cached_property
     def digest(self) -> str:
         """Of layer and tensors: it changes when a bit of them does."""
-        return digest_of(f"prompts {self.first}", ((role, self.tensors[role]) for role in ROLES))
+        what = f"prompts {self.first}" + (f", {self.skips.digest}" if self.skips else "")
+        return digest_of(what, ((role, self.tensors[role]) for role in ROLES))
 
     def check_fits(self, shape: ModelShape) -> None:
         """Raises ScheduleError if it was made for a model of another width or depth."""
@@ -64,4 +88,9 @@ class PromptBridge(SchedulePart):
             raise ScheduleError(
                 f"the prompt bridge starts at layer {self.first} with a weight of {found}, but this {shape.family} "
                 f"model has {shape.layers} layers and needs {wanted}: calibrate a schedule for this model"
+            )
+        if self.skips is not None and self.skips.hidden != shape.hidden:
+            raise ScheduleError(
+                f"prompts skip a block by a bridge of width {self.skips.hidden}, but the hidden states of this "
+                f"{shape.family} model have width {shape.hidden}: calibrate a schedule for this model"
             )

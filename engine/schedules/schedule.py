@@ -21,7 +21,9 @@ from engine.schedules.schedule_file import (
     BRIDGES_FILE,
     HEAD,
     PROMPTS,
-    place_of,
+    PROMPTS_SKIP,
+    describe_bridge,
+    describe_prompt_bridge,
     read_adapter,
     read_bridges,
     read_head_preview,
@@ -50,7 +52,8 @@ class Schedule:
 
     The number of skipped units never falls from one plateau to the next and units are skipped from the head of one
     order, so active(t + 1) is a subset of active(t): whatever a token attends to has been cached. Skipped units that no
-    bridge replaces are skipped bare. Prompts run at full depth, or with a prompt bridge their last token alone does.
+    bridge replaces are skipped bare. Prompts run at full depth unless there is a prompt bridge; what it skips, decoding
+    skips from its first step on.
     """
 
     layers: int
@@ -91,6 +94,14 @@ class Schedule:
             )
         for index in range(len(self.plateaus)):
             self._check_bridges(index)
+        if self.prompt_bridge is not None and self.prompt_bridge.skips is not None:
+            block = self.prompt_bridge.skips.block
+            running = sorted(set(block.units) - self.skipped_units(0), key=lambda unit: unit.place)
+            if running:
+                raise ScheduleError(
+                    f"prompts skip {block}, but decode tokens run {', '.join(map(str, running))} at step 0 and would "
+                    "find no keys and values there"
+                )
 
     def _check_bridges(self, plateau: int) -> None:
         """Each of a plateau's bridges replaces a block of skipped units, no unit is replaced twice.
@@ -193,6 +204,12 @@ class Schedule:
         return self.first_place if self.prompt_bridge is None else min(self.first_place, 2 * self.prompt_bridge.first)
 
     @property
+    def all_bridges(self) -> tuple[Bridge, ...]:
+        """Those of decode tokens, and what prompts skip a block by."""
+        skips = self.prompt_bridge.skips if self.prompt_bridge else None
+        return (*self.bridges.values(), *([skips] if skips else []))
+
+    @property
     def is_full_depth(self) -> bool:
         parts = (self.prompt_bridge, self.adapter, self.head_preview)
         return self.plateaus[-1].skipped == 0 and all(part is None for part in parts)
@@ -217,14 +234,10 @@ class Schedule:
     def to_dict(self) -> dict[str, Any]:
         """The schedule file's object (design: "Schedule file"). Digests stand for the bridges' tensors."""
         bridged = {
-            "bridges": {
-                name: {**place_of(bridge), "form": bridge.form, "digest": bridge.digest}
-                for name, bridge in self.bridges.items()
-            },
+            "bridges": {name: describe_bridge(bridge) for name, bridge in self.bridges.items()},
             "bridged": [list(plateau.bridges) for plateau in self.plateaus],
         }
-        bridge = self.prompt_bridge
-        prompts = {"prompts": {"bridged_from": bridge.first, "digest": bridge.digest}} if bridge else {}
+        prompts = {"prompts": describe_prompt_bridge(self.prompt_bridge)} if self.prompt_bridge else {}
         adapter = {"adapter": {"digest": self.adapter.digest}} if self.adapter else {}
         preview = self.head_preview
         head = {"head": {"candidates": preview.candidates, "digest": preview.digest}} if preview else {}
@@ -252,7 +265,7 @@ class Schedule:
         Args:
             data: the object.
             tensors: bridge -> role -> tensor, where the object names bridges; the prompt bridge is named "prompts",
-                the head preview "head".
+                what prompts skip a block by "prompts skip", the head preview "head".
             adapter: where the object names one.
         """
         if not isinstance(data, dict):
@@ -302,6 +315,8 @@ class Schedule:
         tensors = {name: bridge.tensors for name, bridge in self.bridges.items()}
         if self.prompt_bridge is not None:
             tensors[PROMPTS] = self.prompt_bridge.tensors
+            if self.prompt_bridge.skips is not None:
+                tensors[PROMPTS_SKIP] = self.prompt_bridge.skips.tensors
         if self.head_preview is not None:
             tensors[HEAD] = self.head_preview.tensors
         if tensors:

@@ -18,7 +18,8 @@ from engine.parts.tensor_file import read_tensor_file, write_tensor_file
 from engine.parts.unit import Block, Unit
 
 BRIDGES_FILE = "bridges.safetensors"
-PROMPTS, HEAD = "prompts", "head"  # the prompt bridge's and the head preview's names in the file and among the tensors
+# Names in the file and among the tensors: the prompt bridge's, of what prompts skip a block by, the head preview's.
+PROMPTS, PROMPTS_SKIP, HEAD = "prompts", "prompts skip", "head"
 Part = TypeVar("Part", bound=SchedulePart)
 
 
@@ -51,14 +52,15 @@ def read_bridges(data: object, tensors: Mapping[str, Mapping[str, Tensor]]) -> d
     return bridges
 
 
-def place_of(bridge: Bridge) -> dict[str, Any]:
-    """Where a bridge stands, as a schedule file says it."""
+def describe_bridge(bridge: Bridge) -> dict[str, Any]:
+    """Where it stands and what it is, as a schedule file says it."""
     block = bridge.block
-    return {"before": str(block.first)} if bridge.corrects else {"replaces": [str(unit) for unit in block]}
+    place = {"before": str(block.first)} if bridge.corrects else {"replaces": [str(unit) for unit in block]}
+    return {**place, "form": bridge.form, "digest": bridge.digest}
 
 
 def _block_of(name: str, described: object) -> Block:
-    """Inverse of `place_of`."""
+    """Inverse of `describe_bridge`."""
     if isinstance(described, dict):
         if "before" in described:
             return Block.before(Unit.parse(described["before"]))
@@ -73,7 +75,19 @@ def _block_of(name: str, described: object) -> Block:
 def read_prompt_bridge(data: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]) -> PromptBridge | None:
     """As `read_bridges`, for the prompt bridge of a schedule file's object; None where it has none."""
     number = ("bridged_from", "from which layer on they are bridged")
-    return _read_part(PromptBridge, "the prompt bridge", PROMPTS, number, data, tensors)
+
+    def make(first: int, roles: Mapping[str, Tensor]) -> PromptBridge:
+        described = data[PROMPTS].get("skips")
+        skips = read_bridges({} if described is None else {PROMPTS_SKIP: described}, tensors).get(PROMPTS_SKIP)
+        return PromptBridge(first, roles, skips)
+
+    return _read_part(make, "the prompt bridge", PROMPTS, number, data, tensors)
+
+
+def describe_prompt_bridge(bridge: PromptBridge) -> dict[str, Any]:
+    """As a schedule file says it."""
+    skips = {"skips": describe_bridge(bridge.skips)} if bridge.skips else {}
+    return {"bridged_from": bridge.first, **skips, "digest": bridge.digest}
 
 
 def read_head_preview(data: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]) -> HeadPreview | None:

@@ -23,9 +23,10 @@ from engine.errors import ScheduleError
 from engine.forward.compiled_parts import PromptMaps, compile_bridge, compile_prompt_bridge
 from engine.kernels.base import Kernels
 from engine.models.families import family_of
+from engine.parts.bridge import Bridge
 from engine.parts.unit import Unit, all_units
 from engine.vllm.adapted import adapted_layers
-from engine.vllm.passes import GOES_ON, PLATEAU, WHOLE, Pass, Rows, install
+from engine.vllm.passes import BEGINS, ENDS, PLATEAU, WHOLE, Pass, Rows, install
 from engine.vllm.plugin import schedule_of
 
 install()
@@ -45,7 +46,7 @@ class Skipping:
         self.current: Pass | None = None  # None: all tokens run all layers
         self._device = torch.device(vllm_config.device_config.device)
         where = (Kernels(), model.dtype, self._device)
-        self._bridges = {bridge: compile_bridge(bridge, *where) for bridge in schedule.bridges.values()}
+        self._bridges = {bridge: compile_bridge(bridge, *where) for bridge in schedule.all_bridges}
         self._adapted: dict[Unit, Any] = {}  # a unit's layer with the adapter's changes
         plateaus = range(len(schedule.plateaus))
         skipped = [schedule.skipped_units(plateau) for plateau in plateaus]
@@ -56,9 +57,12 @@ class Skipping:
             for bridge in schedule.bridges_on(plateau):
                 self._standing.setdefault(bridge.block.first, []).append((plateau, self._bridges[bridge]))
         self._maps: PromptMaps | None = None
+        self._skips: Bridge | None = None  # what prompts skip a block by
         if schedule.prompt_bridge is not None:
             kernels, *place = where
             self._maps = compile_prompt_bridge(schedule.prompt_bridge, self.shape, kernels, *place)
+            self._skips = schedule.prompt_bridge.skips
+        self._skipped_by_prompts = frozenset(self._skips.block.units if self._skips else ())
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """As vLLM's, and the adapter's copies of what it changes."""
@@ -74,6 +78,8 @@ class Skipping:
         starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
         draft = Pass(tuple(ends), starts, (), self._device)
         wanted = {rows: None for unit in self._running if unit.kind == "a" for rows, _ in self._spans(unit, draft)}
+        if self._maps is not None and draft.beginning.first < draft.beginning.end:
+            wanted[draft.beginning] = None
         whole = Rows(0, ends[-1])
         self.current = Pass(draft.rows, starts, tuple(rows for rows in wanted if rows != whole), self._device)
         return self.current
@@ -102,8 +108,10 @@ class Skipping:
             if len(stopped):
                 for layer in range(first, self.shape.layers):
                     self._write(layer, states, places, stopped)
+            above = [unit for unit in self._running if unit.layer >= first]
+            begins = current.begins()  # after what was written, which was not for them
+            x[begins] = self._run_first(above, current, positions[begins], x[begins])
             if len(kept):
-                above = [unit for unit in self._running if unit.layer >= first]
                 x[kept] = self._run(above, current, positions[kept], x[kept])
         return self.normed(x)
 
@@ -111,6 +119,11 @@ class Skipping:
         """Hidden states of the tokens of a pass, each through those of these units and bridges that it runs."""
         for unit in units:
             above = self._is_above(unit)
+            if self._skips is not None and unit == self._skips.block.first:
+                prompts, begins = slice(0, current.token(current.rows[ENDS])), current.begins()
+                whole = self._run_first(self._skips.block.units, current, positions[begins], x[begins])
+                x[prompts] = self._bridges[self._skips](x[prompts])
+                x[begins] = whole
             for plateau, bridge in self._standing.get(unit, ()):
                 first, end = current.rows[PLATEAU + plateau - 1 : PLATEAU + plateau + 1]
                 tokens = _tokens(current, Rows(first, end, above))
@@ -123,10 +136,20 @@ class Skipping:
                 x = _with(x, tokens, part)
         return x
 
+    def _run_first(self, units: Iterable[Unit], current: Pass, positions: Tensor, x: Tensor) -> Tensor:
+        """Hidden states of the first tokens of prompts that begin, which run every layer, by themselves."""
+        if len(x):
+            for unit in units:
+                with current.attending(current.beginning):
+                    x = self.run(unit, self.decoder_layers[unit.layer], positions, x)
+        return x
+
     def _spans(self, unit: Unit, current: Pass) -> list[tuple[Rows, Any]]:
         """Rows that run a unit, and whose it is: with an adapter decode tokens run a layer of their own."""
         above = self._is_above(unit)
-        first, end = current.rows[GOES_ON] if above else 0, current.rows[PLATEAU - 1 + self._running[unit]]
+        # Prompts: above a prompt bridge those that end, in a block that they skip none.
+        first = current.rows[ENDS] if unit in self._skipped_by_prompts else current.rows[BEGINS] if above else 0
+        end = current.rows[PLATEAU - 1 + self._running[unit]]
         layer, own = self.decoder_layers[unit.layer], self._adapted.get(unit)
         middle = end if own is None else current.rows[WHOLE]
         spans = [(Rows(first, middle, above), layer), (Rows(middle, end, above), own)]

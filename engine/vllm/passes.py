@@ -1,11 +1,11 @@
 """One pass of vLLM's, its rows sorted by depth, so that the tokens that run any one unit are a slice of all.
 
-    rows    [prompts that go on | prompts that end | full depth | decode tokens of plateau 0 | of plateau 1 | ...]
+    rows    [prompts that go on | begin | begin and end | end | full depth | tokens of plateau 0 | of plateau 1 | ...]
 
 Active sets are nested, so a unit runs the tokens of the prompts and of the first plateaus: a prefix. Above a prompt
-bridge the first part is left out and a prompt that ends is one token, its last. Requests may ask for full depth: their
-prompts and decode tokens run everything. Attention needs vLLM's metadata of just the rows that run it: `install` has
-them built beside those of the whole pass.
+bridge prompts that go on are left out and one that ends is one token, its last; the first token of those that begin
+runs every layer by itself. Requests may ask for full depth: their prompts and decode tokens run everything. Attention
+needs vLLM's metadata of just the rows that run it: `install` has them built beside those of the whole pass.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from engine.schedules.schedule import Schedule
 
-GOES_ON, ENDS, WHOLE, PLATEAU = range(4)  # groups of rows, each further plateau the next one
+# Groups of rows, each further plateau the next one. Prompts that begin stand side by side, and so do those that end.
+GOES_ON, BEGINS, BEGINS_AND_ENDS, ENDS, WHOLE, PLATEAU = range(6)
 FULL_DEPTH = "skipdecode_full_depth"  # of a request's `extra_args`
 
 
@@ -33,6 +34,7 @@ class Rows(NamedTuple):
     first: int
     end: int
     ends_only: bool = False  # above a prompt bridge: of prompts under it the last tokens alone
+    begins_only: bool = False  # the first token of each alone
 
 
 @dataclass
@@ -53,9 +55,18 @@ class Pass:
     def tokens(self, rows: Rows) -> slice:
         return slice(self.token(rows.first), self.token(rows.end))
 
+    @property
+    def beginning(self) -> Rows:
+        """Prompts whose first token is in the pass, and not their last one at once."""
+        return Rows(self.rows[GOES_ON], self.rows[BEGINS_AND_ENDS], begins_only=True)
+
+    def begins(self) -> Tensor:
+        """Their first tokens, of N."""
+        return self.starts[self.beginning.first : self.beginning.end].long().to(self.device)
+
     def kept(self) -> Tensor:
         """Tokens that go on above a prompt bridge, of N: all but those before the last one of prompts under it."""
-        lasts = self.starts[self.rows[GOES_ON] + 1 : self.rows[ENDS] + 1].long() - 1
+        lasts = self.starts[self.rows[BEGINS] + 1 : self.rows[ENDS] + 1].long() - 1
         others = torch.arange(self.token(self.rows[ENDS]), self.token(self.rows[-1]))
         return torch.cat([lasts, others]).to(self.device)
 
@@ -67,7 +78,7 @@ class Pass:
 
     def above(self, row: int) -> int:
         """Where a row's first token is among the kept ones."""
-        first, ends = self.rows[GOES_ON], self.rows[ENDS]
+        first, ends = self.rows[BEGINS], self.rows[ENDS]
         return row - first if row <= ends else ends - first + self.token(row) - self.token(ends)
 
     @contextmanager
@@ -100,7 +111,8 @@ def groups_of(schedule: Schedule, batch: Any, scheduled: Sequence[int], requests
         if (requests[request].sampling_params.extra_args or {}).get(FULL_DEPTH):
             groups.append(WHOLE)
         elif computed < prompt:
-            groups.append(ENDS if computed + count == prompt else GOES_ON)
+            begins, ends = computed == 0 and prompt > 1, computed + count == prompt
+            groups.append((BEGINS_AND_ENDS if ends else BEGINS) if begins else (ENDS if ends else GOES_ON))
         else:
             groups.append(PLATEAU + schedule.plateau_at(computed - prompt))
     return groups
@@ -125,6 +137,13 @@ def part_of(common: Any, rows: Rows, current: Pass) -> Any:
     starts = common.query_start_loc[rows.first : rows.end + 1] - common.query_start_loc[rows.first]
     starts_cpu = common.query_start_loc_cpu[rows.first : rows.end + 1] - common.query_start_loc_cpu[rows.first]
     slots, positions = common.slot_mapping[tokens], common.positions[tokens]
+    lengths, lengths_cpu = common.seq_lens[span], common.seq_lens_cpu_upper_bound[span]
+    if rows.begins_only:
+        begins = current.begins()
+        starts_cpu = torch.arange(len(begins) + 1, dtype=starts_cpu.dtype)
+        starts = starts_cpu.to(starts.device)
+        slots, positions = common.slot_mapping[begins], common.positions[begins]
+        lengths, lengths_cpu = torch.ones_like(lengths), torch.ones_like(lengths_cpu)
     if rows.ends_only:
         above = [current.above(row) for row in range(rows.first, rows.end + 1)]
         kept = current.kept()[above[0] : above[-1]]
@@ -135,8 +154,8 @@ def part_of(common: Any, rows: Rows, current: Pass) -> Any:
         common,
         query_start_loc=starts,
         query_start_loc_cpu=starts_cpu,
-        seq_lens=common.seq_lens[span],
-        seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound[span],
+        seq_lens=lengths,
+        seq_lens_cpu_upper_bound=lengths_cpu,
         num_reqs=rows.end - rows.first,
         num_actual_tokens=int(starts_cpu[-1]),
         max_query_len=int(starts_cpu.diff().max()),

@@ -31,12 +31,12 @@ class Contender:
     def prompt_layers(self) -> int | None:
         """Layers that all tokens of a prompt run, where a prompt bridge stands in for the others."""
         bridge = self.method.prompt_bridge if isinstance(self.method, Schedule) else None
-        return None if bridge is None else bridge.first
+        return None if bridge is None else bridge.layers
 
     @property
     def line(self) -> str:
         """What shares a line in the figures: its name, and what it does with prompts."""
-        return self.name if self.prompt_layers is None else f"{self.name}, prompts to layer {self.prompt_layers}"
+        return self.name if self.prompt_layers is None else f"{self.name}, {self.prompt_layers} layers on prompts"
 
     @property
     def label(self) -> str:

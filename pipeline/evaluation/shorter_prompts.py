@@ -1,4 +1,4 @@
-"""Contenders whose prompts are cut short too: a prompt bridge fitted on calibration prompts, one for all of them."""
+"""Contenders whose prompts are cut short too: prompt bridges fitted on calibration prompts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from engine import Engine, Schedule
-from engine.calibration.prompts import fit_prompt_bridge
+from engine import Engine, PromptBridge, Schedule
+from engine.calibration.prompts import fit_prompt_bridge, skippable_layers
 from pipeline.evaluation.contender import Contender
 from pipeline.monitoring.stage_progress import StageProgress
 
@@ -25,9 +25,12 @@ def with_shorter_prompts(
         engine: with the model.
         prompts: to fit the bridges on, as token ids.
     """
-    for first in sorted(set(prompt_layers), reverse=True):
-        bridge = fit_prompt_bridge(engine, prompts, first, StageProgress(log))
-        note = f"prompts stop before layer {first}; their bridge is fitted on {len(prompts)} prompts"
+    for layers in sorted(set(prompt_layers), reverse=True):
+        note = f"prompts run {layers} layers; their bridge is fitted on {len(prompts)} prompts"
+        bridges: dict[range, PromptBridge] = {}  # by what schedules let prompts skip
         for one in contenders:
             if isinstance(one.method, Schedule) and one.prompt_layers is None:
-                yield replace(one, method=replace(one.method, prompt_bridge=bridge), note=note)
+                skippable = skippable_layers([one.method])
+                if skippable not in bridges:
+                    bridges[skippable] = fit_prompt_bridge(engine, prompts, layers, StageProgress(log), skippable)
+                yield replace(one, method=replace(one.method, prompt_bridge=bridges[skippable]), note=note)

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
 
 from engine import ModelShape, Schedule, ScheduleError, for_target_speedup
 from engine.parts.adapter import ADAPTER_FILE
@@ -14,10 +13,8 @@ from engine.schedules.schedule import SCHEDULE_FILE
 from engine.schedules.schedule_file import BRIDGES_FILE
 from pipeline.config import AnswerConfig, GenerationConfig
 from pipeline.errors import JobError
-from pipeline.rows.template import PromptTokenizer
 from pipeline.storage.storage import Storage
 
-AnyConfig = TypeVar("AnyConfig", bound=GenerationConfig)
 OpenStorage = Callable[[str], Storage]
 
 log = logging.getLogger(__name__)
@@ -38,27 +35,6 @@ def choose_schedule(config: GenerationConfig, shape: ModelShape, storage: OpenSt
         return Schedule.full_depth(shape.layers)
     log.info("a plain schedule: calibrate_schedule.py makes one for your prompts that keeps far more quality")
     return for_target_speedup(config.target_speedup, [(TYPICAL_PROMPT, max(2, config.max_new_tokens))], shape)
-
-
-def with_fitting_engine(
-    config: AnyConfig, schedule: Schedule, tokenizer: Callable[[AnyConfig], PromptTokenizer]
-) -> AnyConfig:
-    """The configuration, with the engine that a schedule needs whose prompts stop early.
-
-    A model's keys and values of the first tokens are unlike all others. What a prompt bridge was made behind, an
-    instruction computed in full, has to stand before its prompts in the job too; vLLM would bridge it with the rest.
-
-    Raises JobError: the configuration asks for vLLM, or its prompts share no instruction.
-    """
-    made = schedule.provenance.get("adapted_on", schedule.provenance.get("calibrated_on", {}))
-    if schedule.prompt_bridge is None or not made.get("shared_prefix_tokens"):
-        return config
-    why = "stops prompts early behind an instruction that is computed in full"
-    if config.engine == "vllm":
-        raise JobError(f"the schedule {why}, which vLLM does not do: leave engine out, or name another schedule")
-    if not config.template().shared_prefix(tokenizer(config)):
-        raise JobError(f"the schedule {why}, and these prompts have none in common: name another schedule")
-    return config.model_copy(update={"engine": "torch"})
 
 
 def read_schedule(path: str, target: float | None, storage: OpenStorage = Storage) -> Schedule:

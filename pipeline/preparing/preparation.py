@@ -11,7 +11,7 @@ from pipeline.config import JobConfig
 from pipeline.inputs.known_files import KnownFile, recall_files
 from pipeline.inputs.work import Plan, make_plan
 from pipeline.preparing.backend import Backend, ModelIdentity, SkipDecodeBackend
-from pipeline.preparing.fit import choose_schedule, longest_prompt, with_fitting_engine
+from pipeline.preparing.fit import choose_schedule, longest_prompt
 from pipeline.preparing.run_record import describe_run, fingerprint
 from pipeline.rows.rows import output_schema
 from pipeline.rows.template import PromptTemplate
@@ -55,7 +55,6 @@ def prepare_run(config: JobConfig, backend: Backend | None = None) -> Preparatio
     config = config.model_copy(update={"model": backend.pinned(config.model)})
     shape = backend.shape(config)
     schedule = choose_schedule(config, shape, config.storage)
-    config = with_fitting_engine(config, schedule, backend.tokenizer)
     longest = longest_prompt(config, shape)
     identity = backend.identity(config)
     description = describe_run(config, plan, schedule, identity)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -39,8 +40,6 @@ def schedules() -> Callable[..., st.SearchStrategy[Schedule]]:
         adaptable: Decoder | None = None,
         previews: bool = False,
     ) -> Schedule:
-        first = draw(st.integers(1, layers)) if shape else layers
-        prompts = random_prompt_bridge(shape, first) if shape and first < layers else None
         skippable: list[Unit] = [unit for unit in all_units(layers) if unit.layer > 0]
         order = draw(st.permutations(skippable))[: draw(st.integers(0, len(skippable)))]
         skipped = sorted(draw(st.lists(st.integers(0, len(order)), min_size=1, max_size=5)))
@@ -54,11 +53,26 @@ def schedules() -> Callable[..., st.SearchStrategy[Schedule]]:
                 names.append(name)
                 bridges[name] = random_bridge(block, hidden, rank=draw(st.integers(0, 3)), seed=len(bridges))
             plateaus[index] = plateau._replace(bridges=tuple(names))
+        first = draw(st.integers(1, layers)) if shape else layers
+        prompts = random_prompt_bridge(shape, first) if shape and first < layers else None
+        if prompts and (free := draw_skip(draw, set(order[: plateaus[0].skipped]), first)):
+            prompts = replace(prompts, skips=random_bridge(free, hidden, rank=draw(st.integers(0, 3)), seed=9))
         adapter = draw_adapter(draw, adaptable) if adaptable else None
         preview = draw_head_preview(draw, adaptable) if adaptable and previews else None
         return Schedule(layers, tuple(order), tuple(plateaus), {}, bridges, prompts, adapter, preview)
 
     return draw_schedule
+
+
+def draw_skip(draw: st.DrawFn, skipped: set[Unit], end: int) -> Block | None:
+    """Whole layers below `end` that are skipped, one after the other, or none."""
+    starts = [layer for layer in range(1, end) if {Unit("a", layer), Unit("m", layer)} <= skipped]
+    if not starts or draw(st.booleans()):
+        return None
+    first = last = draw(st.sampled_from(starts))
+    while last + 1 in starts and draw(st.booleans()):
+        last += 1
+    return Block.of_layers(first, last + 1)
 
 
 def draw_adapter(draw: st.DrawFn, decoder: Decoder) -> Adapter | None:

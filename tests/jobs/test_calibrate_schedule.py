@@ -88,7 +88,7 @@ def test_prompts_may_be_bridged_too(model: Path, calibrated: tuple[Path, str], t
     plain, bridged = (Schedule.read(output / "1.05x") for output in (calibrated[0], tmp_path))
     assert plain.prompt_bridge is None
     assert bridged.prompt_bridge is not None
-    assert bridged.prompt_bridge.first == 9
+    assert bridged.prompt_bridge.layers == 9
     assert bridged.provenance["decode_flop_speedup"] == plain.provenance["decode_flop_speedup"]
     assert bridged.provenance["sample_flop_speedup"] > plain.provenance["sample_flop_speedup"]
     engine = Engine.load(str(model), device="cpu")

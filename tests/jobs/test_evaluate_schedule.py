@@ -96,14 +96,14 @@ def test_schedules_are_judged_with_shorter_prompts_too(
     assert found.keys() == {
         f"{name}{prompts}{target}"
         for name, targets in (("full depth", [""]), ("plain", [", 1.1x", ", 1.6x"]))
-        for prompts in ("", ", prompts to layer 24", ", prompts to layer 20")
+        for prompts in ("", ", 24 layers on prompts", ", 20 layers on prompts")
         for target in targets
     }
     speedups = [found[f"full depth{prompts}"]["sample_flop_speedup"][0]
-                for prompts in ("", ", prompts to layer 24", ", prompts to layer 20")]  # fmt: skip
+                for prompts in ("", ", 24 layers on prompts", ", 20 layers on prompts")]  # fmt: skip
     assert speedups[0] == 1
     assert speedups == sorted(set(speedups))
-    assert found["full depth, prompts to layer 24"]["decode_flop_speedup"][0] == 1
+    assert found["full depth, 24 layers on prompts"]["decode_flop_speedup"][0] == 1
     html = (out / "report.html").read_text()
     assert "Savings in prompts and in decoding" in html
     for each in found.values():  # a cell of the map each, full depth's own among them

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine import Engine, PromptBridge, Sampling, Schedule, ScheduleError
-from engine.calibration.prompts import fit_prompt_bridge
+from engine import Block, Engine, Plateau, PromptBridge, Sampling, Schedule, ScheduleError, Unit
+from engine.calibration.prompts import fit_prompt_bridge, skippable_layers
 from engine.models.opt import OPTDecoder
 from engine.schedules import recipes
-from tests.engine.conftest import random_prompt_bridge
+from tests.engine.conftest import random_bridge, random_prompt_bridge
 from tests.engine.models.test_families import LAYERS, VARIANTS, masked_logits, reference
 from tests.engine.prompts import random_prompts
 
@@ -25,9 +26,11 @@ FIRST = 3
 SAMPLING = Sampling(max_new_tokens=12, min_new_tokens=12)
 
 
-def bridged(engine: Engine, schedule: Schedule | None = None, seed: int = 0) -> Schedule:
+def bridged(engine: Engine, schedule: Schedule | None = None, seed: int = 0, skips: Block | None = None) -> Schedule:
     plain = schedule or Schedule.full_depth(LAYERS)
     bridge = random_prompt_bridge(engine.shape, FIRST, seed)
+    if skips is not None:
+        bridge = replace(bridge, skips=random_bridge(skips, engine.shape.hidden, rank=0, seed=seed))
     return Schedule(LAYERS, plain.skip_order, plain.plateaus, prompt_bridge=bridge)
 
 
@@ -35,16 +38,31 @@ def bridged(engine: Engine, schedule: Schedule | None = None, seed: int = 0) -> 
 def replaced_keys_and_values(
     model: PreTrainedModel, engine: Engine, bridge: PromptBridge, prompt: list[int]
 ) -> Iterator[None]:
-    """transformers' model with the upper layers' projections overridden for all prompt tokens but the last."""
+    """transformers' model with the upper layers' projections overridden for all prompt tokens but the first and the
+    last, and the skipped layers for all but the first.
+    """
     layers = model.get_decoder().layers
     inputs: list[Tensor] = []
+    begin, hooks = int(len(prompt) > 1), []
+    for layer in bridge.skipped_layers:
+
+        def skip(_: Any, args: tuple[Tensor], output: Any, layer: int = layer) -> Any:
+            assert bridge.skips is not None
+            hidden = output[0] if isinstance(output, tuple) else output
+            before = args[0][:, begin : len(prompt)]
+            if layer == bridge.skipped_layers[-1]:
+                before = before + before @ bridge.skips.tensors["weight"] + bridge.skips.tensors["bias"]
+            hidden = torch.cat([hidden[:, :begin], before, hidden[:, len(prompt) :]], 1)
+            return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+        hooks.append(layers[layer].register_forward_hook(skip))
     stop = layers[bridge.first].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     with torch.no_grad():
         model(torch.tensor([prompt]), use_cache=False)
     stop.remove()
-    both = inputs[0][0, :-1] @ bridge.tensors["weight"] + bridge.tensors["bias"]
-    both = both.view(len(prompt) - 1, LAYERS - bridge.first, 2, engine.shape.kv_heads, engine.shape.head_dim)
-    hooks, heads_first = [], model.config.model_type == "gemma3_text"
+    both = inputs[0][0, begin:-1] @ bridge.tensors["weight"] + bridge.tensors["bias"]
+    both = both.view(-1, LAYERS - bridge.first, 2, engine.shape.kv_heads, engine.shape.head_dim)
+    heads_first = model.config.model_type == "gemma3_text"
     for layer in range(bridge.first, LAYERS):
         attention = layers[layer].self_attn
         keys, values = both[:, layer - bridge.first].unbind(1)
@@ -56,7 +74,7 @@ def replaced_keys_and_values(
                 output = output.clone()
                 # Gemma 3 norms its keys with the heads before the tokens.
                 by_token = output[0].transpose(0, 1) if heads_first and output.dim() == 4 else output[0]
-                by_token[: len(own)] = own.reshape(len(own), *by_token.shape[1:])
+                by_token[begin : begin + len(own)] = own.reshape(len(own), *by_token.shape[1:])
                 return output
 
             hooks.append(module.register_forward_hook(override))
@@ -67,13 +85,15 @@ def replaced_keys_and_values(
             hook.remove()
 
 
+@pytest.mark.parametrize("skips", [None, Block.of_layers(1, 3)], ids=["all below", "all below but two"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_family_with_it_is_the_forward_with_other_keys_and_values(
-    make_checkpoint: Callable[..., Path], variant: str
+    make_checkpoint: Callable[..., Path], variant: str, skips: Block | None
 ) -> None:
     directory = make_checkpoint(**VARIANTS[variant])
     model, engine = reference(directory), Engine.load(str(directory), device="cpu")
-    schedule = bridged(engine, recipes.unified_layer_skipping(LAYERS, active=4))
+    order = tuple(unit for layer in (1, 2, 4) for unit in (Unit("a", layer), Unit("m", layer)))
+    schedule = bridged(engine, Schedule(LAYERS, order, (Plateau(0, 4), Plateau(5, 6))), skips=skips)
     assert schedule.prompt_bridge is not None
     prompts = random_prompts([1, 2, 15, 17, 40])
     found = list(engine.generate(prompts, SAMPLING, schedule))
@@ -134,20 +154,23 @@ def test_scores_are_under_the_prompts_own_keys_and_values(tiny: Engine) -> None:
 
 def test_the_fit_is_least_squares(tiny: Engine) -> None:
     prompts = random_prompts([60] * 12)
+    stop = torch.ones(12, 60, dtype=torch.bool)
+    stop[:, [0, -1]] = False  # the first and the last token of each run every layer
+    stops = stop.flatten()
     keys_and_values: dict[int, list[Tensor]] = {layer: [] for layer in range(FIRST, LAYERS)}
     states: list[Tensor] = []
 
     def observe(place: int, x: Tensor) -> None:
         layer = place // 2
         if place == 2 * FIRST:
-            states.append(x.double())
+            states.append(x[stops].double())
         if layer >= FIRST and place == 2 * layer:
-            k, v = tiny.decoder.keys_and_values(layer, x)
+            k, v = tiny.decoder.keys_and_values(layer, x[stops])
             keys_and_values[layer].append(torch.cat([k.flatten(1), v.flatten(1)], 1))
 
     with torch.inference_mode():
         tiny.observe_prompts(prompts, observe)
-        x = torch.cat([torch.cat(states), torch.ones(sum(map(len, states)), 1)], 1)
+        x = torch.cat([torch.cat(states), torch.ones(int(stops.sum()), 1)], 1)
         y = torch.cat([torch.cat(parts).double() for parts in keys_and_values.values()], 1)
         best = torch.linalg.lstsq(x, y).solution
     fitted = fit_prompt_bridge(tiny, prompts, FIRST, lambda *_: None, ridge=1e-9)
@@ -158,6 +181,26 @@ def test_the_fit_is_least_squares(tiny: Engine) -> None:
     assert error < 1.001 * least  # it is stored in half precision
 
 
+def test_a_fitted_one_skips_half_of_what_prompts_leave_out(tiny: Engine) -> None:
+    """By a bridge fitted to prompt tokens, and the maps above to the states that this leaves."""
+    prompts = random_prompts([30] * 40)
+    skipping = recipes.skipdecode(LAYERS, warmup=1, max_active=LAYERS - 2, min_active=LAYERS - 3, horizon=4)
+    skippable = skippable_layers([skipping])
+    assert skippable == range(1, 3)
+    assert skippable_layers([skipping, Schedule.full_depth(LAYERS)]) == range(0)
+    fitted = fit_prompt_bridge(tiny, prompts, LAYERS - 3, lambda *_: None, skippable)
+    assert (fitted.first, fitted.layers, fitted.skipped_layers) == (LAYERS - 2, LAYERS - 3, range(1, 2))
+    assert fit_prompt_bridge(tiny, prompts, LAYERS - 1, lambda *_: None, skippable).skips is None
+    found = sorted(tiny.generate(prompts, SAMPLING), key=lambda generation: generation.index)
+    random = random_bridge(Block.of_layers(1, 2), tiny.shape.hidden, rank=0, seed=1)
+    ours, other = tiny.score(
+        prompts,
+        [g.tokens for g in found],
+        [replace(skipping, prompt_bridge=bridge) for bridge in (fitted, replace(fitted, skips=random))],
+    )
+    assert sum(sum(score.kl) for score in ours) < sum(sum(score.kl) for score in other)
+
+
 def test_a_fitted_one_stays_closer_to_full_depth_than_a_random_one(tiny: Engine) -> None:
     prompts = random_prompts([30] * 40)
     found = sorted(tiny.generate(prompts, SAMPLING), key=lambda generation: generation.index)
@@ -166,8 +209,12 @@ def test_a_fitted_one_stays_closer_to_full_depth_than_a_random_one(tiny: Engine)
     assert sum(sum(score.kl) for score in fitted) < 0.5 * sum(sum(score.kl) for score in random)
 
 
-def test_it_is_written_beside_its_schedule_and_missed_there(tiny: Engine, tmp_path: Path) -> None:
-    schedule = bridged(tiny)
+SKIPPING = Schedule(LAYERS, Block.of_layers(1, 3).units, (Plateau(0, 4),))
+
+
+@pytest.mark.parametrize("skips", [None, Block.of_layers(1, 3)], ids=["stops", "stops and skips"])
+def test_it_is_written_beside_its_schedule_and_missed_there(tiny: Engine, tmp_path: Path, skips: Block | None) -> None:
+    schedule = bridged(tiny, SKIPPING, skips=skips)
     schedule.write(tmp_path)
     again = Schedule.read(tmp_path)
     assert again == schedule
@@ -175,7 +222,8 @@ def test_it_is_written_beside_its_schedule_and_missed_there(tiny: Engine, tmp_pa
     assert again != Schedule.full_depth(LAYERS)
     described = json.loads((tmp_path / "schedule.json").read_text())
     assert described["prompts"]["bridged_from"] == FIRST
-    bridged(tiny, seed=1).write(tmp_path / "other")
+    assert described["prompts"].get("skips", {}).get("replaces") == (skips and ["a1", "m2"])
+    bridged(tiny, SKIPPING, seed=1, skips=skips).write(tmp_path / "other")
     (tmp_path / "bridges.safetensors").write_bytes((tmp_path / "other/bridges.safetensors").read_bytes())
     with pytest.raises(ScheduleError, match="not those the schedule was made with"):
         Schedule.read(tmp_path)
@@ -199,11 +247,27 @@ def test_what_cannot_be_one_is_refused(first: int, tensors: dict[str, Tensor], c
         PromptBridge(first, tensors)
 
 
+@pytest.mark.parametrize("block", [Block(Unit("m", 1), Unit("m", 2)), Block.of_layers(2, 4), Block.of_layers(0, 1)])
+def test_prompts_skip_whole_layers_below_their_stop(tiny: Engine, block: Block) -> None:
+    with pytest.raises(ScheduleError, match="can skip whole layers from 1 to 2, not"):
+        bridged(tiny, skips=block)
+
+
+def test_what_decode_tokens_run_prompts_run_too(tiny: Engine) -> None:
+    """They would attend to keys and values that nobody has computed."""
+    later = replace(SKIPPING, plateaus=(Plateau(0, 2), Plateau(3, 4)))
+    with pytest.raises(ScheduleError, match=r"prompts skip a1\.\.m2, but decode tokens run a2, m2 at step 0"):
+        bridged(tiny, later, skips=Block.of_layers(1, 3))
+
+
 def test_one_of_another_model_is_refused(tiny: Engine) -> None:
     fitting = random_prompt_bridge(tiny.shape, FIRST)
     for wrong in (PromptBridge(FIRST - 1, fitting.tensors), PromptBridge(LAYERS, fitting.tensors)):
         with pytest.raises(ScheduleError, match=f"starts at layer {wrong.first}"):
             Schedule(LAYERS, prompt_bridge=wrong).check_fits(tiny.shape)
+    narrow = replace(fitting, skips=random_bridge(Block.of_layers(1, 3), tiny.shape.hidden - 1, rank=0, seed=0))
+    with pytest.raises(ScheduleError, match="skip a block by a bridge of width"):
+        replace(SKIPPING, prompt_bridge=narrow).check_fits(tiny.shape)
     for described in ("first", {"bridged_from": "3"}):
         with pytest.raises(ScheduleError, match="bridged_from"):
             Schedule.from_dict({**Schedule.full_depth(LAYERS).to_dict(), "prompts": described})

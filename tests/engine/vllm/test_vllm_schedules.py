@@ -44,7 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 SAMPLING = Sampling(max_new_tokens=14)
-LENGTHS = (3, 60, 17, 33, 8, 41, 25, 2, 64, 12)  # one more than a pass takes, so that prompts come in chunks
+LENGTHS = (3, 60, 17, 33, 8, 41, 25, 1, 2, 64, 12)  # one more than a pass takes, so that prompts come in chunks
 
 
 def tensors(seed: int, *roles: str) -> dict[str, Tensor]:
@@ -71,9 +71,11 @@ def schedule() -> Schedule:
 
 
 def whole(engine: Engine) -> Schedule:
-    """With an adapter and a prompt bridge as well."""
+    """With an adapter and a prompt bridge that skips a block as well."""
     adapter = random_adapter(engine.decoder, [Unit("a", 3), Unit("m", 4), Unit("a", 4), Unit("m", 0)])
-    return replace(schedule(), adapter=adapter, prompt_bridge=random_prompt_bridge(engine.shape, 3))
+    skips = Bridge(Block.of_layers(1, 2), tensors(3, "weight", "bias"))
+    prompts = replace(random_prompt_bridge(engine.shape, 3), skips=skips)
+    return replace(schedule(), adapter=adapter, prompt_bridge=prompts)
 
 
 def generations(engine: Engine | VllmEngine, prompts: Sequence[Sequence[int]], *how: Any) -> list[Generation]:
