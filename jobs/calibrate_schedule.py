@@ -38,8 +38,8 @@ class CalibrateSchedule(AnswersConfig):
     prompt_layers: int | None = Field(
         None,
         ge=1,
-        description="all tokens of a prompt but its last stop after so many layers, and a linear map gives the others "
-        "their keys and values; default all layers",
+        description="all tokens of a prompt but its first and its last run so many layers, half of the others skipped "
+        "where decoding skips too, half at the top, where a linear map gives keys and values; default all layers",
     )
     whole_head: bool = Field(
         False,

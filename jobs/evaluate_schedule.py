@@ -76,7 +76,7 @@ class EvaluateSchedule(CorpusConfig):
     bridge_rows: int = Field(256, ge=20, description="prompts of the calibrate part that these bridges are fitted on")
     prompt_layers: list[int] = Field(
         [],
-        description="also judge full depth and the schedules with prompts that stop after so many layers, behind maps "
+        description="also judge full depth and the schedules with prompts that run so many layers, by bridges "
         "fitted on bridge_rows prompts, and draw both savings as a heat map",
     )
     seed: int = Field(0, description="which rows are drawn, of the random streams and of the bootstrap")
