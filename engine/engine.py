@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from engine.models.families import family_of
 from engine.parts.bridge import Bridge
 from engine.parts.prompt_bridge import PromptBridge
 from engine.parts.unit import Unit
-from engine.schedules.schedule import Schedule
+from engine.schedules.schedule import Plateau, Schedule
 from engine.shape import ModelShape
 
 AHEAD = ORDERED_TOGETHER + 1  # batches: one that runs, and those that are put in order together
@@ -365,7 +364,9 @@ class Engine:
         waiting = sorted(prompts, key=lambda each: -len(each[2]))
         for first in range(0, len(waiting), together):
             for bridge, indices in alike.items():
-                whole = self._ledger(replace(Schedule.full_depth(self.shape.layers), prompt_bridge=bridge))
+                skipped = bridge.skips.block.units if bridge is not None and bridge.skips is not None else ()
+                plateaus = (Plateau(0, len(skipped)),)
+                whole = self._ledger(Schedule(self.shape.layers, skipped, plateaus, prompt_bridge=bridge))
                 base = Stream(context, whole, max(batch_size, context.sampling.samples_per_prompt))
                 for place, sample_id, tokens in waiting[first : first + together]:
                     base.add(tokens, sample_id, place)
