@@ -162,16 +162,13 @@ class OnePass:
         self.bulk, self.whole, self.last = sum(counts), len(self._whole), len(entering)
         self._seats = [prompt.seat for prompt in entering] + [row.seat for row in newest]  # of single tokens
         self._lengths = [len(prompt.tokens) for prompt in entering] + [row.position + 1 for row in newest]
-        begins = list(zip(entering, self._begins, strict=True))
-        tokens = [token for prompt, begin in begins for token in prompt.tokens[begin:-1]]
-        tokens += [prompt.tokens[0] for prompt in self._whole]
-        tokens += [prompt.tokens[-1] for prompt in entering] + [row.token for row in newest]
-        places = [place for prompt, begin in begins for place in range(begin, len(prompt.tokens) - 1)]
-        places += [0] * self.whole + [length - 1 for length in self._lengths]
-        lengths = [len(prompt.tokens) for prompt, count in zip(entering, counts, strict=True) for _ in range(count)]
-        lengths += [len(prompt.tokens) for prompt in self._whole]
-        positions = torch.tensor(places, device=device)
-        ends = torch.tensor(lengths + self._lengths, device=device)
+        begins = zip(entering, self._begins, strict=True)
+        laid = [(prompt, place) for prompt, begin in begins for place in range(begin, len(prompt.tokens) - 1)]
+        laid += [(prompt, 0) for prompt in self._whole] + [(prompt, len(prompt.tokens) - 1) for prompt in entering]
+        tokens = [prompt.tokens[place] for prompt, place in laid] + [row.token for row in newest]
+        places = [place for _, place in laid] + [row.position for row in newest]
+        lengths = [len(prompt.tokens) for prompt, _ in laid] + [row.position + 1 for row in newest]
+        positions, ends = torch.tensor(places, device=device), torch.tensor(lengths, device=device)
         self._rotations = decoder.rotations(positions, ends)
         self.embedded = decoder.embed(torch.tensor(tokens, device=device), positions)
         decoding = [0] * plans.plateaus
