@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from rich.console import Console
 from rich.table import Table
 
@@ -35,6 +35,11 @@ class CalibrateSchedule(AnswersConfig):
     part: Part = Field("calibrate", description=PART)
     output: str = Field(description="local directory to write the schedules to, one below it for each target")
     target_speedups: list[float] = Field([1.25, 1.45, 1.65], min_length=1, description="decode FLOP speed-ups")
+    target_sample_speedups: list[float] = Field(
+        [],
+        description="FLOP speed-ups of the whole sample, prompts included: one schedule for each, which takes the best "
+        "of target_speedups in decoding and as many layers on prompts as reach it; a minute or two for each pair",
+    )
     prompt_layers: int | None = Field(
         None,
         ge=1,
@@ -46,6 +51,12 @@ class CalibrateSchedule(AnswersConfig):
         description="compute all of the vocabulary's logits exactly; by default only the likeliest, where that costs "
         "less quality than skipping more layers",
     )
+
+    @model_validator(mode="after")
+    def _check_targets(self) -> Self:
+        if self.target_sample_speedups and self.prompt_layers is not None:
+            raise ValueError("target_sample_speedups choose the layers on prompts: leave out prompt_layers")
+        return self
 
 
 def main() -> int:
@@ -60,7 +71,8 @@ def calibrate(config: CalibrateSchedule) -> None:
     model = config.load_engine()
     drawn = answer_corpus(config, model, progress)
     targets = sorted(set(config.target_speedups))
-    calibration = Calibration(model, drawn.answers, targets, progress, config.prompt_layers, config.whole_head)
+    chosen = (config.prompt_layers, config.whole_head, sorted(set(config.target_sample_speedups)))
+    calibration = Calibration(model, drawn.answers, targets, progress, *chosen)
     table, maps = _table(), []
     for found in calibration.run():
         name = f"{found.target:g}x"
@@ -75,7 +87,17 @@ def calibrate(config: CalibrateSchedule) -> None:
 
 def _table() -> Table:
     table = Table(title="on held-out answers, teacher-forced", title_justify="left")
-    for name in ("target", "decode FLOPs", "whole sample", "skipped from step", "head", "KL", "agreement", "directory"):
+    for name in (
+        "target",
+        "decode FLOPs",
+        "whole sample",
+        "skipped from step",
+        "on prompts",
+        "head",
+        "KL",
+        "agreement",
+        "directory",
+    ):
         table.add_column(name)
     return table
 
@@ -93,6 +115,7 @@ def _row(found: Calibrated) -> list[str]:
         f"{figures['decode_flop_speedup']:.3f}x",
         f"{figures['sample_flop_speedup']:.3f}x",
         ", ".join(f"{plateau.skipped // 2} from {plateau.first_step}" for plateau in found.schedule.plateaus),
+        f"{bridge.layers if (bridge := found.schedule.prompt_bridge) else found.schedule.layers} layers",
         f"rank {preview.rank}" if (preview := found.schedule.head_preview) else "whole",
         shown("kl"),
         shown("agreement"),

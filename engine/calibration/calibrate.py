@@ -26,13 +26,13 @@ from engine.calibration.collect import Progress, collect_moments
 from engine.calibration.growth import Lengths
 from engine.calibration.head import HeadStates, counted_preview
 from engine.calibration.own_states import OwnStates
-from engine.calibration.prompts import check_prompt_layers, fit_prompt_bridge, skippable_layers
+from engine.calibration.prompts import check_prompt_layers, counted_prompt_bridge, fit_prompt_bridge, skippable_layers
 from engine.calibration.search import DEEPER, DEPTH_STEP, FIRST, MOST_APART, WARMUPS, Found, Search
 from engine.engine import Engine
 from engine.errors import ScheduleError
 from engine.forward.quality import Judge, Quality
 from engine.forward.target import decode_flop_speedup, sample_flop_speedup
-from engine.forward.teacher_forcing import Answer, AnswerPass
+from engine.forward.teacher_forcing import Answer
 from engine.parts.head_preview import HeadPreview
 from engine.parts.prompt_bridge import PromptBridge
 from engine.schedules.schedule import Schedule
@@ -68,6 +68,7 @@ class Calibration:
         progress: Progress,
         prompt_layers: int | None = None,
         whole_head: bool = False,
+        sample_targets: Sequence[float] = (),
     ) -> None:
         """Collects states.
 
@@ -78,6 +79,8 @@ class Calibration:
             progress: told what is done of how much.
             prompt_layers: layers that all prompt tokens run; a prompt bridge takes the place of the others.
             whole_head: try no head previews.
+            sample_targets: FLOP speed-ups of the whole sample, prompts included; each gets one of the decode targets,
+                and as many prompt layers as reach it.
 
         Raises:
             ScheduleError: too few answers, a target that cannot be met, or no such number of layers.
@@ -115,38 +118,89 @@ class Calibration:
             everywhere = tuple(range(min(places), 2 * shape.layers, 2))
             chooser = Judge(engine.teacher_forced(choose), shape.layers, everywhere)
             self._judge = Judge(engine.teacher_forced(judge), shape.layers, places)
-        self._prompt_layers, self._judging = prompt_layers, judge
+        self._prompt_layers, self._sample_targets = prompt_layers, sample_targets
+        self._choosing, self._judging, self._chooser = choose, judge, chooser
         self._prompts = [answer.prompt for answer in (*fit, *choose)]
-        self._prompt_bridges: dict[range, tuple[PromptBridge, AnswerPass]] = {}  # by what schedules let prompts skip
+        self._prompt_bridges: dict[tuple[int, range], PromptBridge] = {}  # by layers, and what prompts may skip
+        self._found: dict[float, Found] = {}  # by decode target
         bridges = Bridges(fitted, own)
         previews = head.fit(head.ranks) if head else []
         self._search = Search(engine, fitted, bridges, chooser, depths_by_warmup, self._lengths, previews, progress)
         self.fit_tokens = sum(answer.passes for answer in (*fit, *choose))
 
     def run(self) -> Iterator[Calibrated]:
-        """The best schedule for each target."""
-        for target in self._targets:
-            yield self._calibrated(target)
+        """The best schedule for each target: of the whole sample where such are asked for, else of decoding."""
+        if self._sample_targets:
+            yield from map(self._mixed, self._sample_targets)
+        else:
+            for target in self._targets:
+                yield self._calibrated(target, target, self._bridged(self._decoding(target), self._prompt_layers))
 
-    def _prompt_bridge_for(self, schedule: Schedule, layers: int) -> tuple[PromptBridge, AnswerPass]:
-        """A prompt bridge, and the answers to judge by after prompts under it."""
-        skippable = skippable_layers([schedule])
-        if skippable not in self._prompt_bridges:
-            bridge = fit_prompt_bridge(self._engine, self._prompts, layers, self._progress, skippable)
-            self._prompt_bridges[skippable] = bridge, self._engine.teacher_forced(self._judging, bridge)
-        return self._prompt_bridges[skippable]
-
-    def _calibrated(self, target: float) -> Calibrated:
-        found = self._search.best(target, self._layers_for(target))
+    def _decoding(self, target: float) -> Schedule:
+        """The best schedule for a decode target, prompts at full depth."""
+        if target not in self._found:
+            self._found[target] = self._search.best(target, self._layers_for(target))
         with torch.inference_mode():
-            schedule = self._final_bridges.schedule(self._shape.layers, found.best)
-            judged = None
-            if self._prompt_layers is not None:
-                bridge, judged = self._prompt_bridge_for(schedule, self._prompt_layers)
-                schedule = replace(schedule, prompt_bridge=bridge)
-            quality = self._judge.judge(schedule, self._engine.compiled(schedule), judged)
-        figures = self._figures(target, found, schedule, quality)
-        return Calibrated(target, replace(schedule, provenance={"name": f"bridged, {target:g}x", **figures}), quality)
+            return self._final_bridges.schedule(self._shape.layers, self._found[target].best)
+
+    def _bridged(self, schedule: Schedule, layers: int | None) -> Schedule:
+        """The same with prompts that run so many layers; None for all."""
+        if layers is None:
+            return schedule
+        key = layers, skippable_layers([schedule])
+        if key not in self._prompt_bridges:
+            self._prompt_bridges[key] = fit_prompt_bridge(self._engine, self._prompts, layers, self._progress, key[1])
+        return replace(schedule, prompt_bridge=self._prompt_bridges[key])
+
+    def _mixed(self, target: float) -> Calibrated:
+        """The best mix of both savings for a whole-sample target. Raises ScheduleError."""
+        best: tuple[float, float, Schedule] | None = None
+        for decode_target in self._targets:
+            schedule = self._decoding(decode_target)
+            if sample_flop_speedup(self._shape, schedule, self._lengths) < target:
+                layers = self._prompt_layers_for(schedule, target)
+                if layers is None:
+                    continue
+                schedule = self._bridged(schedule, layers)
+            kl = self._judged(self._chooser, self._choosing, schedule).mean_kl
+            bridge = schedule.prompt_bridge
+            log.info(
+                "%gx of the whole sample: %gx in decoding, prompts in %d layers: KL %.3f",
+                target, decode_target, bridge.layers if bridge else self._shape.layers, kl,
+            )  # fmt: skip
+            if best is None or kl < best[0]:
+                best = kl, decode_target, schedule
+        if best is None:
+            decoding = ", ".join(f"{decode_target:g}x" for decode_target in self._targets)
+            raise ScheduleError(
+                f"a speed-up of {target:g}x of the whole sample cannot be met with {decoding} in decoding: ask for "
+                "less, or for more in decoding"
+            )
+        return self._calibrated(target, *best[1:])
+
+    def _prompt_layers_for(self, schedule: Schedule, target: float) -> int | None:
+        """The most layers on prompts that reach a whole-sample target; None if one is too many."""
+        skippable = skippable_layers([schedule])
+        for layers in range(self._shape.layers - 1, 0, -1):
+            counted = replace(schedule, prompt_bridge=counted_prompt_bridge(self._shape, layers, skippable))
+            if sample_flop_speedup(self._shape, counted, self._lengths) >= target:
+                return layers
+        return None
+
+    def _judged(self, judge: Judge, answers: Sequence[Answer], schedule: Schedule) -> Quality:
+        """By answers whose prompts run under the schedule too."""
+        with torch.inference_mode():
+            bridge = schedule.prompt_bridge
+            passed = None if bridge is None else self._engine.teacher_forced(answers, bridge)
+            return judge.judge(schedule, self._engine.compiled(schedule), passed)
+
+    def _calibrated(self, target: float, decode_target: float, schedule: Schedule) -> Calibrated:
+        quality = self._judged(self._judge, self._judging, schedule)
+        figures = self._figures(decode_target, self._found[decode_target], schedule, quality)
+        if self._sample_targets:
+            figures["target_sample_speedup"] = target
+        provenance = {"name": f"bridged, {decode_target:g}x", **figures}
+        return Calibrated(target, replace(schedule, provenance=provenance), quality)
 
     def _layers_for(self, target: float, preview: HeadPreview | None = None) -> int:
         """The fewest layers to skip at every step, behind one bridge as low as possible. Raises ScheduleError."""

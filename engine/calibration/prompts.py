@@ -67,9 +67,7 @@ def fit_prompt_bridge(
             answers' distributions by 0.04 nats with both, by 0.22 stopping at 19, by 0.13 skipping 10.
         ridge: relative to the mean variance of an entry of the state.
     """
-    left_out = engine.shape.layers - layers
-    skipped = skippable[: left_out // 2] if skippable and skippable.start <= layers else range(0)
-    first = layers + len(skipped)
+    first, skipped = _split(engine.shape, layers, skippable)
     with torch.inference_mode():
         skips = _fit_skip(engine, prompts, skipped, progress, ridge) if skipped else None
         sums = _Sums(engine, first)
@@ -78,6 +76,21 @@ def fit_prompt_bridge(
             sums.add(stopped)
             engine.observe_prompts(pack, partial(sums.observe, stopped.others))
         return sums.fit(ridge, skips)
+
+
+def counted_prompt_bridge(shape: ModelShape, layers: int, skippable: range) -> PromptBridge:
+    """One that says what `fit_prompt_bridge` will cost before it is fitted."""
+    first, skipped = _split(shape, layers, skippable)
+    width, hidden = (shape.layers - first) * 2 * shape.kv_heads * shape.head_dim, shape.hidden
+    block = Block.of_layers(skipped.start, skipped.stop)
+    skips = Bridge.affine(block, torch.zeros(hidden, hidden), torch.zeros(hidden)) if skipped else None
+    return PromptBridge(first, {"weight": torch.zeros(hidden, width), "bias": torch.zeros(width)}, skips)
+
+
+def _split(shape: ModelShape, layers: int, skippable: range) -> tuple[int, range]:
+    """Where prompts that run so many layers stop, and which they skip below."""
+    skipped = skippable[: (shape.layers - layers) // 2] if skippable and skippable.start <= layers else range(0)
+    return layers + len(skipped), skipped
 
 
 def _packs(prompts: Sequence[Sequence[int]], what: str, progress: Progress) -> Iterator[Sequence[Sequence[int]]]:

@@ -57,10 +57,13 @@ def read_schedule(path: str, target: float | None, storage: OpenStorage = Storag
                 "directory of calibrated schedules"
             )
         return schedules[""]
+    # Of the whole sample where they were all made for that, else of decoding.
+    whole = all("target_sample_speedup" in schedule.provenance for schedule in schedules.values())
+    figure = "sample_flop_speedup" if whole else "decode_flop_speedup"
     speedups = {
-        name: float(schedule.provenance["decode_flop_speedup"])
+        name: float(schedule.provenance[figure])
         for name, schedule in schedules.items()
-        if "decode_flop_speedup" in schedule.provenance
+        if figure in schedule.provenance
     }
     if not speedups:
         raise ScheduleError(f"{path!r} holds several schedules that do not say how fast they are: name one of them")

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from engine import Engine, Sampling, Schedule, ScheduleError, checkpoint_directory
 from jobs import calibrate_schedule, command_line
 from pipeline.errors import JobError
+from pipeline.preparing.fit import read_schedule
 
 ROOT = Path(__file__).parent.parent.parent
 FLAGS = ["--part", "all", "--prompts", "40", "--max-new-tokens", "6", "--min-new-tokens", "3"]
@@ -97,6 +98,31 @@ def test_prompts_may_be_bridged_too(model: Path, calibrated: tuple[Path, str], t
     assert generation.flops_prompt < deeper.flops_prompt
 
 
+def test_a_whole_sample_target_is_met_by_both_savings(model: Path, tmp_path: Path) -> None:
+    flags = [*FLAGS, "--target-speedups", "1.02", "1.05", "--target-sample-speedups", "1.15", "1.4"]
+    ended = calibrate("--model", str(model), "--output", str(tmp_path), *flags)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("of the whole sample:") == 4
+    less, more = (Schedule.read(tmp_path / name) for name in ("1.15x", "1.4x"))
+    for schedule, target in ((less, 1.15), (more, 1.4)):
+        assert target <= schedule.provenance["sample_flop_speedup"] < target + 0.1
+        assert schedule.provenance["target_speedup"] in (1.02, 1.05)
+    assert less.prompt_bridge is not None
+    assert more.prompt_bridge is not None
+    assert less.prompt_bridge.layers > more.prompt_bridge.layers
+    # A job's target is of the whole sample too.
+    assert read_schedule(str(tmp_path), 1.3) == more
+    with pytest.raises(ScheduleError, match=r"holds no schedule of 1\.9x"):
+        read_schedule(str(tmp_path), 1.9)
+
+
+def test_layers_on_prompts_are_chosen_by_one_of_the_two(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--input", "x", "--output", "y", "--target-sample-speedups", "2", "--prompt-layers", "9"]
+    with pytest.raises(SystemExit):
+        command_line.parse(calibrate_schedule.CalibrateSchedule, calibrate_schedule.PROGRAM, flags)
+    assert "leave out prompt_layers" in capsys.readouterr().err
+
+
 def test_progress_says_how_fast_it_goes(calibrated: tuple[Path, str]) -> None:
     assert "answering at full depth: 40 of 40" in calibrated[1]
     assert "s left" in calibrated[1]
@@ -106,6 +132,10 @@ def test_progress_says_how_fast_it_goes(calibrated: tuple[Path, str]) -> None:
     ("flags", "said"),
     [
         (["--target-speedups", "40"], "40x cannot be met"),
+        (
+            ["--target-speedups", "1.02", "--target-sample-speedups", "90"],
+            "90x of the whole sample cannot be met with 1.02x in decoding",
+        ),
         (["--prompt-layers", "12"], "prompts can run 1 to 11 of this model's layers, not 12"),
         (["--prompts", "5"], "calibration needs 20 answers"),
         (["--text-column", "body"], "no column 'body'"),
