@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Literal
 
@@ -19,15 +20,16 @@ PACKAGES = ("engine", "pipeline", "jobs")
 
 
 class _About(logging.Filter):
-    """Lets lines name what all lines of this process are about, unless they name something else themselves."""
+    """Lets lines name what all of this process or thread are about, unless they name something else themselves."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ids: dict[str, str] = {}
+        self.here: ContextVar[dict[str, str] | None] = ContextVar("here", default=None)
         self.machines = False
 
     def filter(self, record: logging.LogRecord) -> bool:
-        for name, value in self.ids.items():
+        for name, value in (self.ids | (self.here.get() or {})).items():
             if not hasattr(record, name):
                 setattr(record, name, value)
         return True
@@ -76,13 +78,12 @@ def name_lines(**ids: str) -> None:
 
 @contextmanager
 def about(**ids: str) -> Iterator[None]:
-    """What they are about for a while, such as a unit; of a process that does one thing at a time."""
-    before = _about.ids
-    name_lines(**ids)
+    """What this thread's are about for a while, such as a unit."""
+    before = _about.here.set((_about.here.get() or {}) | ids)
     try:
         yield
     finally:
-        _about.ids = before
+        _about.here.reset(before)
 
 
 @cache

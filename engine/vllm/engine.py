@@ -7,7 +7,8 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,6 +33,22 @@ from engine.shape import ModelShape
 
 MOST_ROWS = 256  # that decode together, vLLM's own default
 WAITING = 4  # times as many rows as decode together are with vLLM, so that none of its passes wants for prompts
+
+
+@dataclass
+class _Running:
+    """vLLM, started."""
+
+    llm: Any
+    schedule: Schedule
+    seats: int  # rows that it lets run together
+    whose: dict[str, VllmDecoding] = field(default_factory=dict)  # its requests
+    names: Iterator[str] = field(default_factory=lambda: map(str, count()))  # of requests to come
+    broken: bool = False
+
+    def can(self, schedule: Schedule, rows: int) -> bool:
+        """Run rows under a schedule; at full depth it can under any."""
+        return not self.broken and rows <= self.seats and (schedule.is_full_depth or schedule == self.schedule)
 
 
 class VllmEngine:
@@ -67,9 +84,7 @@ class VllmEngine:
         self._device, self._dtype = resolve_device(device).type, resolve_dtype(device, dtype)
         self.shape: ModelShape = family_of(config).shape(config)
         self.tokenizer = Tokenizer(directory)
-        self._llm: Any = None
-        self._schedule: Schedule | None = None  # of the running engine
-        self._rows = 0  # most rows of the running engine
+        self._running: _Running | None = None
         self._own: Engine | None = None
 
     def share_prefix(self, tokens: Sequence[int]) -> int:
@@ -87,21 +102,13 @@ class VllmEngine:
     ) -> Iterator[Generation]:
         """As `Engine.generate`."""
         rows = self.decoding(sampling, schedule, batch_size)
-        return self._run(feed(rows, named(prompts, sample_ids, self.tokenizer.encode), WAITING * batch_size, on_batch))
-
-    def _run(self, generations: Iterator[Generation]) -> Iterator[Generation]:
-        try:
-            yield from generations
-        except PromptError:
-            raise
-        except Exception:
-            self.close()  # whatever state it is in
-            raise
+        return feed(rows, named(prompts, sample_ids, self.tokenizer.encode), WAITING * batch_size, on_batch)
 
     def decoding(
         self, sampling: Sampling | None = None, schedule: Schedule | None = None, batch_size: int = 32
     ) -> VllmDecoding:
-        """An open stream, as `Engine.decoding`. One at a time: vLLM starts anew under another schedule.
+        """An open stream, as `Engine.decoding`; another may be open if it is at full depth. vLLM starts anew, and rows
+        under way are lost, under another schedule or with more rows than it was started for.
 
         Raises ScheduleError if the schedule does not fit the model; ValueError for a batch_size below 1.
         """
@@ -110,11 +117,11 @@ class VllmEngine:
         schedule = replace(schedule or Schedule.full_depth(self.shape.layers), head_preview=None)
         schedule.check_fits(self.shape)
         rows = min(batch_size, MOST_ROWS)
-        if self._llm is None or rows > self._rows or (not schedule.is_full_depth and schedule != self._schedule):
-            self._start(schedule, rows)
+        if self._running is None or not self._running.can(schedule, rows):
+            self.close()
+            self._running = _Running(self._start(schedule, rows), schedule, rows)
         stopping = Stopping(sampling or Sampling(), self.tokenizer, self.tokenizer.eos_ids)
-        whole = schedule.is_full_depth and not (self._schedule or schedule).is_full_depth
-        return VllmDecoding(self._llm, self._rows, stopping, Ledger(self.shape, schedule), whole, self._check)
+        return VllmDecoding(self._running, stopping, Ledger(self.shape, schedule), self._check)
 
     def fitting_batch_size(
         self, prompt_tokens: int, sampling: Sampling | None = None, schedule: Schedule | None = None
@@ -137,9 +144,9 @@ class VllmEngine:
 
     def close(self) -> None:
         """End vLLM, as far as one process can."""
-        if self._llm is not None:
-            self._llm.engine_core.shutdown()
-            self._llm = None
+        if self._running is not None:
+            self._running.llm.engine_core.shutdown()
+            self._running = None
             gc.collect()
 
     def _beside(self) -> Engine:
@@ -147,14 +154,14 @@ class VllmEngine:
             self._own = Engine.load(self._model, "cpu", "float32")
         return self._own
 
-    def _start(self, schedule: Schedule, rows: int) -> None:
+    def _start(self, schedule: Schedule, rows: int) -> Any:
+        """vLLM's engine."""
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
         from engine.vllm.plugin import SETTING, register
 
         register()  # vLLM's own look at entry points misses it where the project is not installed, but imported
-        self.close()
         with TemporaryDirectory() as directory:
             setting = {}
             if not schedule.is_full_depth:
@@ -173,8 +180,7 @@ class VllmEngine:
                 **setting,
                 **{name: value for name, value in self._options.items() if name != "max_model_len"},
             )
-            self._llm = LLMEngine.from_engine_args(args)
-        self._schedule, self._rows = schedule, rows
+            return LLMEngine.from_engine_args(args)
 
     def _check(self, prompt: Sequence[int], name: str) -> int:
         """How many tokens may follow; raises PromptError for a prompt that leaves no room for any."""
@@ -191,32 +197,30 @@ class VllmDecoding:
 
     def __init__(
         self,
-        llm: Any,
-        seats: int,
+        running: _Running,
         stopping: Stopping,
         ledger: Ledger,
-        whole: bool,
         room: Callable[[Sequence[int], str], int],
     ) -> None:
         """An empty one.
 
         Args:
-            llm: vLLM's engine, and
-            seats: how many rows it lets run together.
+            running: vLLM.
             stopping, ledger: the sampling, the schedule.
-            whole: at full depth in an engine that has a schedule.
             room: how many tokens may follow a prompt of that name; raises PromptError.
         """
-        self._llm, self._seats = llm, seats
-        self._stopping, self._ledger, self._whole, self._room = stopping, ledger, whole, room
-        self._samples: dict[str, Sample] = {}
-        self._added = 0
+        self._running, self._llm = running, running.llm
+        self._stopping, self._ledger, self._room = stopping, ledger, room
+        # At full depth in an engine that has a schedule.
+        self._whole = ledger.schedule.is_full_depth and not running.schedule.is_full_depth
+        self._samples: dict[str, Sample] = {}  # by request
+        self._done: list[Generation] = []  # not told yet: another stream's pass may have ended them
         self._stats, self._asked = BatchStats(), time.perf_counter()
 
     @property
     def unfinished(self) -> int:
         """Generations still to come."""
-        return len(self._samples)
+        return len(self._samples) + len(self._done)
 
     def take_stats(self) -> BatchStats:
         """What passes have cost since this was last asked; their seconds by FLOPs of the rows that ended."""
@@ -234,39 +238,30 @@ class VllmDecoding:
         for copy in range(sampling.samples_per_prompt):
             name = f"{sample_id}\0{copy}" if copy else sample_id
             sample = Sample(index, copy, name, prompt, limit, shares_prompt=copy > 0)
-            request = f"{self._added}"
-            self._added += 1
+            request = next(self._running.names)
             self._llm.add_request(request, {"prompt_token_ids": list(prompt), **self._salt()}, self._params(sample))
-            self._samples[request] = sample
+            self._samples[request], self._running.whose[request] = sample, self
 
     def step(self) -> list[Generation]:
         """One pass; the generations that ended in it."""
-        finished: list[Generation] = []
-        stopped: list[str] = []
-        live = min(self.unfinished, self._seats)
-        for output in self._llm.step():
-            sample = self._samples.get(output.request_id)
-            if sample is None:
-                continue
-            for token in output.outputs[0].token_ids[len(sample.tokens) :]:
-                sample.tokens.append(token)
-                sample.ended = self._stopping.ends(sample.tokens)
-                if sample.finished:
-                    break
-            if sample.finished or output.finished:
-                if not output.finished:
-                    stopped.append(output.request_id)
-                del self._samples[output.request_id]
-                finished.append(generation_of(sample, self._stopping, self._ledger))
+        live, whose = min(self.unfinished, self._running.seats), self._running.whose
+        try:
+            outputs = [] if self._done else self._llm.step()
+        except Exception:
+            self._running.broken = True  # whatever state it is in
+            raise
+        outputs = [output for output in outputs if output.request_id in whose]
+        stopped = [output.request_id for output in outputs if whose[output.request_id]._take(output)]
         if stopped:
             self._llm.abort_request(stopped)
+        finished, self._done = self._done, []
         self._stats += BatchStats(
             samples=len(finished),
             prompt_tokens=sum(each.prompt_tokens for each in finished if not each.sample),
             generated_tokens=sum(each.generated_tokens for each in finished),
             steps=1,
             live_rows=live,
-            seats=self._seats,
+            seats=self._running.seats,
             prefill_seconds=sum(each.flops_prompt for each in finished),
             decode_seconds=sum(each.flops_decode for each in finished),
         )
@@ -276,7 +271,23 @@ class VllmDecoding:
         """Leave what is under way."""
         with suppress(Exception):  # if vLLM has broken, what broke it is to be told
             self._llm.abort_request(list(self._samples))
+        for request in self._samples:
+            self._running.whose.pop(request, None)
         self._samples.clear()
+
+    def _take(self, output: Any) -> bool:
+        """Note what a pass has brought a row; whether vLLM is to be told that it has ended."""
+        sample = self._samples[output.request_id]
+        for token in output.outputs[0].token_ids[len(sample.tokens) :]:
+            sample.tokens.append(token)
+            sample.ended = self._stopping.ends(sample.tokens)
+            if sample.finished:
+                break
+        if not sample.finished and not output.finished:
+            return False
+        del self._samples[output.request_id], self._running.whose[output.request_id]
+        self._done.append(generation_of(sample, self._stopping, self._ledger))
+        return not output.finished
 
     def _params(self, sample: Sample) -> Any:
         from vllm import SamplingParams

@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import NoReturn
@@ -22,11 +23,13 @@ from pipeline.logs import about, set_up_worker
 from pipeline.monitoring.board import Board
 from pipeline.monitoring.energy import EnergyMeter
 from pipeline.monitoring.metrics import ReplicaMeter
+from pipeline.monitoring.spending import Share, Spending
 from pipeline.preparing.backend import Backend
 from pipeline.reporting.audit import Auditor
 from pipeline.rows.read import read_units
 from pipeline.rows.row_generator import DeviceBroken, RowGenerator
 from pipeline.rows.rows import generate, prepare
+from pipeline.rows.shared_engine import SharedEngine
 from pipeline.rows.template import PromptTemplate
 from pipeline.rows.unit import WorkUnit
 from pipeline.storage.storage import StorageGone
@@ -94,18 +97,19 @@ def _read_span(units: list[WorkUnit], task: Task, board: Board) -> Iterator[Parc
 
 
 class UnitGenerator:
-    """Turns a unit's prepared table into its output table, on an engine of its own."""
+    """Turns units' prepared tables into output tables, on an engine of its own; several threads may each bring one."""
 
     def __init__(self, task: Task, threads: int, board: Board) -> None:
         config = task.config
         self._board = board
         self._input = config.input_storage()
         self._meter = ReplicaMeter(task.run)
-        self._energy = EnergyMeter.of_this_process(config.gpus_per_replica)
+        self._spending = Spending(EnergyMeter.of_this_process(config.gpus_per_replica).joules)
         board.starting()
-        engine = task.backend.engine(config, threads)
+        engine = SharedEngine(lambda: task.backend.engine(config, threads))
         tokenizer = task.backend.tokenizer(config)
-        self._flops_prefix = engine.share_prefix(task.template.shared_prefix(tokenizer))
+        # Charged once, with the first unit that is done.
+        self._flops_prefix = [engine.share_prefix(task.template.shared_prefix(tokenizer))]
         self._generator = RowGenerator(engine, config.sampling(), task.schedule, config.batch_size)
         shape, size, fraction = task.backend.shape(config), config.batch_size, config.audit_fraction
         self._auditor = Auditor(engine, tokenizer, shape, config.sampling(), task.schedule, size, fraction)
@@ -113,7 +117,13 @@ class UnitGenerator:
 
     def run(self, unit: WorkUnit, prepared: pa.Table) -> Parcel:
         """Raises TooManyRowsFailed, and what the pipeline itself does wrong; ends the process if its device broke."""
-        start, joules = time.perf_counter(), self._energy.joules()
+        share = self._spending.begin()
+        try:
+            return self._run(unit, prepared, share)
+        finally:
+            self._spending.end(share)
+
+    def _run(self, unit: WorkUnit, prepared: pa.Table, share: Share) -> Parcel:
         padding, untold, told = 0, BatchStats(), -math.inf
 
         def tell() -> None:
@@ -125,7 +135,8 @@ class UnitGenerator:
         def on_batch(stats: BatchStats) -> None:
             nonlocal padding, untold
             padding += stats.flops_padding
-            self._meter.batch_done(stats)
+            if stats.steps:  # else another unit has been told of the pass that ended some rows of this one
+                self._meter.batch_done(stats)
             untold += stats
             if time.monotonic() - told >= TELL_EVERY_S:
                 tell()
@@ -137,13 +148,13 @@ class UnitGenerator:
         try:
             output = generate(prepared, ids, self._generator, on_batch, answers.__setitem__)
             tell()
-            seconds, joules = time.perf_counter() - start, max(0.0, self._energy.joules() - joules)
+            spent = self._spending.so_far(share)  # audits come on top
             audit = self._auditor.audit(prepared, ids, answers)
         except DeviceBroken as error:
             _die(unit, error)
-        spent = {"flops_padding": padding, "seconds": seconds, "joules": joules}
-        cost = {**spent, "flops_prefix": self._flops_prefix, **audit}
-        self._flops_prefix = 0  # charged once, with the replica's first unit
+        with suppress(IndexError):
+            audit["flops_prefix"] = self._flops_prefix.pop()
+        cost = {"flops_padding": padding, "seconds": spent.seconds, "joules": spent.joules, **audit}
         return Parcel(unit.to_json(), table=to_bytes(output), cost=json.dumps(cost))
 
 

@@ -14,6 +14,7 @@ from ray.data import ActorPoolStrategy, DataContext, Dataset
 from ray.exceptions import RayError
 from ray.util.annotations import RayDeprecationWarning
 
+from pipeline.config import JobConfig
 from pipeline.execution.cluster import TASK_CPUS, ReplicaResources
 from pipeline.execution.commit_stage import commit
 from pipeline.execution.stages import Replica, Task, read, span_row
@@ -22,6 +23,8 @@ from pipeline.monitoring.board import Board
 from pipeline.rows.unit import WorkUnit
 
 TASK_RETRIES = 3  # of a read or commit task whose process died; with Ray's default, endless, a bad row would loop
+
+MOST_BESIDE = 8  # units that fill the batch while another ends: each is a thread, and is lost if the replica is
 
 End = Exception | None
 
@@ -87,10 +90,17 @@ def _dataset(
 ) -> Dataset:
     """The three stages; `replicas` will hold the names of the actors that Ray starts for it."""
     rows = [span_row(units) for units in spans]
-    if resources.minimum < resources.count:
-        pool = ActorPoolStrategy(min_size=resources.minimum, max_size=resources.count, max_tasks_in_flight_per_actor=2)
-    else:
-        pool = ActorPoolStrategy(size=resources.count, max_tasks_in_flight_per_actor=2)
+    sizes = {"min_size": resources.minimum, "max_size": resources.count}
+    if resources.minimum == resources.count:
+        sizes = {"size": resources.count}
+    # All that are sent to a replica are under way there, so that the next one's rows fill the seats of the last.
+    together = units_together(task.config)
+    pool = ActorPoolStrategy(
+        **sizes,
+        max_tasks_in_flight_per_actor=together,
+        max_concurrent_calls_per_actor=together,
+        enable_true_multi_threading=True,
+    )
 
     def named() -> dict[str, str]:
         replicas.append(f"replica-{uuid.uuid4().hex}")
@@ -133,6 +143,12 @@ def _dataset(
             max_retries=TASK_RETRIES,
         )
     )
+
+
+def units_together(config: JobConfig) -> int:
+    """Units that a replica has under way: while one of them ends, the others fill its batch."""
+    seats = config.batch_size if isinstance(config.batch_size, int) else config.rows_per_unit
+    return 1 + min(MOST_BESIDE, -(-seats // config.rows_per_unit))
 
 
 def _set_context() -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 import engine
 from engine import Engine, ModelShape, Tokenizer
 from pipeline.config import GenerationConfig
-from pipeline.rows.row_generator import Generator
+from pipeline.rows.shared_engine import Streaming
 from pipeline.rows.template import PromptTokenizer
 
 
@@ -49,7 +49,7 @@ class Backend(Protocol):
     def tokenizer(self, config: GenerationConfig) -> PromptTokenizer:
         """Called in read tasks; worth caching per process."""
 
-    def engine(self, config: GenerationConfig, threads: int | None) -> Generator:
+    def engine(self, config: GenerationConfig, threads: int | None) -> Streaming:
         """Called once per replica."""
 
 
@@ -78,7 +78,7 @@ class SkipDecodeBackend:
         files = engine.model_files(config.model, weights=False) if self.held is None else self.held.files
         return _tokenizer(config.model, tuple(files.items()), self.began)
 
-    def engine(self, config: GenerationConfig, threads: int | None) -> Generator:
+    def engine(self, config: GenerationConfig, threads: int | None) -> Streaming:
         """Raises ModelError, also if the model is not the one that the run began with, or is replaced meanwhile."""
         files = engine.model_files(config.model) if self.held is None else self.held.files
         engine.check_model_files(config.model, files)
@@ -102,7 +102,7 @@ def _has_vllm() -> bool:
     return spec is not None and spec.origin is not None  # any folder of that name would have a spec
 
 
-def _vllm_engine(config: GenerationConfig, dtype: str, threads: int | None) -> Generator:
+def _vllm_engine(config: GenerationConfig, dtype: str, threads: int | None) -> Streaming:
     """All GPUs of a replica share one model. Raises ModelError if vLLM is not installed."""
     from engine.vllm.engine import VllmEngine  # not at the top: it is an option
 

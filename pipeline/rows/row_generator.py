@@ -27,7 +27,7 @@ class Generator(Protocol):
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[Sequence[int]],
         sampling: Sampling | None = None,
         schedule: Schedule | None = None,
         batch_size: int = 32,

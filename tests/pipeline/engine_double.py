@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Self
 
-from engine import BatchStats, Generation, ModelShape, Sampling, Schedule
+from engine import BatchStats, Decoding, Generation, ModelShape, Sampling, Schedule
 from pipeline.config import GenerationConfig
 from pipeline.preparing.backend import ModelIdentity
 
@@ -110,6 +110,11 @@ class Echo:
             if on_batch is not None:
                 on_batch(stats)
 
+    def decoding(
+        self, sampling: Sampling | None = None, schedule: Schedule | None = None, batch_size: int = 32
+    ) -> Decoding:
+        return _EchoDecoding(self, sampling, schedule, batch_size)
+
     def before(self, prompts: Sequence[str | Sequence[int]]) -> None:
         """What a double of another kind does first."""
 
@@ -124,6 +129,42 @@ class Echo:
     ) -> int:
         """As if a batch of 10,000 prompt tokens filled the memory."""
         return max(1, 10_000 // prompt_tokens)
+
+
+@dataclass
+class _EchoDecoding:
+    """Rows in order of their coming, a batch in each pass."""
+
+    echo: Echo
+    sampling: Sampling | None
+    schedule: Schedule | None
+    batch_size: int
+    waiting: list[tuple[Sequence[int], str, int]] = field(default_factory=list)
+    stats: BatchStats = field(default_factory=BatchStats)
+
+    @property
+    def unfinished(self) -> int:
+        return len(self.waiting)
+
+    def add(self, prompt: Sequence[int], sample_id: str, index: int) -> None:
+        self.waiting.append((prompt, sample_id, index))
+
+    def step(self) -> list[Generation]:
+        batch, self.waiting = self.waiting[: self.batch_size], self.waiting[self.batch_size :]
+        prompts, ids, indices = [list(each) for each in zip(*batch, strict=True)]
+        terms = self.sampling, self.schedule, self.batch_size
+        done = list(self.echo.generate(prompts, *terms, ids, self._count))
+        return [replace(generation, index=indices[generation.index]) for generation in done]
+
+    def take_stats(self) -> BatchStats:
+        stats, self.stats = self.stats, BatchStats()
+        return stats
+
+    def close(self) -> None:
+        self.waiting = []
+
+    def _count(self, stats: BatchStats) -> None:
+        self.stats += stats
 
 
 @dataclass(frozen=True)

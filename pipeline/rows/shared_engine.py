@@ -1,0 +1,217 @@
+"""One engine for several threads: calls that ask for the same share a stream of rows, which need not drain between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
+from typing import Protocol
+
+from engine import AnswerScore, BatchStats, Decoding, Generation, Likelihood, Sampling, Schedule
+from pipeline.rows.row_generator import Generator
+
+WAITING = 5  # times as many rows as decode together are with the engine, so that it can put prompts in order of length
+
+
+class Streaming(Generator, Protocol):
+    """An engine that rows can be given to at any time."""
+
+    def decoding(
+        self, sampling: Sampling | None = None, schedule: Schedule | None = None, batch_size: int = 32
+    ) -> Decoding: ...
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """What calls have to agree in to share a stream."""
+
+    sampling: Sampling | None
+    schedule: Schedule | None
+    batch_size: int
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of `generate`. Only the engine's thread touches it, but for `told`."""
+
+    prompts: Sequence[Sequence[int]]
+    sample_ids: Sequence[str]
+    told: SimpleQueue[Generation | BatchStats | Exception | None] = field(default_factory=SimpleQueue)  # None: all done
+    taken: int = 0  # prompts, from the first on
+    left: set[int] = field(default_factory=set)  # of those, without a generation
+    wanted: bool = True  # by its caller
+
+    @property
+    def waits(self) -> bool:
+        """For prompts to be taken."""
+        return self.wanted and self.taken < len(self.prompts)
+
+    def tell(self, done: Sequence[Generation], stats: BatchStats) -> None:
+        for generation in done:
+            self.told.put(generation)
+            self.left.discard(generation.index)
+        self.told.put(stats)
+
+    def end(self, error: Exception | None = None) -> None:
+        self.told.put(error)
+
+
+class _Shared:
+    """A stream and the calls whose rows are in it or wait for it."""
+
+    def __init__(self, decoding: Decoding, terms: _Terms) -> None:
+        self.terms = terms
+        self.calls: list[_Call] = []  # in the order of their coming, in which their prompts are taken
+        self._decoding = decoding
+        self._whose: dict[int, tuple[_Call, int]] = {}  # rows in the stream: call and place there
+        self._rows = 0  # so far
+
+    def step(self) -> bool:
+        """A pass; whether there is more to do. What it raises may be of any call."""
+        for call in self.calls:
+            while call.waits and self._decoding.unfinished < WAITING * self.terms.batch_size:
+                self._add(call)
+        done: dict[_Call, list[Generation]] = {}
+        for generation in self._decoding.step() if self._decoding.unfinished else []:
+            call, place = self._whose.pop(generation.index)
+            done.setdefault(call, []).append(replace(generation, index=place))
+        stats = self._decoding.take_stats() if done else BatchStats()
+        for call, generations in done.items():
+            # A pass is counted once; which rows have ended, with each call.
+            tokens = sum(each.generated_tokens for each in generations)
+            call.tell(generations, replace(stats, samples=len(generations), generated_tokens=tokens))
+            stats = BatchStats()
+        for call in self.calls:
+            if not call.waits and not call.left:
+                call.end()
+        self.calls = [call for call in self.calls if call.waits or call.left]
+        return bool(self.calls)
+
+    def close(self) -> None:
+        self._decoding.close()
+
+    def _add(self, call: _Call) -> None:
+        place, prompt = call.taken, call.prompts[call.taken]
+        call.taken += 1
+        call.left.add(place)
+        self._decoding.add(prompt, call.sample_ids[place], self._rows)
+        self._whose[self._rows] = call, place
+        self._rows += 1
+
+
+class SharedEngine:
+    """A `Generator` that several threads may call at once.
+
+    All that the engine does happens in one thread, of this object's own: a pass of the shared stream, or another call.
+    Rows of a call of `generate` enter the stream while those of the calls before it still run. Where sampling, schedule
+    or batch size differ, or a prompt has several samples, the call is done whole between two passes. If the stream
+    breaks, its calls are done so too, for the rows that they lack: one that breaks again raises what broke it.
+    """
+
+    def __init__(self, load: Callable[[], Streaming]) -> None:
+        """Raises what `load` does."""
+        self._thread = ThreadPoolExecutor(1, "engine")
+        self._engine = self._thread.submit(load).result()
+        self._shared: _Shared | None = None
+
+    def share_prefix(self, tokens: Sequence[int]) -> int:
+        return self._thread.submit(self._engine.share_prefix, tokens).result()
+
+    def fitting_batch_size(
+        self, prompt_tokens: int, sampling: Sampling | None = None, schedule: Schedule | None = None
+    ) -> int:
+        return self._thread.submit(self._fitting, prompt_tokens, sampling, schedule).result()
+
+    def score(
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], schedules: Sequence[Schedule]
+    ) -> list[list[AnswerScore]]:
+        return self._thread.submit(self._engine.score, prompts, answers, schedules).result()
+
+    def likelihood(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[Likelihood]:
+        return self._thread.submit(self._engine.likelihood, prompts, answers).result()
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling | None = None,
+        schedule: Schedule | None = None,
+        batch_size: int = 32,
+        sample_ids: Sequence[str] | None = None,
+        on_batch: Callable[[BatchStats], None] | None = None,
+    ) -> Iterator[Generation]:
+        """As `Engine.generate`; `on_batch` is called in the caller's thread."""
+        ids = [str(place) for place in range(len(prompts))] if sample_ids is None else sample_ids
+        call = _Call(prompts, ids)
+        self._thread.submit(self._begin, call, _Terms(sampling, schedule, batch_size))
+        try:
+            while (told := call.told.get()) is not None:
+                if isinstance(told, Exception):
+                    raise told
+                if isinstance(told, Generation):
+                    yield told
+                elif on_batch is not None:
+                    on_batch(told)
+        finally:
+            call.wanted = False
+
+    def _begin(self, call: _Call, terms: _Terms) -> None:
+        several = terms.sampling is not None and terms.sampling.samples_per_prompt > 1
+        if several or (self._shared is not None and self._shared.terms != terms):
+            self._alone(call, terms)
+            return
+        if self._shared is None:
+            try:
+                decoding = self._engine.decoding(terms.sampling, terms.schedule, terms.batch_size)
+            except Exception as error:
+                call.end(error)
+                return
+            self._shared = _Shared(decoding, terms)
+            self._thread.submit(self._pass)
+        self._shared.calls.append(call)
+
+    def _pass(self) -> None:
+        """A pass of the shared stream, and the next one after what else has been asked for in the meantime."""
+        shared = self._shared
+        assert shared is not None
+        try:
+            if shared.step():
+                self._thread.submit(self._pass)
+                return
+            error = None
+        except Exception as broken:
+            # Its traceback holds the failed pass's tensors, the memory that the next try needs.
+            error = broken.with_traceback(None)
+        self._shared = None
+        with suppress(Exception):
+            shared.close()
+        if error is not None and len(shared.calls) == 1:
+            shared.calls[0].end(error)
+        elif error is not None:
+            for call in shared.calls:
+                self._alone(call, shared.terms)
+
+    def _alone(self, call: _Call, terms: _Terms) -> None:
+        """The rows that a call lacks, in a stream of their own."""
+        places = [*sorted(call.left), *range(call.taken, len(call.prompts))] if call.wanted else []
+        call.taken = len(call.prompts)
+        prompts, ids = [call.prompts[place] for place in places], [call.sample_ids[place] for place in places]
+        try:
+            generations = self._engine.generate(
+                prompts, terms.sampling, terms.schedule, terms.batch_size, ids, call.told.put
+            )
+            for generation in generations:
+                call.told.put(replace(generation, index=places[generation.index]))
+        except Exception as error:
+            call.end(error)
+        else:
+            call.end()
+
+    def _fitting(self, prompt_tokens: int, sampling: Sampling | None, schedule: Schedule | None) -> int:
+        """As the stream that it can join has it: that one takes no more rows than fit the memory it began with."""
+        if self._shared is not None:
+            terms = self._shared.terms
+            if (terms.sampling, terms.schedule) == (sampling, schedule):
+                return terms.batch_size
+        return self._engine.fitting_batch_size(prompt_tokens, sampling, schedule)

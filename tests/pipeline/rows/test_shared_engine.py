@@ -1,0 +1,134 @@
+"""Calls from several threads: each has its own rows, whoever shares the passes, and whatever breaks them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from random import Random
+from threading import Event
+from time import sleep
+
+import pytest
+from engine_double import Echo
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine import BatchStats, Engine, Plateau, Sampling, Schedule, Unit
+from pipeline.rows.row_generator import Generator, RowGenerator
+from pipeline.rows.shared_engine import SharedEngine
+
+SAMPLING = Sampling(max_new_tokens=100)
+
+
+@dataclass(frozen=True)
+class Watched(Echo):
+    """Notes the batches that it is given; raises for prompts of some lengths."""
+
+    bad: frozenset[int] = frozenset()
+    batches: list[list[int]] = field(default_factory=list)
+
+    def before(self, prompts: Sequence[str | Sequence[int]]) -> None:
+        self.batches.append([len(prompt) for prompt in prompts])
+        if broken := self.bad & set(self.batches[-1]):
+            raise ValueError(f"length {min(broken)}")
+
+
+def ask(
+    shared: SharedEngine,
+    lengths: Sequence[int],
+    sampling: Sampling = SAMPLING,
+    on_batch: Callable[[BatchStats], None] | None = None,
+) -> list[int | str]:
+    """For each prompt its length as its generation tells it, or its error."""
+    generator = RowGenerator(shared, sampling, None, 4)
+    found = generator.generate([[65] * length for length in lengths], [str(n) for n in range(len(lengths))], on_batch)
+    return [row if isinstance(row, str) else len(row.tokens) for row in found]
+
+
+def at_once(echo: Watched, *asked: Callable[[SharedEngine], list[int | str]]) -> list[list[int | str]]:
+    """Answers to what several threads ask of one engine before it begins with any of it."""
+    shared, gate = SharedEngine(lambda: echo), Event()
+    shared._thread.submit(gate.wait)
+    with ThreadPoolExecutor(len(asked)) as threads:
+        answers = [threads.submit(each, shared) for each in asked]
+        while shared._thread._work_queue.qsize() < len(asked):
+            sleep(0.001)
+        gate.set()
+        return [each.result() for each in answers]
+
+
+@given(
+    calls=st.lists(st.lists(st.integers(1, 40), max_size=12, unique=True), min_size=1, max_size=4),
+    bad=st.frozensets(st.integers(2, 40), max_size=2),
+)
+def test_every_call_has_its_own_rows_and_their_errors(calls: list[list[int]], bad: frozenset[int]) -> None:
+    calls = [[1, *(length for length in call if length > 1)] for call in calls]  # a good row in each
+    echo = Watched(bad=bad)
+    found = at_once(echo, *(partial(ask, lengths=call) for call in calls))
+    assert found == [[f"ValueError: length {n}" if n in bad else n for n in call] for call in calls]
+
+
+def test_rows_of_the_next_call_fill_the_seats_that_one_leaves() -> None:
+    echo = Watched()
+    at_once(echo, lambda shared: ask(shared, [3] * 6), lambda shared: ask(shared, [5] * 6))
+    assert [sorted(set(batch)) for batch in echo.batches] in ([[3], [3, 5], [5]], [[5], [3, 5], [3]])
+
+
+def test_other_terms_are_served_between_passes() -> None:
+    echo, short = Watched(), Sampling(max_new_tokens=2)
+    found = at_once(echo, lambda shared: ask(shared, [9] * 20), lambda shared: ask(shared, [9] * 6, short))
+    assert found == [[9] * 20, [2] * 6]
+
+
+def test_each_call_hears_of_its_own_rows_and_a_pass_is_counted_once() -> None:
+    heard: tuple[list[BatchStats], list[BatchStats]] = [], []
+    echo = Watched()
+    at_once(
+        echo,
+        lambda shared: ask(shared, [3] * 6, on_batch=heard[0].append),
+        lambda shared: ask(shared, [5] * 6, on_batch=heard[1].append),
+    )
+    assert [sum(stats.samples for stats in each) for each in heard] == [6, 6]
+    assert [sum(stats.generated_tokens for stats in each) for each in heard] == [18, 30]
+    both = [*heard[0], *heard[1]]
+    assert sum(stats.prompt_tokens for stats in both) == 6 * 3 + 6 * 5
+    assert sum(stats.flops_padding > 0 for stats in both) == len(echo.batches) == 3
+
+
+def test_a_caller_that_goes_away_leaves_the_others_theirs() -> None:
+    shared = SharedEngine(lambda: Watched())
+    left = shared.generate([[65] * 3] * 50, SAMPLING, None, 4, [str(n) for n in range(50)])
+    next(left)
+    left.close()  # type: ignore[attr-defined]
+    assert ask(shared, [4] * 9) == [4] * 9
+
+
+def test_what_loading_raises_is_raised() -> None:
+    def load() -> Echo:
+        raise OSError("no such model")
+
+    with pytest.raises(OSError, match="no such model"):
+        SharedEngine(load)
+
+
+def test_calls_that_share_passes_have_the_tokens_that_they_have_alone(make_checkpoint: Callable[..., Path]) -> None:
+    """Under a schedule, with an audit's call at full depth between the passes."""
+    engine = Engine.load(str(make_checkpoint(num_hidden_layers=4)))
+    schedule = Schedule(4, (Unit("a", 2), Unit("m", 2)), (Plateau(0, 0), Plateau(3, 2)))
+    sampling = Sampling(max_new_tokens=12)
+    draw = Random(0)
+    prompts = [[draw.randrange(1, 96) for _ in range(draw.randrange(2, 9))] for _ in range(15)]
+    calls = [(prompts[:7], schedule), (prompts[7:12], schedule), (prompts[3:6], None)]
+    ids = {tuple(prompt): str(number) for number, prompt in enumerate(prompts)}
+
+    def answers(engine: Generator, prompts: list[list[int]], schedule: Schedule | None) -> dict[int, tuple[int, ...]]:
+        names = [ids[tuple(prompt)] for prompt in prompts]
+        return {row.index: row.tokens for row in engine.generate(prompts, sampling, schedule, 4, names)}
+
+    shared = SharedEngine(lambda: engine)
+    with ThreadPoolExecutor(len(calls)) as threads:
+        found = list(threads.map(lambda call: answers(shared, *call), calls))
+    assert found == [answers(engine, *call) for call in calls]
