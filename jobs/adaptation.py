@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from pydantic import Field
 
 from engine import Engine, ModelError, Schedule, ScheduleError
@@ -19,7 +20,7 @@ from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import Point, Trainer
 from engine.calibration.prompts import fit_prompt_bridge, skippable_layers
 from engine.forward.quality import Quality
-from engine.kernels.base import Kernels
+from engine.kernels.base import training_kernels_for
 from jobs.answers import PART, AnswersConfig, answer_corpus, with_more_answers
 from pipeline import logs
 from pipeline.errors import JobError, JobStopped
@@ -114,7 +115,8 @@ def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
         prompts = [answer.prompt for answer in drawn.answers[:-kept]]
         bridge = fit_prompt_bridge(teacher, prompts, config.prompt_layers, progress, skippable_layers(schedules))
         schedules = [replace(schedule, prompt_bridge=bridge) for schedule in schedules]
-    student = Engine.load(config.model, config.device, "float32", config.threads, Kernels())
+    kernels = training_kernels_for(teacher.device, torch.float32)
+    student = Engine.load(config.model, config.device, "float32", config.threads, kernels)
     student.share_prefix(config.template().shared_prefix(student.tokenizer))  # no prompt bridge stands in for it
     trainer = Trainer(student, schedules, answers, held_out, config.recipe(), progress)
     points = []

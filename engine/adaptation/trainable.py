@@ -45,7 +45,7 @@ class Trainable:
 
         Args:
             schedules: with bridges of any kind, or none.
-            decoder: the model, with plain kernels.
+            decoder: the model, with kernels that gradients pass.
             device: that it is on.
             gate_width: of a gated part for every bridge without one; 0 for none.
             adapter_rank: of an adapter for all schedules without one, of the units that decode tokens of some of them

@@ -91,7 +91,7 @@ class Trainer:
         """Runs all answers at full depth once.
 
         Args:
-            engine: with plain kernels (`Engine.load(..., kernels=Kernels())`), for gradients to pass them.
+            engine: with kernels that gradients pass (`Engine.load(..., kernels=training_kernels_for(...))`).
             schedules: as calibration makes them, or any others that skip something.
             train: full-depth answers to learn from; the same in all processes.
             held_out: others, to judge by; the same in all processes.

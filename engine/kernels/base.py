@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -208,6 +209,52 @@ class OneDnnKernels(Kernels):
         return torch.from_numpy(np.argpartition(x.numpy(), -count, axis=-1)[:, -count:])
 
 
+class FrozenOneDnnKernels(Kernels):
+    """CPU, float32: for training through weights that stay as they are. Gradients flow to what is multiplied by them.
+
+    Packed as by `OneDnnKernels`, and transposed too once a gradient has passed: torch's plain products reach a third of
+    the packed ones' rate on an AMD EPYC with AVX-512.
+    """
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return _Frozen(weight, bias)
+
+
+class _Frozen:
+    """A product with a packed weight, and its gradient's."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._bias = bias
+        self._forward = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 32)
+        self._backward: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = _FrozenProduct.apply(x, self) if torch.is_grad_enabled() and x.requires_grad else self.times(x)
+        return out
+
+    def times(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._forward, self._bias, "none", [], "")
+        return out
+
+    def gradient(self, of: Tensor) -> Tensor:
+        if self._backward is None:
+            transposed = self._forward.to_dense().T.contiguous()
+            self._backward = torch.ops.mkldnn._reorder_linear_weight(transposed, 32)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(of.contiguous(), self._backward, None, "none", [], "")
+        return out
+
+
+class _FrozenProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, frozen: _Frozen) -> Tensor:
+        ctx.frozen = frozen
+        return frozen.times(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.frozen.gradient(gradients[0]), None
+
+
 @cache
 def _integers_are_exact() -> bool:
     """Whether sums of 8-bit products are right: without VNNI, or where oneDNN is told to do without, they overflow."""
@@ -227,5 +274,14 @@ def _sparse(ends: Tensor, columns: Tensor, values: Tensor, size: tuple[int, int]
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
     """The fastest kernels for a device and dtype."""
+    return OneDnnKernels() if _packs(device, dtype) else Kernels()
+
+
+def training_kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
+    """The fastest that let gradients pass through a model whose weights are not trained."""
+    return FrozenOneDnnKernels() if _packs(device, dtype) else Kernels()
+
+
+def _packs(device: torch.device, dtype: torch.dtype) -> bool:
     packs = device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
-    return OneDnnKernels() if packs and hasattr(torch.ops.mkldnn, "_linear_pointwise") else Kernels()
+    return packs and hasattr(torch.ops.mkldnn, "_linear_pointwise")

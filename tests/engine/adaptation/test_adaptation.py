@@ -17,7 +17,7 @@ from engine.adaptation.trainer import Point, Trainer
 from engine.calibration.collect import answer_prompts
 from engine.forward.quality import Judge
 from engine.forward.teacher_forcing import Answer
-from engine.kernels.base import Kernels
+from engine.kernels.base import Kernels, training_kernels_for
 from engine.schedules import recipes
 from engine.schedules.orders import lowest_first
 from tests.engine.conftest import random_prompt_bridge
@@ -26,6 +26,7 @@ RECIPE = Recipe(
     steps=40, tokens_per_step=120, learning_rate=3e-3, warmup_steps=5, gate_width=8, adapter_rank=0, judge_every=10
 )
 
+CPU = torch.device("cpu")
 STORED = 1e-3  # relative error of what is kept in half precision
 
 
@@ -35,7 +36,7 @@ def quiet(stage: str, done: int, total: int) -> None:
 
 @pytest.fixture(scope="module")
 def engine(make_checkpoint: Callable[..., Path]) -> Engine:
-    return Engine.load(str(make_checkpoint()), device="cpu", kernels=Kernels())
+    return Engine.load(str(make_checkpoint()), device="cpu", kernels=training_kernels_for(CPU, torch.float32))
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,20 @@ def answers(engine: Engine) -> list[Answer]:
     draw = torch.Generator().manual_seed(7)
     prompts = [torch.randint(1, 96, (length,), generator=draw).tolist() for length in (*range(4, 28), *[6] * 176)]
     return answer_prompts(engine, prompts, Sampling(max_new_tokens=14, min_new_tokens=6), 8, quiet)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64])
+def test_gradients_pass_frozen_weights_as_plain_ones(rows: int) -> None:
+    draw = torch.Generator().manual_seed(rows)
+    weight, bias, x, pull = (torch.randn(size, generator=draw) for size in ((48, 32), (48,), (rows, 32), (rows, 48)))
+    gradients = []
+    for kernels in (Kernels(), training_kernels_for(CPU, torch.float32)):
+        leaf = x.clone().requires_grad_()
+        out = kernels.linear(weight, bias)(leaf)
+        (out * pull).sum().backward()
+        torch.testing.assert_close(out, x @ weight.T + bias)
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from tests.engine.prompts import random_prompts
 
 Schedules = Callable[..., st.SearchStrategy[Schedule]]
 LENGTHS = [1, 2, 3, 5, 9, 14, 20, 33, 41, 60]
+ROWS = 10_000  # of a stream without end
 
 
 @pytest.fixture(scope="module")
@@ -112,14 +113,14 @@ def test_a_stream_without_end_runs_in_flat_memory_with_its_seats_taken(tiny: Eng
             taken += 1
             yield prompt
 
-    found = list(islice(tiny.generate(counted(), Sampling(12), schedule, 8, on_batch=stats.append), 400))
-    assert taken <= 400 + 8 * (ORDERED_TOGETHER + 1), "prompts are taken when room for them comes near"
+    found = list(islice(tiny.generate(counted(), Sampling(12), schedule, 32, on_batch=stats.append), ROWS))
+    assert taken <= ROWS + 32 * (ORDERED_TOGETHER + 1), "prompts are taken when room for them comes near"
     course = [size for each in stats for size in each.cache_course]
     assert max(course[len(course) // 2 :]) <= 1.5 * max(course[: len(course) // 2])
     whole = sum(stats, BatchStats())
-    assert whole.occupancy > 0.95
-    prompts = list(islice(endless(LENGTHS), 500))
-    for generation in found[::40]:
+    assert whole.occupancy > 0.9, "a quarter of a lane's seats is free before rows enter"
+    prompts = list(islice(endless(LENGTHS), taken))
+    for generation in found[:: ROWS // 200]:
         [alone] = tiny.generate([prompts[generation.index]], Sampling(12), schedule, 1)
         assert generation.tokens == alone.tokens
 

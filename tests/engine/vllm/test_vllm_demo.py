@@ -47,7 +47,6 @@ def gap(own: Engine, prompt: list[int], wanted: Generation, found: Generation, s
 
 
 CALIBRATED = [f"calibrated/{target}" for target in ("1.25x", "1.45x", "1.65x", "2x")]
-# The last one makes noise of prompts whose instruction is not computed in full before them: here, the same noise.
 SCHEDULES = ["full depth", *CALIBRATED, "adapted", "whole_sample"]
 
 

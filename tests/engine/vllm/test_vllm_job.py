@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
 
@@ -18,28 +20,65 @@ ROOT = Path(__file__).parents[3]
 ROWS = 6
 
 
-def job(output: Path, schedule: Path, engine: str) -> list[dict[str, object]]:
-    command = [
+def command(output: Path, schedule: Path, engine: str, rows: int) -> list[str]:
+    return [
         sys.executable, "jobs/summarize_corpus.py", "--input", "infra/demo/package_descriptions.parquet",
-        "--output", str(output), "--id-column", "id", "--limit", str(ROWS), "--rows-per-unit", "3", "--batch-size", "2",
+        "--output", str(output), "--id-column", "id", "--limit", str(rows), "--rows-per-unit", "3", "--batch-size", "2",
         "--prompt", "Summarize this in one short sentence.\n\n{text}", "--max-new-tokens", "12", "--device", "cpu",
         "--schedule", str(schedule), "--engine", engine, "--ray-address", "local",
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def rows_of(output: Path) -> list[dict[str, object]]:
+    """In order of their ids, without what engines charge in their own ways."""
+    # Prompts are charged whole: vLLM finds what they share by itself.
+    own = ("shared_prefix_tokens", "flops_prompt", "flops_full_depth")
     rows = [row for file in sorted((output / "data").glob("*.parquet")) for row in pq.read_table(file).to_pylist()]
-    return sorted(rows, key=lambda row: str(row["id"]))
+    return [{k: v for k, v in row.items() if k not in own} for row in sorted(rows, key=lambda row: str(row["id"]))]
+
+
+def run(output: Path, schedule: Path, engine: str, rows: int = ROWS) -> list[dict[str, object]]:
+    done = subprocess.run(
+        command(output, schedule, engine, rows), cwd=ROOT, capture_output=True, text=True, timeout=1500, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return rows_of(output)
+
+
+@pytest.fixture
+def schedule(tmp_path: Path) -> Path:
+    demo = Schedule.read(ROOT / "infra" / "demo" / "calibrated" / "1.45x")
+    replace(demo, head_preview=None).write(tmp_path / "schedule")  # vLLM has none
+    return tmp_path / "schedule"
 
 
 @pytest.mark.timeout(3600)
-def test_a_jobs_rows_are_our_own_engines(tmp_path: Path) -> None:
-    demo = Schedule.read(ROOT / "infra" / "demo" / "calibrated" / "1.45x")
-    replace(demo, head_preview=None).write(tmp_path / "schedule")  # vLLM has none
-    found = job(tmp_path / "vllm", tmp_path / "schedule", "vllm")
-    wanted = job(tmp_path / "torch", tmp_path / "schedule", "torch")
+def test_a_jobs_rows_are_our_own_engines(tmp_path: Path, schedule: Path) -> None:
+    found = run(tmp_path / "vllm", schedule, "vllm")
     assert len(found) == ROWS
-    # Prompts are charged whole: vLLM finds what they share by itself.
-    own = ("shared_prefix_tokens", "flops_prompt", "flops_full_depth")
-    assert [{k: v for k, v in row.items() if k not in own} for row in found] == [
-        {k: v for k, v in row.items() if k not in own} for row in wanted
-    ]
+    assert found == run(tmp_path / "torch", schedule, "torch")
+
+
+@pytest.mark.timeout(3600)
+def test_a_killed_replica_costs_no_row(tmp_path: Path, schedule: Path) -> None:
+    output, rows = tmp_path / "vllm", 5 * ROWS
+    with (tmp_path / "job.log").open("w") as log:
+        driver = subprocess.Popen(
+            command(output, schedule, "vllm", rows), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
+        )
+        try:
+            while not list(output.glob("_commits/*")):
+                assert driver.poll() is None, (tmp_path / "job.log").read_text()[-3000:]
+                time.sleep(0.1)
+            replicas = [
+                process
+                for process in psutil.Process(driver.pid).children(recursive=True)
+                if "MapBatches(Replica)" in " ".join(process.cmdline())
+            ]
+            assert len(replicas) == 1
+            replicas[0].kill()
+            assert driver.wait(1500) == 0, (tmp_path / "job.log").read_text()[-3000:]
+        finally:
+            driver.kill()
+    assert "units were lost with their processes" in (tmp_path / "job.log").read_text()
+    assert rows_of(output) == run(tmp_path / "torch", schedule, "torch", rows)

@@ -1,4 +1,4 @@
-"""vLLM without our pipeline: its server, in processes of its own and with passes prepared ahead, under one setting."""
+"""vLLM without our pipeline: its own entry points, in processes of their own, under one setting."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
 
-from engine import Engine, Sampling
+from engine import Engine, Sampling, Schedule, checkpoint_directory
 from tests.engine.prompts import random_prompts
 
 pytest.importorskip("vllm.config", exc_type=ImportError)
@@ -25,6 +26,8 @@ pytest.importorskip("vllm.config", exc_type=ImportError)
 from tests.engine.vllm.test_vllm_schedules import LENGTHS, VARIANTS, whole
 
 PATIENCE_S = 900  # a busy machine takes minutes to import vLLM twice
+SETTINGS = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+DEMO = Path(__file__).parents[3] / "infra" / "demo"
 
 
 @contextmanager
@@ -40,9 +43,8 @@ def server(model: Path, schedule: Path, folder: Path) -> Iterator[str]:
         "--async-scheduling",
         "--additional-config", json.dumps({"skipdecode_schedule": str(schedule)}),
     ]  # fmt: skip
-    settings = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with (folder / "server.log").open("w") as log:
-        process = subprocess.Popen(command, cwd=folder, env=settings, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, cwd=folder, env=SETTINGS, stdout=log, stderr=subprocess.STDOUT)
         try:
             deadline = time.monotonic() + PATIENCE_S
             while True:
@@ -83,3 +85,42 @@ def test_a_server_answers_a_client_with_our_own_engines_tokens(
 
         with ThreadPoolExecutor(len(prompts)) as pool:
             assert list(pool.map(answer, prompts)) == wanted
+
+
+@pytest.mark.timeout(2 * PATIENCE_S)
+def test_a_file_of_requests_has_our_own_engines_tokens(packaged: Engine, texts: list[str], tmp_path: Path) -> None:
+    """What `vllm run-batch` starts, which takes chats alone; under the demo's schedule, that skips on prompts too."""
+    schedule = replace(Schedule.read(DEMO / "whole_sample"), head_preview=None)  # vLLM has none
+    schedule.write(tmp_path / "schedule")
+    users = [f"Summarize this in one short sentence.\n\n{text}" for text in texts[:4]]
+    requests = [
+        {
+            "custom_id": f"row {number}",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {
+                "model": "packaged",
+                "messages": [{"role": "user", "content": user}],
+                "max_completion_tokens": 12,
+                "temperature": 0,
+                "return_token_ids": True,
+            },
+        }
+        for number, user in enumerate(users)
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(request) + "\n" for request in requests))
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.run_batch", "-i", "in.jsonl", "-o", "out.jsonl",
+        "--model", str(checkpoint_directory("smollm2-135m-instruct")), "--served-model-name", "packaged",
+        "--dtype", "float32", "--max-model-len", "1024",
+        "--additional-config", json.dumps({"skipdecode_schedule": str(tmp_path / "schedule")}),
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=tmp_path, env=SETTINGS, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    found = {answer["custom_id"]: answer["response"]["body"]["choices"][0]["token_ids"] for answer in answers}
+    prompts = [packaged.tokenizer.encode_chat(user) for user in users]
+    wanted = packaged.generate(prompts, Sampling(max_new_tokens=12), schedule)
+    assert found == {f"row {each.index}": list(each.tokens) for each in wanted}
