@@ -17,7 +17,7 @@ from engine import Schedule
 pytest.importorskip("vllm.config", exc_type=ImportError)
 
 ROOT = Path(__file__).parents[3]
-ROWS = 6
+FEW, MANY = 6, 30  # rows
 
 
 def command(output: Path, schedule: Path, engine: str, rows: int) -> list[str]:
@@ -37,7 +37,7 @@ def rows_of(output: Path) -> list[dict[str, object]]:
     return [{k: v for k, v in row.items() if k not in own} for row in sorted(rows, key=lambda row: str(row["id"]))]
 
 
-def run(output: Path, schedule: Path, engine: str, rows: int = ROWS) -> list[dict[str, object]]:
+def run(output: Path, schedule: Path, engine: str, rows: int) -> list[dict[str, object]]:
     done = subprocess.run(
         command(output, schedule, engine, rows), cwd=ROOT, capture_output=True, text=True, timeout=1500, check=False
     )
@@ -45,26 +45,33 @@ def run(output: Path, schedule: Path, engine: str, rows: int = ROWS) -> list[dic
     return rows_of(output)
 
 
-@pytest.fixture
-def schedule(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("schedule")
     demo = Schedule.read(ROOT / "infra" / "demo" / "calibrated" / "1.45x")
-    replace(demo, head_preview=None).write(tmp_path / "schedule")  # vLLM has none
-    return tmp_path / "schedule"
+    replace(demo, head_preview=None).write(directory)  # vLLM has none
+    return directory
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory, schedule: Path) -> list[dict[str, object]]:
+    """Our own engine's rows."""
+    return run(tmp_path_factory.mktemp("torch") / "out", schedule, "torch", MANY)
 
 
 @pytest.mark.timeout(3600)
-def test_a_jobs_rows_are_our_own_engines(tmp_path: Path, schedule: Path) -> None:
-    found = run(tmp_path / "vllm", schedule, "vllm")
-    assert len(found) == ROWS
-    assert found == run(tmp_path / "torch", schedule, "torch")
+def test_a_jobs_rows_are_our_own_engines(tmp_path: Path, schedule: Path, wanted: list[dict[str, object]]) -> None:
+    found = run(tmp_path / "vllm", schedule, "vllm", FEW)
+    assert len(found) == FEW
+    assert found == [row for row in wanted if row["id"] in {each["id"] for each in found}]
 
 
 @pytest.mark.timeout(3600)
-def test_a_killed_replica_costs_no_row(tmp_path: Path, schedule: Path) -> None:
-    output, rows = tmp_path / "vllm", 5 * ROWS
+def test_a_killed_replica_costs_no_row(tmp_path: Path, schedule: Path, wanted: list[dict[str, object]]) -> None:
+    output = tmp_path / "vllm"
     with (tmp_path / "job.log").open("w") as log:
         driver = subprocess.Popen(
-            command(output, schedule, "vllm", rows), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
+            command(output, schedule, "vllm", MANY), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
         )
         try:
             while not list(output.glob("_commits/*")):
@@ -81,4 +88,4 @@ def test_a_killed_replica_costs_no_row(tmp_path: Path, schedule: Path) -> None:
         finally:
             driver.kill()
     assert "units were lost with their processes" in (tmp_path / "job.log").read_text()
-    assert rows_of(output) == run(tmp_path / "torch", schedule, "torch", rows)
+    assert rows_of(output) == wanted
