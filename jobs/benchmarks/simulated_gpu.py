@@ -68,8 +68,8 @@ class SimulateGpu(BaseModel):
 
 
 @dataclass
-class Pass:
-    """What a pass takes."""
+class Taken:
+    """What a pass takes of its rows."""
 
     prompts: list[tuple[int, int, bool]] = field(default_factory=list)  # computed before, now, whether the prompt ends
     decoding: dict[int, tuple[int, int]] = field(default_factory=dict)  # by step: rows, the sum of their contexts
@@ -91,7 +91,7 @@ class Clock:
         self._active = [frozenset(schedule.active_units(plateau)) for plateau in range(len(schedule.plateaus))]
         self._spared = {unit for unit in self._units if bridge and unit.layer >= bridge.first} | skipped
 
-    def seconds(self, now: Pass) -> float:
+    def seconds(self, now: Taken) -> float:
         """Of one pass."""
         gpu, started, schedule = 0.0, 0, self._schedule
         running = [(0, 0)] * len(schedule.plateaus)
@@ -183,7 +183,7 @@ def _schedule(shape: ModelShape, skipped: float) -> Schedule:
     return Schedule(shape.layers, tuple(units), (Plateau(0, len(units)),))
 
 
-def _passes(config: SimulateGpu, settings: Any, shape: ModelShape, rows: int, prompt: int) -> Iterator[Pass]:
+def _passes(config: SimulateGpu, settings: Any, shape: ModelShape, rows: int, prompt: int) -> Iterator[Taken]:
     """Those of a job of four batches. All its rows are there from its start, so no clock changes them."""
     from vllm import SamplingParams
     from vllm.v1.outputs import ModelRunnerOutput
@@ -199,7 +199,7 @@ def _passes(config: SimulateGpu, settings: Any, shape: ModelShape, rows: int, pr
         computed[str(number)] = 0
     while scheduler.has_requests():
         taken = scheduler.schedule()
-        now, tokens = Pass(), []
+        now, tokens = Taken(), []
         for request, count in taken.num_scheduled_tokens.items():
             before = computed[request]
             if before < prompt:

@@ -776,7 +776,7 @@ def test_a_ceiling_is_each_nights_own(nightly: Job, put: Put, inline: type[Inlin
 def test_on_ray_a_night_stops_at_its_ceiling_and_the_next_goes_on(nightly: Job, put: Put) -> None:
     put("a", 40)
     put("b", 3)
-    config = nightly(rows_per_unit=4, max_flops=1.0, keep_columns=["text"])
+    config = nightly(rows_per_unit=4, batch_size=4, max_flops=1.0, keep_columns=["text"])
     backend = EchoBackend(Echo("one: ", seconds_per_batch=0.5))
     with pytest.raises(JobStopped, match=r"with \d+ of 43 rows left: start the job again to go on with as much again"):
         run_job(config, backend)
