@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import ray
 from ray.data import ActorPoolStrategy, DataContext, Dataset
+from ray.data._internal.execution.streaming_executor import StreamingExecutor
 from ray.exceptions import RayError
 from ray.util.annotations import RayDeprecationWarning
 
@@ -58,7 +59,11 @@ class UnitStream:
         return str(self._dataset.stats())
 
     def close(self) -> None:
-        """End the replicas of this pass. Ray forgets those that it was restarting, and their cores with them."""
+        """End the pass and its replicas. Ray forgets those that it was restarting, and their cores with them."""
+        # An abandoned pass would go on in its thread, and end the process with a status of its own as Ray shuts down.
+        for thread in threading.enumerate():
+            if isinstance(thread, StreamingExecutor) and thread.name.endswith(self._dataset.get_dataset_id()):
+                thread.shutdown(force=True)
         for name in self._replicas:
             try:
                 ray.kill(ray.get_actor(name))

@@ -108,13 +108,13 @@ def test_two_drivers_on_one_output_agree_on_every_unit(trial: Trial) -> None:
 
 
 def test_sigterm_lets_units_in_flight_finish_and_ends_resumably(trial: Trial) -> None:
-    # Many slow units: the first commit may come late on a busy machine, and some must be left by then.
-    driver = trial.start(seconds_per_batch=8.0, ray_address=cluster(), rows_per_unit=1)
+    # Many slow units, one a pass: the first commit may come late on a busy machine, and some must be left by then.
+    driver = trial.start(seconds_per_batch=8.0, ray_address=cluster(), rows_per_unit=1, batch_size=1)
     trial.proxy.arm(trial.name, [Fault("PUT _commits", 1, "call after", call=driver.terminate)])
     said = ended(driver)
     assert driver.returncode == STOPPED_EXIT, said
     assert "stopped: SIGTERM: units in flight were ended, start the job again to resume" in said
-    result = trial.run(rows_per_unit=1)
+    result = trial.run(rows_per_unit=1, batch_size=1)
     assert 1 <= result.rows_resumed < 24
     trial.check()
     assert trial.tokens_generated <= trial.tokens_of_one_pass + 2 * UNIT_TOKENS
