@@ -134,14 +134,20 @@ class Calibration:
             yield from map(self._mixed, self._sample_targets)
         else:
             for target in self._targets:
-                yield self._calibrated(target, target, self._bridged(self._decoding(target), self._prompt_layers))
+                best = self._decoding(target).best
+                schedule = self._bridged(self._schedule(best), self._prompt_layers)
+                yield self._calibrated(target, target, best, schedule)
 
-    def _decoding(self, target: float) -> Schedule:
-        """The best schedule for a decode target, prompts at full depth."""
+    def _decoding(self, target: float) -> Found:
+        """What is best for a decode target, prompts at full depth."""
         if target not in self._found:
             self._found[target] = self._search.best(target, self._layers_for(target))
+        return self._found[target]
+
+    def _schedule(self, candidate: Candidate) -> Schedule:
+        """A candidate, fitted to all that its choice was fitted to and made by."""
         with torch.inference_mode():
-            return self._final_bridges.schedule(self._shape.layers, self._found[target].best)
+            return self._final_bridges.schedule(self._shape.layers, candidate)
 
     def _bridged(self, schedule: Schedule, layers: int | None) -> Schedule:
         """The same with prompts that run so many layers; None for all."""
@@ -154,22 +160,25 @@ class Calibration:
 
     def _mixed(self, target: float) -> Calibrated:
         """The best mix of both savings for a whole-sample target. Raises ScheduleError."""
-        best: tuple[float, float, Schedule] | None = None
+        best: tuple[float, float, Candidate, Schedule] | None = None
         for decode_target in self._targets:
-            schedule = self._decoding(decode_target)
-            if sample_flop_speedup(self._shape, schedule, self._lengths) < target:
-                layers = self._prompt_layers_for(schedule, target)
-                if layers is None:
-                    continue
-                schedule = self._bridged(schedule, layers)
-            kl = self._judged(self._chooser, self._choosing, schedule).mean_kl
-            bridge = schedule.prompt_bridge
-            log.info(
-                "%gx of the whole sample: %gx in decoding, prompts in %d layers: KL %.3f",
-                target, decode_target, bridge.layers if bridge else self._shape.layers, kl,
-            )  # fmt: skip
-            if best is None or kl < best[0]:
-                best = kl, decode_target, schedule
+            found = self._decoding(decode_target)
+            # At one depth too: a growth that begins with little leaves prompts little to skip.
+            for candidate in dict.fromkeys((found.best, found.constant)):
+                schedule = self._schedule(candidate)
+                if sample_flop_speedup(self._shape, schedule, self._lengths) < target:
+                    layers = self._prompt_layers_for(schedule, target)
+                    if layers is None:
+                        continue
+                    schedule = self._bridged(schedule, layers)
+                kl = self._judged(self._chooser, self._choosing, schedule).mean_kl
+                bridge = schedule.prompt_bridge
+                log.info(
+                    "%gx of the whole sample: %gx in decoding, skipped %s, prompts in %d layers: KL %.3f",
+                    target, decode_target, dict(candidate.growth), bridge.layers if bridge else self._shape.layers, kl,
+                )  # fmt: skip
+                if best is None or kl < best[0]:
+                    best = kl, decode_target, candidate, schedule
         if best is None:
             decoding = ", ".join(f"{decode_target:g}x" for decode_target in self._targets)
             raise ScheduleError(
@@ -194,9 +203,9 @@ class Calibration:
             passed = None if bridge is None else self._engine.teacher_forced(answers, bridge)
             return judge.judge(schedule, self._engine.compiled(schedule), passed)
 
-    def _calibrated(self, target: float, decode_target: float, schedule: Schedule) -> Calibrated:
+    def _calibrated(self, target: float, decode_target: float, candidate: Candidate, schedule: Schedule) -> Calibrated:
         quality = self._judged(self._judge, self._judging, schedule)
-        figures = self._figures(decode_target, self._found[decode_target], schedule, quality)
+        figures = self._figures(decode_target, candidate, schedule, quality)
         if self._sample_targets:
             figures["target_sample_speedup"] = target
         provenance = {"name": f"bridged, {decode_target:g}x", **figures}
@@ -214,12 +223,12 @@ class Calibration:
             f"a decode FLOP speed-up of {target:g}x cannot be met, {speedup:.2f}x is the most: ask for less"
         )
 
-    def _figures(self, target: float, found: Found, schedule: Schedule, quality: Quality) -> dict[str, Any]:
+    def _figures(self, target: float, candidate: Candidate, schedule: Schedule, quality: Quality) -> dict[str, Any]:
         """Provenance: what was predicted, on how much data, what one bridge and no growth would have given."""
-        best = found.best
+        found = self._found[target]
 
-        def chosen(candidate: Candidate) -> dict[str, float]:
-            seen = self._search.chosen(candidate)
+        def chosen(one: Candidate) -> dict[str, float]:
+            seen = self._search.chosen(one)
             return {"kl": round(seen.mean_kl, 4), "agreement": round(seen.agreement, 4)}
 
         return {
@@ -233,12 +242,12 @@ class Calibration:
             },
             "fit": {
                 "tokens": self.fit_tokens,
-                "warmup": best.warmup,
-                "ridge": best.ridge,
-                "gain": best.gain,
-                "head_rank": best.head.rank if best.head else None,
+                "warmup": candidate.warmup,
+                "ridge": candidate.ridge,
+                "gain": candidate.gain,
+                "head_rank": candidate.head.rank if candidate.head else None,
             },
-            "chosen": chosen(best),
+            "chosen": chosen(candidate),
             "with_one_bridge": chosen(found.one),
             "with_constant_depth": chosen(found.constant),
         }
