@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import ray
 from ray.data import ActorPoolStrategy, DataContext, Dataset
-from ray.data._internal.execution.streaming_executor import StreamingExecutor
 from ray.exceptions import RayError
 from ray.util.annotations import RayDeprecationWarning
 
@@ -60,10 +59,11 @@ class UnitStream:
 
     def close(self) -> None:
         """End the pass and its replicas. Ray forgets those that it was restarting, and their cores with them."""
-        # An abandoned pass would go on in its thread, and end the process with a status of its own as Ray shuts down.
+        # An abandoned pass would go on in Ray's thread, and end the process with a status of its own as Ray shuts down.
+        # Its name is all that leads there: the dataset knows it from its first result on.
         for thread in threading.enumerate():
-            if isinstance(thread, StreamingExecutor) and thread.name.endswith(self._dataset.get_dataset_id()):
-                thread.shutdown(force=True)
+            if thread.name == f"StreamingExecutor-{self._dataset.get_dataset_id()}":
+                thread.shutdown(force=True)  # type: ignore[attr-defined]
         for name in self._replicas:
             try:
                 ray.kill(ray.get_actor(name))
