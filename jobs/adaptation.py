@@ -15,12 +15,14 @@ from pydantic import Field
 
 from engine import Engine, ModelError, Schedule, ScheduleError
 from engine.adaptation.estimate import is_early_look, reachable_kl
+from engine.adaptation.memory import check_memory, kept_bytes
 from engine.adaptation.peers import Peers
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import Point, Trainer
-from engine.calibration.prompts import fit_prompt_bridge, skippable_layers
+from engine.calibration.prompts import counted_prompt_bridge, fit_prompt_bridge, skippable_layers
 from engine.forward.quality import Quality
 from engine.kernels.base import training_kernels_for
+from engine.memory import free_bytes
 from jobs.answers import PART, AnswersConfig, answer_corpus, with_more_answers
 from pipeline import logs
 from pipeline.errors import JobError, JobStopped
@@ -84,6 +86,10 @@ class AdaptModel(AnswersConfig):
         description="of several workers; 'local' starts an embedded cluster; default Ray's own choice (RAY_ADDRESS)",
     )
 
+    def held_out_of(self, answers: int) -> int:
+        """How many of them are judged by."""
+        return max(1, round(self.held_out * answers))
+
     def recipe(self) -> Recipe:
         """How to train."""
         chosen = ("steps", "learning_rate", "gate_width", "adapter_rank", "seed")
@@ -106,8 +112,12 @@ def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
     """In this process, together with its peers if it has any. Raises JobError, ModelError, ScheduleError."""
     progress = StageProgress(log)
     teacher = config.load_engine()
-    drawn = answer_corpus(config, teacher, progress)
-    kept = max(1, round(config.held_out * len(drawn.answers)))
+
+    def fits(prompts: Sequence[Sequence[int]]) -> None:
+        check_fits(config, teacher, schedules, prompts)
+
+    drawn = answer_corpus(config, teacher, progress, fits)
+    kept = config.held_out_of(len(drawn.answers))
     # The last ones: of the same part and seed, calibration draws the first, and has fitted its bridges to them.
     held_out = drawn.answers[-kept:]
     answers = with_more_answers(config, teacher, drawn.answers[:-kept], config.answers_per_prompt, progress)
@@ -137,6 +147,19 @@ def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
     }
     lengths = [(len(answer.prompt), len(answer.tokens)) for answer in drawn.answers]
     return Training(trainer.untrained, trainer.best(), points, kept, lengths, learnt_from)
+
+
+def check_fits(
+    config: AdaptModel, teacher: Engine, schedules: Sequence[Schedule], prompts: Sequence[Sequence[int]]
+) -> None:
+    """Whether the answers to some prompts can be trained on in memory. Raises ScheduleError."""
+    if config.prompt_layers is not None:
+        bridge = counted_prompt_bridge(teacher.shape, config.prompt_layers, skippable_layers(schedules))
+        schedules = [replace(schedule, prompt_bridge=bridge) for schedule in schedules]
+    kept, lengths = config.held_out_of(len(prompts)), [len(prompt) for prompt in prompts]
+    ours = Peers().share(lengths[:-kept])
+    needed = kept_bytes(teacher.shape, schedules, ours, lengths[-kept:], config.max_new_tokens)
+    check_memory(needed, free_bytes(teacher.device), len(prompts))
 
 
 def train_on_cluster(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,11 +52,20 @@ class Answers:
     provenance: dict[str, Any]
 
 
-def answer_corpus(config: AnswersConfig, model: Engine, progress: Progress) -> Answers:
-    """Draw prompts and let the model answer them. Raises JobError for an input that does not fit."""
+def answer_corpus(
+    config: AnswersConfig,
+    model: Engine,
+    progress: Progress,
+    check: Callable[[Sequence[Sequence[int]]], None] = lambda _: None,
+) -> Answers:
+    """Draw prompts and let the model answer them, once `check` has seen them and not raised.
+
+    Raises JobError for an input that does not fit.
+    """
     longest = longest_prompt(config, model.shape)
     rows = sample_prompts(config, config.part, config.prompts, model.tokenizer, longest)
     prompts: list[list[int]] = rows[TOKENS].to_pylist()
+    check(prompts)
     # As in the job that will run the schedule: computed once, and at full depth.
     prefix = config.template().shared_prefix(model.tokenizer)
     shared = len(prefix) if model.share_prefix(prefix) else 0

@@ -90,6 +90,31 @@ def test_a_calibrated_schedule_is_adapted_and_a_rerun_goes_on(
     assert "has a prompt bridge already: leave out --prompt-layers" in capsys.readouterr().err
 
 
+def test_more_prompts_than_the_memory_holds_are_refused_before_they_are_answered(
+    common: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = Engine.load(common[1], device="cpu").shape
+    block = Block.of_layers(1, 3)
+    bridge = Bridge.affine(block, torch.zeros(shape.hidden, shape.hidden), torch.zeros(shape.hidden))
+    plateaus = (Plateau(0, len(block.units), ("1-3",)),)
+    Schedule(shape.layers, tuple(block.units), plateaus, bridges={"1-3": bridge}).write(tmp_path / "schedule")
+    monkeypatch.setattr("jobs.adaptation.free_bytes", lambda _: 1_000_000)
+    arguments = [
+        *common,
+        "--schedule",
+        str(tmp_path / "schedule"),
+        "--output",
+        str(tmp_path / "out"),
+        "--prompts",
+        "60",
+    ]
+    assert adapt([*arguments, "--prompt-layers", "4"]) == 1
+    said = capsys.readouterr().err
+    assert "training on 60 answers keeps some" in said
+    assert "answers it fits" in said
+    assert "answering at full depth" not in said
+
+
 def test_several_schedules_are_trained_together_and_a_job_chooses_among_them(
     common: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
