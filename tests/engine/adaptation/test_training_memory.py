@@ -30,7 +30,9 @@ def tensor_bytes() -> int:
     gc.collect()
     found = {}
     for each in gc.get_objects():
-        if isinstance(each, torch.Tensor):
+        if (
+            isinstance(each, torch.Tensor) and each.layout == torch.strided and not each.is_mkldnn
+        ):  # packed ones hide it
             storage = each.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())
