@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -112,11 +113,7 @@ def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
     """In this process, together with its peers if it has any. Raises JobError, ModelError, ScheduleError."""
     progress = StageProgress(log)
     teacher = config.load_engine()
-
-    def fits(prompts: Sequence[Sequence[int]]) -> None:
-        check_fits(config, teacher, schedules, prompts)
-
-    drawn = answer_corpus(config, teacher, progress, fits)
+    drawn = answer_corpus(config, teacher, progress, partial(check_fits, config, teacher, schedules))
     kept = config.held_out_of(len(drawn.answers))
     # The last ones: of the same part and seed, calibration draws the first, and has fitted its bridges to them.
     held_out = drawn.answers[-kept:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engine.adaptation.trainer import attended_layers, prompts_stop
 from engine.errors import ScheduleError
 from engine.memory import SHARE
 from engine.schedules.schedule import Schedule
@@ -24,18 +25,19 @@ def kept_bytes(
         shape, schedules: of the model, and what is trained.
         train, held_out: tokens of each prompt.
         answer_tokens: of each answer, at most.
+
+    Raises ScheduleError if the schedules stop prompts at different layers.
     """
-    place, bridge = min(schedule.changed_from for schedule in schedules), schedules[0].prompt_bridge
-    run = {unit for schedule in schedules for unit in schedule.active_units(0) if unit.kind == "a"}
-    layers = {unit.layer for unit in run if unit.place >= place}
+    layers, bridge = attended_layers(schedules, min(each.changed_from for each in schedules)), prompts_stop(schedules)
     stopped = 0
     if bridge is not None:
-        layers = {layer for layer in layers if layer < bridge.first and layer not in bridge.skipped_layers}
+        layers &= set(range(bridge.first)) - set(bridge.skipped_layers)
         stopped = 2 * shape.hidden  # where a token stopped, and where it began
-    learnt = sum(train) * (len(layers) * shape.cache_elements(1) + stopped) * FLOAT
-    judged = sum(held_out) * ((shape.layers + len(layers)) * shape.cache_elements(1) + stopped) * FLOAT
+    learnt = len(layers) * shape.cache_elements(1) + stopped  # numbers of a prompt's token
+    judged = shape.layers * shape.cache_elements(1) + (learnt if bridge else 0)  # kept once more where prompts stop
+    prompts = (sum(train) * learnt + sum(held_out) * judged) * FLOAT
     states = (len(train) + len(held_out)) * answer_tokens * 2 * shape.hidden * FLOAT
-    return int(SCATTERED * (learnt + judged + states)) + len(held_out) * answer_tokens * shape.vocab * HALF
+    return int(SCATTERED * (prompts + states)) + len(held_out) * answer_tokens * shape.vocab * HALF
 
 
 def check_memory(needed: int, free: int, answers: int) -> None:

@@ -60,8 +60,7 @@ class _Lesson:
         bridge = prompts_stop(schedules)
         if bridge is not None:
             self.answers = engine.teacher_forced(answers, bridge, wait=True)
-        run = {unit for schedule in schedules for unit in schedule.active_units(0)}  # later plateaus run no others
-        self.answers.keep_prompts({unit.layer for unit in run if unit.kind == "a" and unit.place >= place})
+        self.answers.keep_prompts(attended_layers(schedules, place))
 
     @property
     def start(self) -> Tensor:
@@ -256,6 +255,12 @@ class Trainer:
 def is_trainable(schedule: Schedule) -> bool:
     """Whether it skips something, or has bridges."""
     return schedule.plateaus[-1].skipped > 0 or bool(schedule.bridges) or schedule.prompt_bridge is not None
+
+
+def attended_layers(schedules: Sequence[Schedule], place: int) -> set[int]:
+    """Layers from a place on in which decode tokens of some of them attend."""
+    run = {unit for schedule in schedules for unit in schedule.active_units(0)}  # later plateaus run no others
+    return {unit.layer for unit in run if unit.kind == "a" and unit.place >= place}
 
 
 def prompts_stop(schedules: Sequence[Schedule]) -> PromptBridge | None:

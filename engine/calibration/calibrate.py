@@ -161,24 +161,21 @@ class Calibration:
     def _mixed(self, target: float) -> Calibrated:
         """The best mix of both savings for a whole-sample target. Raises ScheduleError."""
         best: tuple[float, float, Candidate, Schedule] | None = None
-        for decode_target in self._targets:
-            found = self._decoding(decode_target)
-            # At one depth too: a growth that begins with little leaves prompts little to skip.
-            for candidate in dict.fromkeys((found.best, found.constant)):
-                schedule = self._schedule(candidate)
-                if sample_flop_speedup(self._shape, schedule, self._lengths) < target:
-                    layers = self._prompt_layers_for(schedule, target)
-                    if layers is None:
-                        continue
-                    schedule = self._bridged(schedule, layers)
-                kl = self._judged(self._chooser, self._choosing, schedule).mean_kl
-                bridge = schedule.prompt_bridge
-                log.info(
-                    "%gx of the whole sample: %gx in decoding, skipped %s, prompts in %d layers: KL %.3f",
-                    target, decode_target, dict(candidate.growth), bridge.layers if bridge else self._shape.layers, kl,
-                )  # fmt: skip
-                if best is None or kl < best[0]:
-                    best = kl, decode_target, candidate, schedule
+        for decode_target, candidate in self._candidates():
+            schedule = self._schedule(candidate)
+            if sample_flop_speedup(self._shape, schedule, self._lengths) < target:
+                layers = self._prompt_layers_for(schedule, target)
+                if layers is None:
+                    continue
+                schedule = self._bridged(schedule, layers)
+            kl = self._judged(self._chooser, self._choosing, schedule).mean_kl
+            bridge = schedule.prompt_bridge
+            log.info(
+                "%gx of the whole sample: %gx in decoding, skipped %s, prompts in %d layers: KL %.3f",
+                target, decode_target, dict(candidate.growth), bridge.layers if bridge else self._shape.layers, kl,
+            )  # fmt: skip
+            if best is None or kl < best[0]:
+                best = kl, decode_target, candidate, schedule
         if best is None:
             decoding = ", ".join(f"{decode_target:g}x" for decode_target in self._targets)
             raise ScheduleError(
@@ -186,6 +183,15 @@ class Calibration:
                 "less, or for more in decoding"
             )
         return self._calibrated(target, *best[1:])
+
+    def _candidates(self) -> Iterator[tuple[float, Candidate]]:
+        """What decoding may do, by its target: the best, and at one depth, since a growth that begins with little
+        leaves prompts little to skip.
+        """
+        for target in self._targets:
+            found = self._decoding(target)
+            for candidate in dict.fromkeys((found.best, found.constant)):
+                yield target, candidate
 
     def _prompt_layers_for(self, schedule: Schedule, target: float) -> int | None:
         """The most layers on prompts that reach a whole-sample target; None if one is too many."""

@@ -60,7 +60,7 @@ class UnitStream:
     def close(self) -> None:
         """End the pass and its replicas. Ray forgets those that it was restarting, and their cores with them."""
         # An abandoned pass would go on in Ray's thread, and end the process with a status of its own as Ray shuts down.
-        # Its name is all that leads there: the dataset knows it from its first result on.
+        # It is found by its name: the dataset holds it only once there is a result.
         for thread in threading.enumerate():
             if thread.name == f"StreamingExecutor-{self._dataset.get_dataset_id()}":
                 thread.shutdown(force=True)  # type: ignore[attr-defined]

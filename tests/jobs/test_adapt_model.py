@@ -99,16 +99,8 @@ def test_more_prompts_than_the_memory_holds_are_refused_before_they_are_answered
     plateaus = (Plateau(0, len(block.units), ("1-3",)),)
     Schedule(shape.layers, tuple(block.units), plateaus, bridges={"1-3": bridge}).write(tmp_path / "schedule")
     monkeypatch.setattr("jobs.adaptation.free_bytes", lambda _: 1_000_000)
-    arguments = [
-        *common,
-        "--schedule",
-        str(tmp_path / "schedule"),
-        "--output",
-        str(tmp_path / "out"),
-        "--prompts",
-        "60",
-    ]
-    assert adapt([*arguments, "--prompt-layers", "4"]) == 1
+    where = ["--schedule", str(tmp_path / "schedule"), "--output", str(tmp_path / "out")]
+    assert adapt([*common, *where, "--prompts", "60", "--prompt-layers", "4"]) == 1
     said = capsys.readouterr().err
     assert "training on 60 answers keeps some" in said
     assert "answers it fits" in said
