@@ -19,10 +19,10 @@ from engine.decoding.stats import BatchStats
 from engine.decoding.stopping import Stopping
 from engine.decoding.stream import ORDERED_TOGETHER, Context, Queue, Stream
 from engine.errors import ModelError, PromptError
-from engine.forward.compiled_parts import compile_bridge, compile_head
+from engine.forward.compiled_parts import compile_bridge, compile_head, compile_prompt_bridge
 from engine.forward.ledger import Ledger
 from engine.forward.operations import Compiled, Observe
-from engine.forward.prompt_pass import PromptPass, StoppedPrompts
+from engine.forward.prompt_pass import FULL_DEPTH, PromptPass, StoppedPrompts
 from engine.forward.scoring import AnswerScore, Likelihood, likelihood, score, similarity
 from engine.forward.teacher_forcing import Answer, AnswerPass
 from engine.kernels.base import Kernels, kernels_for
@@ -30,9 +30,8 @@ from engine.memory import SHARE, free_bytes, keep_freed_memory, rows_that_fit
 from engine.models.decoder import Decoder
 from engine.models.families import family_of
 from engine.parts.bridge import Bridge
-from engine.parts.prompt_bridge import PromptBridge
 from engine.parts.unit import Unit
-from engine.schedules.schedule import Plateau, Schedule
+from engine.schedules.schedule import Plateau, PromptPlan, Schedule
 from engine.shape import ModelShape
 
 AHEAD = ORDERED_TOGETHER + 1  # batches: one that runs, and those that are put in order together
@@ -80,7 +79,7 @@ class Engine:
         self._dtype = dtype
         self._device = device
         self._compiled = Compiled()  # of the last schedules
-        self._prompts = PromptPass(decoder, kernels, dtype, device)
+        self._prompts = PromptPass(decoder, kernels, device)
         self.tokenizer = tokenizer
 
     @classmethod
@@ -239,7 +238,7 @@ class Engine:
         """Mean cosine similarity of every unit's input and output at full depth, over the decode steps of answers."""
         pairs = [Answer(prompt, tokens) for prompt, tokens in zip(prompts, answers, strict=True)]
         with torch.inference_mode():
-            return similarity(self.teacher_forced, pairs, self.shape.layers)
+            return similarity(self._forced, pairs, self.shape.layers)
 
     def score(
         self,
@@ -267,7 +266,7 @@ class Engine:
         pairs = [Answer(prompt, tokens) for prompt, tokens in zip(prompts, answers, strict=True)]
         with torch.inference_mode():
             compiled = self.compiled(*schedules)
-            return score(self.teacher_forced, pairs, schedules, compiled, self.shape.layers)
+            return score(self._forced, pairs, schedules, compiled, self.shape.layers)
 
     def likelihood(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[Likelihood]:
         """How likely full depth finds answers, whoever wrote them, in one teacher-forced pass.
@@ -286,7 +285,7 @@ class Engine:
             raise PromptError("a prompt is empty")
         pairs = [Answer(prompt, tokens) for prompt, tokens in zip(prompts, answers, strict=True)]
         with torch.inference_mode():
-            return likelihood(self.teacher_forced, pairs, self.shape.layers)
+            return likelihood(self._forced, pairs, self.shape.layers)
 
     def fitting_batch_size(
         self, prompt_tokens: int, sampling: Sampling | None = None, schedule: Schedule | None = None
@@ -324,27 +323,45 @@ class Engine:
             adapters = {schedule.adapter for schedule in schedules if schedule.adapter is not None}
             adapted = {adapter: kept.adapted.get(adapter) or self._decoder.adapted(adapter) for adapter in adapters}
             previews = {schedule.head_preview for schedule in schedules if schedule.head_preview is not None}
-            where = (self._decoder, self._kernels, self._dtype, self._device)
-            heads = {preview: kept.heads.get(preview) or compile_head(preview, *where) for preview in previews}
-        self._compiled = Compiled(bridges, adapted, heads)
+            where = (self._kernels, self._dtype, self._device)
+            heads = {
+                preview: kept.heads.get(preview) or compile_head(preview, self._decoder, *where) for preview in previews
+            }
+            stops = {schedule.prompt_bridge for schedule in schedules if schedule.prompt_bridge is not None}
+            maps = {
+                stop: kept.prompt_maps.get(stop) or compile_prompt_bridge(stop, self.shape, *where) for stop in stops
+            }
+        self._compiled = Compiled(bridges, adapted, heads, maps)
         return self._compiled
 
     def teacher_forced(
-        self, answers: Sequence[Answer], bridge: PromptBridge | None = None, wait: bool = False
+        self, answers: Sequence[Answer], schedule: Schedule | None = None, compiled: Compiled | None = None
     ) -> AnswerPass:
-        """Known answers to prompts, to be passed through the layers under any schedule with that prompt bridge.
+        """Known answers to prompts, to be passed through the layers under any schedule that has this one's prompt plan.
 
-        With `wait`, prompts stop where it starts for `AnswerPass.finish_prompts`.
+        Args:
+            answers: to pass.
+            schedule: that the prompts run under; default full depth.
+            compiled: what it brings along; default `compiled(schedule)`.
         """
-        return AnswerPass(self._decoder, self._kernels, self._device, self._prompts, answers, bridge, wait)
+        plan = FULL_DEPTH if schedule is None else schedule.prompt_plan
+        if schedule is not None and compiled is None and not plan.is_full_depth:
+            compiled = self.compiled(schedule)
+        return self._forced(answers, plan, compiled)
 
     def stop_prompts(self, prompts: Sequence[Sequence[int]], first: int, skips: Bridge | None = None) -> StoppedPrompts:
         """Pass prompts through the layers below `first`, all in one pass, by a bridge over a block of them."""
-        return self._prompts.stop(prompts, lambda *_: None, first, skips)
+        skipped = None
+        if skips is not None:
+            skipped = skips.block, compile_bridge(skips, self._kernels, self._dtype, self._device)
+        return self._prompts.stop(prompts, lambda *_: None, first, skipped)
 
     def observe_prompts(self, prompts: Sequence[Sequence[int]], observe: Observe) -> None:
         """Pass prompts through all layers, all in one pass; `observe` as for `PromptPass.run`."""
         self._prompts.run(prompts, lambda *_: None, observe=observe)
+
+    def _forced(self, answers: Sequence[Answer], plan: PromptPlan, compiled: Compiled | None) -> AnswerPass:
+        return AnswerPass(self._decoder, self._kernels, self._device, self._prompts, answers, plan, compiled)
 
     def _named(self, prompts: Iterable[str | Sequence[int]], sample_ids: Iterable[str] | None) -> Named:
         return named(prompts, sample_ids, self.tokenizer.encode)
@@ -357,17 +374,19 @@ class Engine:
         batch_size: int,
         on_batch: Callable[[int, BatchStats], None] | None,
     ) -> Iterator[tuple[int, Generation]]:
-        alike: dict[PromptBridge | None, list[int]] = {}  # indices of ledgers, by what they do with prompts
+        alike: dict[PromptPlan, list[int]] = {}  # indices of ledgers
         for index, ledger in enumerate(ledgers):
-            alike.setdefault(ledger.schedule.prompt_bridge, []).append(index)
+            alike.setdefault(ledger.schedule.prompt_plan, []).append(index)
         together = max(1, batch_size // context.sampling.samples_per_prompt)  # prompts of a batch
         waiting = sorted(prompts, key=lambda each: -len(each[2]))
         for first in range(0, len(waiting), together):
-            for bridge, indices in alike.items():
-                skipped = bridge.skips.block.units if bridge is not None and bridge.skips is not None else ()
+            for plan, indices in alike.items():
+                skipped = plan.bridge.skips.block.units if plan.bridge is not None and plan.bridge.skips else ()
                 plateaus = (Plateau(0, len(skipped)),)
-                whole = self._ledger(Schedule(self.shape.layers, skipped, plateaus, prompt_bridge=bridge))
-                base = Stream(context, whole, max(batch_size, context.sampling.samples_per_prompt))
+                whole = Schedule(
+                    self.shape.layers, skipped, plateaus, prompt_bridge=plan.bridge, adapter=plan.adapter
+                )
+                base = Stream(context, self._ledger(whole), max(batch_size, context.sampling.samples_per_prompt))
                 for place, sample_id, tokens in waiting[first : first + together]:
                     base.add(tokens, sample_id, place)
                 logits = base.prefill()

@@ -19,7 +19,7 @@ from rich.table import Table
 
 import engine
 from engine import ModelShape, Schedule, ScheduleError, decode_flop_speedup
-from engine.adaptation.trainer import Point, is_trainable, prompts_stop
+from engine.adaptation.trainer import Point, is_trainable
 from engine.calibration.prompts import check_prompt_layers
 from engine.forward.target import sample_flop_speedup
 from jobs import command_line
@@ -48,7 +48,6 @@ def adapt(config: AdaptModel) -> None:
     output = claim_directory(config.output, PROGRAM, [config.input, config.schedule])
     shape = engine.describe(config.model)
     schedules = _read(config, shape)
-    prompts_stop(list(schedules.values()))
     done = (train if config.workers == 1 else train_on_cluster)(config, list(schedules.values()))
     for (name, before), (after, quality) in zip(schedules.items(), done.trained, strict=True):
         provenance = {

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from engine import Engine, ModelError, Schedule, ScheduleError
 from engine.adaptation.estimate import is_early_look, reachable_kl
-from engine.adaptation.memory import check_memory, kept_bytes
+from engine.adaptation.memory import check_memory, kept_bytes, working_bytes
 from engine.adaptation.peers import Peers
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import Point, Trainer
@@ -31,6 +31,7 @@ from pipeline.inputs.corpus_parts import Part
 from pipeline.monitoring.stage_progress import StageProgress
 
 CHECKPOINT_FILE = "training.safetensors"
+FITTED = 600  # prompts that a prompt bridge is fitted to before it is trained on all of them
 DEFAULT = Recipe()
 
 log = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
     held_out = drawn.answers[-kept:]
     answers = with_more_answers(config, teacher, drawn.answers[:-kept], config.answers_per_prompt, progress)
     if config.prompt_layers is not None:
-        prompts = [answer.prompt for answer in drawn.answers[:-kept]]
+        prompts = [answer.prompt for answer in drawn.answers[:-kept]][:FITTED]
         bridge = fit_prompt_bridge(teacher, prompts, config.prompt_layers, progress, skippable_layers(schedules))
         schedules = [replace(schedule, prompt_bridge=bridge) for schedule in schedules]
     kernels = training_kernels_for(teacher.device, torch.float32)
@@ -156,6 +157,7 @@ def check_fits(
     kept, lengths = config.held_out_of(len(prompts)), [len(prompt) for prompt in prompts]
     ours = Peers().share(lengths[:-kept])
     needed = kept_bytes(teacher.shape, schedules, ours, lengths[-kept:], config.max_new_tokens)
+    needed += working_bytes(teacher.shape, schedules, lengths[-kept:])
     check_memory(needed, free_bytes(teacher.device), len(prompts))
 
 

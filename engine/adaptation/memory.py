@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.adaptation.trainer import attended_layers, prompts_stop
+from engine.adaptation.trainer import attended_layers
 from engine.errors import ScheduleError
+from engine.forward.prompt_pass import PROMPT_TOKENS
 from engine.memory import SHARE
 from engine.schedules.schedule import Schedule
 from engine.shape import ModelShape
@@ -18,26 +19,29 @@ SCATTERED = 1.27
 def kept_bytes(
     shape: ModelShape, schedules: Sequence[Schedule], train: Sequence[int], held_out: Sequence[int], answer_tokens: int
 ) -> int:
-    """Memory that `Trainer` takes for its answers: of those to learn from a prompt's keys and values in the layers that
-    decode tokens attend in above the first change, of those to judge by in all layers, and full depth's distributions.
+    """Memory that `Trainer` keeps of its answers: full depth's last states, of those to judge by its distributions, and
+    of prompts that run at full depth keys and values in the layers that decode tokens attend in above the first change.
 
     Args:
         shape, schedules: of the model, and what is trained.
         train, held_out: tokens of each prompt.
         answer_tokens: of each answer, at most.
-
-    Raises ScheduleError if the schedules stop prompts at different layers.
     """
-    layers, bridge = attended_layers(schedules, min(each.changed_from for each in schedules)), prompts_stop(schedules)
-    stopped = 0
-    if bridge is not None:
-        layers &= set(range(bridge.first)) - set(bridge.skipped_layers)
-        stopped = 2 * shape.hidden  # where a token stopped, and where it began
-    learnt = len(layers) * shape.cache_elements(1) + stopped  # numbers of a prompt's token
-    judged = shape.layers * shape.cache_elements(1) + (learnt if bridge else 0)  # kept once more where prompts stop
-    prompts = (sum(train) * learnt + sum(held_out) * judged) * FLOAT
-    states = (len(train) + len(held_out)) * answer_tokens * 2 * shape.hidden * FLOAT
+    layers = attended_layers(schedules, min(each.changed_from for each in schedules))
+    prompts = (sum(train) + sum(held_out)) * len(layers) * shape.cache_elements(1) * FLOAT
+    states = (len(train) + len(held_out)) * answer_tokens * (2 if layers else 1) * shape.hidden * FLOAT
     return int(SCATTERED * (prompts + states)) + len(held_out) * answer_tokens * shape.vocab * HALF
+
+
+def working_bytes(shape: ModelShape, schedules: Sequence[Schedule], held_out: Sequence[int]) -> int:
+    """Memory that it takes for a while beside: the prompts of answers to judge by in all layers, or, where prompts
+    learn, a pass of them with what gradients need: all that a layer's matrices take and give, and what is made of it.
+    """
+    judged = sum(held_out) * shape.layers * shape.cache_elements(1)
+    depths = [shape.layers if each.prompt_bridge is None else each.prompt_bridge.layers for each in schedules]
+    learning = [depth for depth, each in zip(depths, schedules, strict=True) if not each.prompt_plan.is_full_depth]
+    learnt = PROMPT_TOKENS * max(learning, default=0) * 2 * shape.layer_parameters // shape.hidden
+    return max(judged, learnt) * FLOAT
 
 
 def check_memory(needed: int, free: int, answers: int) -> None:

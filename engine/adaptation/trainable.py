@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from engine.forward.compiled_parts import PromptMaps, compile_bridge, compile_head, compile_prompt_bridge
+from engine.forward.compiled_parts import compile_bridge, compile_head, compile_prompt_bridge
 from engine.forward.operations import Compiled
 from engine.kernels.base import Kernels
 from engine.models.decoder import Decoder
@@ -49,7 +49,8 @@ class Trainable:
             device: that it is on.
             gate_width: of a gated part for every bridge without one; 0 for none.
             adapter_rank: of an adapter for all schedules without one, of the units that decode tokens of some of them
-                run where the first bridge of each has been passed; 0 for none.
+                run where the first bridge of each has been passed; where prompts are bridged, of all units that tokens
+                run, for prompts too; 0 for none.
             seed: of what is added.
         """
         draw = torch.Generator().manual_seed(seed)
@@ -58,8 +59,10 @@ class Trainable:
             if bridge not in gated:
                 gate = _silent_gate(bridge.hidden, gate_width, draw) if gate_width else {}
                 gated[bridge] = replace(bridge, tensors={**gate, **bridge.tensors})
-        projections = {unit: decoder.projections(unit) for unit in _above(schedules)}
-        adapter = silent_adapter(projections, adapter_rank, seed) if adapter_rank and projections else None
+        bridged = any(schedule.prompt_bridge for schedule in schedules)
+        units = _run(schedules) if bridged else _above(schedules)
+        projections = {unit: decoder.projections(unit) for unit in units}
+        adapter = silent_adapter(projections, adapter_rank, seed, bridged) if adapter_rank and projections else None
         self.starts = [
             replace(
                 schedule,
@@ -97,21 +100,17 @@ class Trainable:
 
     def compiled(self, schedule: Schedule, kernels: Kernels) -> Compiled:
         """What the parts of one of `starts` are to do now; gradients flow to the parameters."""
+        where = kernels, torch.float32, self._device
         bridges = {
-            bridge: compile_bridge(self._now(bridge, self.parameters), kernels, torch.float32, self._device)
-            for bridge in schedule.bridges.values()
+            bridge: compile_bridge(self._now(bridge, self.parameters), *where) for bridge in schedule.all_bridges
         }
-        adapted = {}
+        adapted, maps = {}, {}
         if schedule.adapter is not None:
             adapted[schedule.adapter] = self._decoder.adapted(self._now(schedule.adapter, self.parameters), merge=False)
-        return Compiled(bridges, adapted, self._heads)
-
-    def prompt_maps(self, schedule: Schedule, kernels: Kernels) -> PromptMaps | None:
-        """What the prompt bridge of one of `starts` is to do now, if it has one; gradients flow to its parameters."""
-        if schedule.prompt_bridge is None:
-            return None
-        now = self._now(schedule.prompt_bridge, self.parameters)
-        return compile_prompt_bridge(now, self._decoder.shape, kernels, torch.float32, self._device)
+        if schedule.prompt_bridge is not None:
+            now = self._now(schedule.prompt_bridge, self.parameters)
+            maps[schedule.prompt_bridge] = compile_prompt_bridge(now, self._decoder.shape, *where)
+        return Compiled(bridges, adapted, self._heads, maps)
 
     def schedules(self) -> list[Schedule]:
         """`starts` with their parts as they are now, rounded as they are stored."""
@@ -120,7 +119,7 @@ class Trainable:
             replace(
                 start,
                 bridges={name: self._now(bridge, values) for name, bridge in start.bridges.items()},
-                prompt_bridge=start.prompt_bridge and self._now(start.prompt_bridge, values),
+                prompt_bridge=start.prompt_bridge and self._prompts_now(start.prompt_bridge, values),
                 adapter=start.adapter and self._now(start.adapter, values),
             )
             for start in self.starts
@@ -140,17 +139,27 @@ class Trainable:
         """A part of `starts` with these values, named like the parameters."""
         return replace(part, tensors={role: values[f"{self._parts[part]}/{role}"] for role in part.tensors})
 
+    def _prompts_now(self, bridge: PromptBridge, values: Mapping[str, Tensor]) -> PromptBridge:
+        """The same of a prompt bridge, with what prompts skip a block by."""
+        return replace(self._now(bridge, values), skips=bridge.skips and self._now(bridge.skips, values))
+
     def _all_parts(self) -> Iterator[Bridge | PromptBridge | Adapter]:
         for start in self.starts:
-            yield from start.bridges.values()
+            yield from start.all_bridges
             yield from (part for part in (start.prompt_bridge, start.adapter) if part is not None)
 
 
 def _above(schedules: Sequence[Schedule]) -> list[Unit]:
     """Units that some of them run, in running order, from where all of them have changed something."""
     place = max(schedule.changed_from for schedule in schedules)
+    return [unit for unit in _run(schedules) if unit.place >= place]
+
+
+def _run(schedules: Sequence[Schedule]) -> list[Unit]:
+    """Units that some of them run for decode tokens or prompts, in running order."""
     run = {unit for schedule in schedules for unit in schedule.active_units(0)}
-    return [unit for unit in all_units(schedules[0].layers)[place:] if unit in run]
+    layers = {layer for each in schedules if each.prompt_bridge for layer in each.prompt_bridge.run_layers}
+    return [unit for unit in all_units(schedules[0].layers) if unit in run or unit.layer in layers]
 
 
 def _silent_gate(hidden: int, width: int, draw: torch.Generator) -> dict[str, Tensor]:

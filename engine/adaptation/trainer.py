@@ -21,11 +21,11 @@ from engine.engine import Engine
 from engine.errors import ScheduleError
 from engine.forward.operations import Compiled
 from engine.forward.packing import packs
+from engine.forward.prompt_pass import PROMPT_TOKENS
 from engine.forward.quality import Judge, Quality
-from engine.forward.teacher_forcing import Answer
+from engine.forward.teacher_forcing import Answer, AnswerPass
 from engine.kernels.base import Kernels
 from engine.parts.part import rounded
-from engine.parts.prompt_bridge import PromptBridge
 from engine.schedules.schedule import Schedule
 
 log = logging.getLogger(__name__)
@@ -44,28 +44,29 @@ class Point:
     seconds: float  # of training, over all sessions
 
 
-class _Lesson:
-    """Some answers, with what training needs of full depth kept: prompts' keys and values, and two states per token."""
+class _Part:
+    """Answers that pass together, and what training needs of full depth."""
 
     def __init__(self, engine: Engine, answers: Sequence[Answer], schedules: Sequence[Schedule], place: int) -> None:
-        self.answers = engine.teacher_forced(answers)
-        self.first = self.answers.first_hidden  # [A, hidden] after all layers
-        self._start: list[Tensor] = []
+        forced = engine.teacher_forced(answers)
+        self.answers = answers
+        self.first = forced.first_hidden  # [A, hidden] after all layers
+        states: list[Tensor] = []
 
         def keep(at: int, x: Tensor) -> None:
             if at == place:
-                self._start.append(x.clone())
+                states.append(x.clone())
 
-        self.final = self.answers.hidden(Schedule.full_depth(engine.shape.layers), Compiled(), observe=keep)
-        bridge = prompts_stop(schedules)
-        if bridge is not None:
-            self.answers = engine.teacher_forced(answers, bridge, wait=True)
-        self.answers.keep_prompts(attended_layers(schedules, place))
+        self.final = forced.hidden(Schedule.full_depth(engine.shape.layers), Compiled(), observe=keep)
+        # What schedules that leave prompts alone go on from: (prompts' keys and values, the state below every change).
+        self.whole: tuple[AnswerPass, Tensor] | None = None
+        if layers := attended_layers(schedules, place):
+            forced.keep_prompts(layers)
+            self.whole = forced, states[0]
 
-    @property
-    def start(self) -> Tensor:
-        """[N, hidden]: the state below everything that the schedules change."""
-        return self._start[0]
+    def tokens(self, schedule: Schedule) -> int:
+        """That a schedule is taught by: where it changes prompts, the first ones of the answers too."""
+        return len(self.final) + (0 if schedule.prompt_plan.is_full_depth else len(self.first))
 
 
 class Trainer:
@@ -98,8 +99,8 @@ class Trainer:
             progress: told what is done of how much.
 
         Raises:
-            ScheduleError: a schedule skips nothing or does not fit the model, they differ in where prompts stop, there
-                is nothing to train, or there are fewer answers than processes.
+            ScheduleError: a schedule skips nothing or does not fit the model, there is nothing to train, or there are
+                fewer answers than processes.
         """
         for schedule in schedules:
             schedule.check_fits(engine.shape)
@@ -122,9 +123,8 @@ class Trainer:
         with torch.no_grad():
             self._lessons = self._prepare(self._peers.share(train))
             self._judge = Judge(engine.teacher_forced(held_out), engine.shape.layers, (self._place,))
-            bridge = prompts_stop(self._schedules)
-            # The same after prompts that stop, where prompt bridges take them on.
-            self._stopped = None if bridge is None else engine.teacher_forced(held_out, bridge, wait=True)
+            self._held_out = held_out
+            self._judge.answers.keep_prompts(attended_layers(self._schedules, self._place))
         self._state = TrainingState(self._trainable.snapshot())
         self.untrained = self._qualities()  # of each schedule on the held-out answers
         self.tokens = sum(answer.passes for answer in train)
@@ -184,11 +184,11 @@ class Trainer:
         found = []
         with torch.no_grad():
             for schedule in self._schedules:
-                maps = self._trainable.prompt_maps(schedule, self._kernels)
-                if maps is not None and self._stopped is not None:
-                    self._stopped.finish_prompts(maps)
                 compiled = self._trainable.compiled(schedule, self._kernels)
-                found.append(self._judge.judge(schedule, compiled, self._stopped))
+                passed = None
+                if not schedule.prompt_plan.is_full_depth:
+                    passed = self._engine.teacher_forced(self._held_out, schedule, compiled)
+                found.append(self._judge.judge(schedule, compiled, passed))
         return found
 
     def _step(self, step: int) -> float:
@@ -199,34 +199,38 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = group["share"] * self._recipe.rate(step)
         self._optimizer.zero_grad()
-        loss = mean([self._learn(lesson, schedule) for schedule in self._schedules])
+        losses = []
+        for schedule in self._schedules:
+            tokens = sum(part.tokens(schedule) for part in lesson)
+            share = 1 / tokens / len(self._schedules)
+            losses.append(sum(self._learn(part, schedule, share) for part in lesson) / tokens)
         for parameter in self._trainable.parameters.values():
             if parameter.grad is None:  # no answer of this lesson reaches its plateau
                 parameter.grad = torch.zeros_like(parameter)
         self._peers.mean_gradients(self._trainable.parameters.values())
         self._optimizer.step()
-        return mean(self._peers.everyones(loss))
+        return mean(self._peers.everyones(mean(losses)))
 
-    def _learn(self, lesson: _Lesson, schedule: Schedule) -> float:
-        """Add up the gradients of a lesson under one of the schedules; its mean loss in nats per token."""
-        answers, maps = lesson.answers, self._trainable.prompt_maps(schedule, self._kernels)
-        if maps is not None:
-            answers.finish_prompts(maps)
+    def _learn(self, part: _Part, schedule: Schedule, share: float) -> float:
+        """Add up the gradients of some answers under one of the schedules, times a share; their summed loss in nats."""
         compiled = self._trainable.compiled(schedule, self._kernels)
-        x = answers.hidden(schedule, compiled, (self._place, lesson.start))
-        full, tokens = lesson.final, answers.next_token
-        if maps is not None:  # then the first tokens, which prompts give, are changed too
-            x, full = torch.cat([x, answers.first_hidden]), torch.cat([full, lesson.first])
-            tokens = torch.cat([tokens, torch.tensor([answer.tokens[0] for answer in answers.answers])])
+        if schedule.prompt_plan.is_full_depth:
+            assert part.whole is not None
+            answers, start = part.whole
+            x, full, tokens = answers.hidden(schedule, compiled, (self._place, start)), part.final, answers.next_token
+        else:  # prompts learn too, and the first tokens, which they give
+            answers = self._engine.teacher_forced(part.answers, schedule, compiled)
+            x = torch.cat([answers.hidden(schedule, compiled), answers.first_hidden])
+            full = torch.cat([part.final, part.first])
+            tokens = torch.cat([answers.next_token, torch.tensor([answer.tokens[0] for answer in part.answers])])
         # Both with the whole head: a preview has no gradient for the tokens that it does not look at.
         # In two stages: a slice's logits, a vocabulary per token, are gone before the next slice's are made.
         leaf, total = x.detach().requires_grad_(), 0.0
-        for (part, ours), (_, theirs) in zip(answers.logits(leaf), answers.logits(full), strict=True):
-            loss = self._loss(theirs, ours, tokens[part]) / len(x)
-            (loss / len(self._schedules)).backward()
+        for (rows, ours), (_, theirs) in zip(answers.logits(leaf), answers.logits(full), strict=True):
+            loss = self._loss(theirs, ours, tokens[rows])
+            (share * loss).backward()
             total += float(loss.detach())
         x.backward(leaf.grad)
-        answers.forget_ends()
         return total
 
     def _loss(self, full: Tensor, ours: Tensor, tokens: Tensor) -> Tensor:
@@ -242,11 +246,14 @@ class Trainer:
             loss = loss + self._recipe.token_loss * F.nll_loss(log_ours, tokens.to(ours.device), reduction="sum")
         return loss
 
-    def _prepare(self, answers: Sequence[Answer]) -> list[_Lesson]:
-        lessons: list[_Lesson] = []
-        done = 0
+    def _prepare(self, answers: Sequence[Answer]) -> list[list[_Part]]:
+        """The lessons, one for each step of an epoch."""
+        lessons, done = [], 0
+        changed = any(not schedule.prompt_plan.is_full_depth for schedule in self._schedules)
         for pack in packs(answers, lambda answer: answer.passes, self._recipe.tokens_per_step):
-            lessons.append(_Lesson(self._engine, pack, self._schedules, self._place))
+            # Gradients through prompts take the memory of all they compute: so many tokens of them at a time.
+            together = packs(pack, lambda answer: len(answer.prompt), PROMPT_TOKENS) if changed else [pack]
+            lessons.append([_Part(self._engine, each, self._schedules, self._place) for each in together])
             done += len(pack)
             self._progress("full depth on the answers", done, len(answers))
         return lessons
@@ -258,22 +265,7 @@ def is_trainable(schedule: Schedule) -> bool:
 
 
 def attended_layers(schedules: Sequence[Schedule], place: int) -> set[int]:
-    """Layers from a place on in which decode tokens of some of them attend."""
-    run = {unit for schedule in schedules for unit in schedule.active_units(0)}  # later plateaus run no others
+    """Layers from a place on in which decode tokens attend to prompts that run at full depth, under some of them."""
+    whole = [schedule for schedule in schedules if schedule.prompt_plan.is_full_depth]
+    run = {unit for schedule in whole for unit in schedule.active_units(0)}  # later plateaus run no others
     return {unit.layer for unit in run if unit.kind == "a" and unit.place >= place}
-
-
-def prompts_stop(schedules: Sequence[Schedule]) -> PromptBridge | None:
-    """A prompt bridge that stops prompts where all of the schedules do; None at full depth. Raises ScheduleError."""
-    stops = {bridge and (bridge.first, bridge.skips): bridge for bridge in (s.prompt_bridge for s in schedules)}
-    if len(stops) > 1:
-        described = ", ".join(sorted(map(_where, stops.values())))
-        raise ScheduleError(f"schedules that are trained together stop prompts at one layer, these: {described}")
-    return next(iter(stops.values()))
-
-
-def _where(bridge: PromptBridge | None) -> str:
-    """Prompts stop, in words."""
-    if bridge is None:
-        return "nowhere"
-    return f"before layer {bridge.first}" + (f", skipping {bridge.skips.block}" if bridge.skips else "")

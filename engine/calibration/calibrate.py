@@ -205,8 +205,7 @@ class Calibration:
     def _judged(self, judge: Judge, answers: Sequence[Answer], schedule: Schedule) -> Quality:
         """By answers whose prompts run under the schedule too."""
         with torch.inference_mode():
-            bridge = schedule.prompt_bridge
-            passed = None if bridge is None else self._engine.teacher_forced(answers, bridge)
+            passed = self._engine.teacher_forced(answers, schedule) if schedule.prompt_bridge else None
             return judge.judge(schedule, self._engine.compiled(schedule), passed)
 
     def _calibrated(self, target: float, decode_target: float, candidate: Candidate, schedule: Schedule) -> Calibrated:

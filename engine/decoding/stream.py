@@ -131,7 +131,7 @@ class Stream:
         self._context, self._ledger, self._seats, self._cache_bytes = context, ledger, batch_size, cache_bytes
         shape, self._plans = context.decoder.shape, Plans(ledger.schedule)
         bridge = ledger.schedule.prompt_bridge
-        self._maps = None if bridge is None else context.prompts.maps(bridge)
+        self._maps = None if bridge is None else context.compiled.prompt_maps[bridge]
         self._cache = KVCache(shape, self._plans.spans, context.dtype, context.device)
         stopping = context.stopping
         self._sampler = Sampler(stopping.sampling, stopping.eos_ids, shape.vocab, batch_size, context.device)
@@ -189,7 +189,7 @@ class Stream:
             return self._count(start, entering, running, flops, padding, self._extend(entering, running, logits))
 
     def fork(self, ledger: Ledger) -> Stream:
-        """These rows as they entered, to be decoded under another schedule with the same prompt bridge.
+        """These rows as they entered, to be decoded under another schedule with the same prompt plan.
 
         This stream's own schedule must keep every layer that the other one decodes with.
         """

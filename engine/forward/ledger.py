@@ -84,10 +84,9 @@ class Ledger:
         inputs = 2 * computed * self.shape.input_parameters
         if bridge is None:
             return inputs + self._layers(range(layers), shared + 1, tokens)
-        below = [layer for layer in range(bridge.first) if layer not in bridge.skipped_layers]
         whole = int(shared == 0 and tokens > 1)  # the first token runs every layer, and attends to nothing else
         flops = inputs + whole * 2 * layers * self.shape.layer_parameters
-        flops += self._layers(below, shared + whole + 1, tokens) + self._layers(
+        flops += self._layers(bridge.run_layers, shared + whole + 1, tokens) + self._layers(
             range(bridge.first, layers), tokens, tokens
         )
         skip = bridge.skips.parameters if bridge.skips else 0

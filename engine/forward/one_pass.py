@@ -84,7 +84,7 @@ class Plans:
             (
                 unit,
                 [before.get(unit) for before in bridges],
-                next((run[unit] for run in runs if unit in run), RunUnit(unit)),
+                RunUnit(unit, schedule.adapter_of(unit)),
                 sum(unit in run for run in runs),
             )
             for unit in all_units(schedule.layers)
@@ -116,11 +116,11 @@ class Plans:
                 yield Slice(ApplyBridge(self.skips), bulk + whole, first)
             start = bulk if unit in skipped or unit.layer >= self.stop else 0
             end = bulk + whole if unit in skipped else ends[count]
-            if run.adapter is None or end <= first:  # prompts run the model as it is
-                yield Slice(RunUnit(unit), start, end)
-            else:
-                yield Slice(RunUnit(unit), start, first)
-                yield Slice(run, first, end)
+            if run.adapter is None or run.adapter.changes_prompts:
+                yield Slice(run, start, end)
+            else:  # prompts run the model as it is
+                yield Slice(RunUnit(unit), start, min(end, first))
+                yield Slice(run, first, max(end, first))
 
 
 class OnePass:

@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from engine.forward.compiled_parts import BridgeMap, Head
+from engine.forward.compiled_parts import BridgeMap, Head, PromptMaps
 from engine.models.decoder import Attend, Decoder, Rotations
 from engine.parts.adapter import Adapter
 from engine.parts.bridge import Bridge
 from engine.parts.head_preview import HeadPreview
+from engine.parts.prompt_bridge import PromptBridge
 from engine.parts.unit import Unit, all_units
 from engine.schedules.schedule import Schedule
 
@@ -43,6 +44,7 @@ class Compiled:
     bridges: Mapping[Bridge, BridgeMap] = field(default_factory=dict)
     adapted: Mapping[Adapter, Decoder] = field(default_factory=dict)  # the model with each adapter's changes
     heads: Mapping[HeadPreview, Head] = field(default_factory=dict)
+    prompt_maps: Mapping[PromptBridge, PromptMaps] = field(default_factory=dict)
 
     def model(self, operation: RunUnit, base: Decoder) -> Decoder:
         """The one to run a unit of."""

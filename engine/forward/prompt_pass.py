@@ -9,14 +9,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from engine.forward.compiled_parts import BridgeMap, PromptMaps, compile_bridge, compile_prompt_bridge
+from engine.forward.compiled_parts import BridgeMap, PromptMaps
 from engine.forward.operations import Compiled, Observe, RunUnit, run_plan
 from engine.kernels.base import Kernels, attended_alone
 from engine.models.decoder import Attend, Decoder, Rotations
-from engine.parts.bridge import Bridge
-from engine.parts.prompt_bridge import PromptBridge
-from engine.parts.unit import all_units
+from engine.parts.unit import Block, all_units
+from engine.schedules.schedule import PromptPlan
 
+FULL_DEPTH = PromptPlan()
 PROMPT_TOKENS = 2048  # of prompts in one pass: bounds its activations, and is enough to fill a GEMM
 
 Keep = Callable[[int, int, Tensor, Tensor], None]  # layer, which prompt, its keys and values [n, kv_heads, head_dim]
@@ -43,11 +43,9 @@ def shared_tokens(prefix: Sequence[int], prompt: Sequence[int]) -> int:
 class PromptPass:
     """Passes over prompts, on one device."""
 
-    def __init__(self, decoder: Decoder, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
-        self._decoder, self._kernels, self._dtype, self._device = decoder, kernels, dtype, device
+    def __init__(self, decoder: Decoder, kernels: Kernels, device: torch.device) -> None:
+        self._decoder, self._kernels, self._device = decoder, kernels, device
         self.prefix: Prefix | None = None
-        self._bridge: tuple[PromptBridge, PromptMaps] | None = None  # the last one
-        self._skip: tuple[Bridge, BridgeMap] | None = None  # of the last block that was skipped
 
     def share(self, tokens: Sequence[int]) -> bool:
         """Compute a prefix for the prompts to come; none forgets the last.
@@ -77,50 +75,47 @@ class PromptPass:
         self,
         prompts: Sequence[Sequence[int]],
         keep: Keep,
-        bridge: PromptBridge | None = None,
+        plan: PromptPlan = FULL_DEPTH,
+        compiled: Compiled | None = None,
         observe: Observe | None = None,
     ) -> Tensor:
-        """Hidden states [P, hidden] of the last token of each of P prompts.
+        """Hidden states [P, hidden] of the last token of each of P prompts. Gradients flow to what is compiled.
 
         Args:
             prompts: token ids. Those that begin with the prefix compute only their other tokens.
             keep: told of every layer's keys and values, views of what the pass computes.
-            bridge: default full depth.
-            observe: at full depth, called with the place of each unit and the hidden states [N, hidden] before it, of
-                the N tokens computed, prompt after prompt. It must not change them.
+            plan: what they run.
+            compiled: what the plan brings along, on this device.
+            observe: without a prompt bridge, called with the place of each unit and the hidden states [N, hidden]
+                before it, of the N tokens computed, prompt after prompt. It must not change them.
         """
-        if bridge is None:
-            return self._pass(prompts, keep).run(observe)
-        return self.stop(prompts, keep, bridge.first, bridge.skips).finish(self.maps(bridge))
+        compiled = compiled or Compiled()
+        ours = self._pass(prompts, keep, compiled.adapted[plan.adapter] if plan.adapter else self._decoder)
+        if plan.bridge is None:
+            return ours.run(observe)
+        skips = plan.bridge.skips
+        skipped = None if skips is None else (skips.block, compiled.bridges[skips])
+        return ours.stop(plan.bridge.first, skipped).finish(compiled.prompt_maps[plan.bridge])
 
     def stop(
-        self, prompts: Sequence[Sequence[int]], keep: Keep, first: int, skips: Bridge | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        keep: Keep,
+        first: int,
+        skipped: tuple[Block, BridgeMap] | None = None,
     ) -> StoppedPrompts:
-        """Run the layers below `first` alone, by default all; prompt bridges take it from there. Arguments as for
-        `run`. Prompts' keys and values in a block that they skip are not kept.
+        """Run the layers below `first` alone, but for a block with what stands in for it; prompt bridges take it from
+        there. Other arguments as for `run`. Prompts' keys and values in the block are not kept.
         """
-        return self._pass(prompts, keep).stop(first, None if skips is None else (skips, self._skipping(skips)))
+        return self._pass(prompts, keep, self._decoder).stop(first, skipped)
 
-    def _pass(self, prompts: Sequence[Sequence[int]], keep: Keep) -> _Pass:
-        return _Pass(self._decoder, self._kernels, self._device, prompts, keep, self.prefix)
-
-    def _skipping(self, bridge: Bridge) -> BridgeMap:
-        """What stands in for a block, on this device."""
-        if self._skip is None or self._skip[0] != bridge:
-            self._skip = bridge, compile_bridge(bridge, self._kernels, self._dtype, self._device)
-        return self._skip[1]
-
-    def maps(self, bridge: PromptBridge) -> PromptMaps:
-        """A prompt bridge on this device."""
-        if self._bridge is None or self._bridge[0] != bridge:
-            maps = compile_prompt_bridge(bridge, self._decoder.shape, self._kernels, self._dtype, self._device)
-            self._bridge = bridge, maps
-        return self._bridge[1]
+    def _pass(self, prompts: Sequence[Sequence[int]], keep: Keep, model: Decoder) -> _Pass:
+        return _Pass(model, self._kernels, self._device, prompts, keep, self.prefix)
 
 
 @dataclass(frozen=True)
 class StoppedPrompts:
-    """Prompts that have run the layers below a prompt bridge, and may be taken on by several."""
+    """Prompts that have run the layers below a prompt bridge."""
 
     _pass: _Pass
     first: int  # layer that they have stopped before
@@ -137,10 +132,7 @@ class StoppedPrompts:
         return self._pass.others
 
     def finish(self, maps: PromptMaps) -> Tensor:
-        """Hidden states [P, hidden] of the last tokens after all layers; `keep` is told of the layers above.
-
-        Gradients flow to the maps.
-        """
+        """Hidden states [P, hidden] of the last tokens after all layers; `keep` is told of the layers above."""
         if maps.first != self.first:
             raise ValueError(f"prompts have stopped before layer {self.first}, the bridge is for layer {maps.first}")
         return self._pass.above(self._states, maps)
@@ -184,14 +176,15 @@ class _Pass:
         """Hidden states [P, hidden] of the last tokens, all running all layers."""
         return self._run(self._plan, self._embedded, observe)[self._last]
 
-    def stop(self, first: int, skip: tuple[Bridge, BridgeMap] | None) -> StoppedPrompts:
+    def stop(self, first: int, skipped: tuple[Block, BridgeMap] | None) -> StoppedPrompts:
         """All tokens as they are before layer `first`, having skipped a block."""
         x, start = self._embedded, 0
-        if skip is not None:
-            block, start = skip[0].block, skip[0].block.last.place + 1
+        if skipped is not None:
+            block, bridge = skipped
+            start = block.last.place + 1
             x = self._run(self._plan[: block.first.place], x)
             whole = x[self._whole]
-            x = skip[1](x)
+            x = bridge(x)
             if len(whole):
                 plan, rotations = self._plan[block.first.place : start], self._rotations_of(self._whole)
                 whole = run_plan(self._decoder, plan, Compiled(), whole, rotations, _attend_to_themselves)

@@ -14,15 +14,15 @@ from torch import Tensor
 from engine.forward.divergence import divergence
 from engine.forward.operations import Compiled
 from engine.forward.packing import packs
+from engine.forward.prompt_pass import FULL_DEPTH
 from engine.forward.teacher_forcing import Answer, AnswerPass
-from engine.parts.prompt_bridge import PromptBridge
 from engine.parts.unit import Unit, all_units
-from engine.schedules.schedule import Schedule
+from engine.schedules.schedule import PromptPlan, Schedule
 
 PACK_TOKENS = 1024  # answer tokens scored together: bounds the distributions that are held, a vocabulary each
 IGNORED = -1  # label of a token that is not counted
 
-Forcing = Callable[[Sequence[Answer], PromptBridge | None], AnswerPass]
+Forcing = Callable[[Sequence[Answer], PromptPlan, Compiled], AnswerPass]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,10 @@ def score(
     layers: int,
 ) -> list[list[AnswerScore]]:
     """[schedule][answer]: answers with fewer than two tokens have empty scores. Prompts run once for all schedules
-    with the same prompt bridge.
+    with the same prompt plan.
 
     Args:
-        forcing: makes a pass over answers whose prompts ran under a prompt bridge.
+        forcing: makes a pass over answers whose prompts ran under a plan.
         answers: of full depth.
         schedules: to score.
         compiled: what all schedules bring along.
@@ -60,11 +60,13 @@ def score(
     scores = [[AnswerScore((), ())] * len(answers) for _ in schedules]
     for pack in _packs(answers):
         packed = [answers[index] for index in pack]
-        forced = {bridge: forcing(packed, bridge) for bridge in {None, *(s.prompt_bridge for s in schedules)}}
-        x = forced[None].hidden(Schedule.full_depth(layers), Compiled())
-        reference = torch.cat([logits.float().log_softmax(-1) for _, logits in forced[None].logits(x)])
+        plans = {FULL_DEPTH, *(schedule.prompt_plan for schedule in schedules)}
+        forced = {plan: forcing(packed, plan, compiled) for plan in plans}
+        whole = forced[FULL_DEPTH]
+        x = whole.hidden(Schedule.full_depth(layers), Compiled())
+        reference = torch.cat([logits.float().log_softmax(-1) for _, logits in whole.logits(x)])
         for row, schedule in zip(scores, schedules, strict=True):
-            ours = forced[schedule.prompt_bridge]
+            ours = forced[schedule.prompt_plan]
             logits = ours.scheduled_logits(ours.hidden(schedule, compiled), schedule, compiled)
             compared = _compare(packed, reference, logits)
             for index, answer_score in zip(pack, compared, strict=True):
@@ -92,7 +94,7 @@ def likelihood(forcing: Forcing, answers: Sequence[Answer], layers: int) -> list
         packed = [answers[index] for index in indices]
         # A pass needs a token to feed back: where there is but one, it is fed too, and what follows is not counted.
         padded = [answer if answer.passes else Answer(answer.prompt, [*answer.tokens] * 2) for answer in packed]
-        forced = forcing(padded, None)
+        forced = forcing(padded, FULL_DEPTH, Compiled())
         firsts, passes = (
             torch.tensor(counts) for counts in ([a.tokens[0] for a in packed], [a.passes for a in packed])
         )
@@ -123,9 +125,8 @@ def similarity(forcing: Forcing, answers: Sequence[Answer], layers: int) -> dict
                 sums[place - 1] += float(F.cosine_similarity(before.pop(), x, dim=-1).sum())
             before.append(x)
 
-        forcing([answers[index] for index in pack], None).hidden(
-            Schedule.full_depth(layers), Compiled(), observe=observe
-        )
+        forced = forcing([answers[index] for index in pack], FULL_DEPTH, Compiled())
+        forced.hidden(Schedule.full_depth(layers), Compiled(), observe=observe)
     steps = sum(max(0, answer.passes) for answer in answers)
     return {unit: total / steps for unit, total in zip(units, sums, strict=True)}
 

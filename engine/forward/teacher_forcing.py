@@ -12,15 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.forward.compiled_parts import Head, PromptMaps
+from engine.forward.compiled_parts import Head
 from engine.forward.operations import ApplyBridge, Compiled, Observe, Operation, RunUnit, decode_plan
 from engine.forward.packing import packs
-from engine.forward.prompt_pass import PROMPT_TOKENS, PromptPass, StoppedPrompts
+from engine.forward.prompt_pass import FULL_DEPTH, PROMPT_TOKENS, PromptPass
 from engine.kernels.base import Kernels, seen_by
 from engine.models.decoder import Decoder
-from engine.parts.prompt_bridge import PromptBridge
 from engine.parts.unit import all_units
-from engine.schedules.schedule import Schedule
+from engine.schedules.schedule import PromptPlan, Schedule
 
 LOGIT_TOKENS = 512  # tokens whose logits are computed at a time: bounds memory
 
@@ -52,10 +51,10 @@ class AnswerPass:
         device: torch.device,
         prompts: PromptPass,
         answers: Sequence[Answer],
-        bridge: PromptBridge | None = None,
-        wait: bool = False,
+        plan: PromptPlan = FULL_DEPTH,
+        compiled: Compiled | None = None,
     ) -> None:
-        """Runs the prompts, by default at full depth.
+        """Runs the prompts.
 
         Answers need two tokens or more: the first comes from the prompt pass.
 
@@ -63,8 +62,7 @@ class AnswerPass:
             decoder, kernels, device: the model.
             prompts: passes over its prompts.
             answers: what to pass.
-            bridge: that the prompts run under.
-            wait: stop them where it starts, for `finish_prompts` to take them on.
+            plan, compiled: what the prompts run, as for `PromptPass.run`.
         """
         self._decoder, self._kernels, self._device = decoder, kernels, device
         self.answers = answers
@@ -76,16 +74,11 @@ class AnswerPass:
         positions = (prompt[self.sample] + self.step).to(device)
         fed = torch.tensor([token for answer in answers for token in answer.tokens[:-1]], device=device)
         self._prompts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(decoder.shape.layers)]
-        self._kept = set(range(decoder.shape.layers))
         places = {prompt: place for place, prompt in enumerate(dict.fromkeys(tuple(a.prompt) for a in answers))}
         self._prompt_of = [places[tuple(answer.prompt)] for answer in answers]
-        self._stopped: list[StoppedPrompts] = []
-        self._ends: list[Tensor] = []  # by pack [P, hidden]: the prompts' last tokens after all layers
-        for pack in packs(places, len, PROMPT_TOKENS):
-            if wait and bridge is not None:
-                self._stopped.append(prompts.stop(pack, self._keep, bridge.first, bridge.skips))
-            else:
-                self._ends.append(prompts.run(pack, self._keep, bridge))
+        ends = [prompts.run(pack, self._keep, plan, compiled) for pack in packs(places, len, PROMPT_TOKENS)]
+        # [A, hidden]: what each answer's first token was chosen from, the prompt's last token after all layers
+        self.first_hidden = torch.cat(ends)[self._prompt_of]
         self._embedded = decoder.embed(fed, positions)
         self._positions = positions
 
@@ -94,37 +87,14 @@ class AnswerPass:
         """N."""
         return len(self.step)
 
-    @property
-    def first_hidden(self) -> Tensor:
-        """[A, hidden]: what each answer's first token was chosen from, the prompt's last token after all layers."""
-        assert self._ends, "the prompts wait for finish_prompts"
-        return torch.cat(self._ends)[self._prompt_of]
-
     def _keep(self, layer: int, index: int, k: Tensor, v: Tensor) -> None:
-        if layer in self._kept:
-            # Copies: a view of the fused projection would keep the queries too.
-            self._prompts[layer].append((k.clone(), v.clone()))
+        # Copies: a view of the fused projection would keep the queries too.
+        self._prompts[layer].append((k.clone(), v.clone()))
 
     def keep_prompts(self, layers: set[int]) -> None:
         """Free the prompts' keys and values of all other layers, which no later pass may run."""
-        self._kept &= layers
         for layer in set(range(len(self._prompts))) - layers:
             self._prompts[layer] = []
-
-    def finish_prompts(self, maps: PromptMaps) -> None:
-        """Take the prompts from where they stopped to their ends. May be called again.
-
-        Gradients flow to the maps.
-        """
-        self.forget_ends()
-        self._ends = [stopped.finish(maps) for stopped in self._stopped]
-
-    def forget_ends(self) -> None:
-        """Free what `finish_prompts` has computed."""
-        self._ends = []
-        for stopped in self._stopped[:1]:
-            for layer in range(stopped.first, len(self._prompts)):
-                self._prompts[layer] = []
 
     def hidden(
         self,

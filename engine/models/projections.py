@@ -119,7 +119,7 @@ class Projections:
             downs.append(down)
             ups.append(self._arranged.get(name, _as_it_is)(up.T).T)
         down, up = torch.cat(downs, 1), torch.block_diag(*ups)
-        return lambda x: base(x) + x @ down @ up
+        return lambda x: torch.addmm(base(x), x @ down, up)
 
     def _check(self, adapter: Adapter) -> None:
         for unit in adapter.units:

@@ -1,7 +1,8 @@
-"""The adapter: low-rank changes to what units compute for decode tokens. Prompts run the model as it is.
+"""The adapter: low-rank changes to what units compute for decode tokens, and for prompts' tokens where it says so.
 
 LoRA (Hu et al., arXiv 2106.09685). Once merged into a copy of the units' matrices a change costs no FLOPs, only the
-memory of the copy; and as prompts keep the base model, one prompt pass serves every schedule and adapter.
+memory of the copy. Where prompts keep the base model, one prompt pass serves every schedule and adapter; where they run
+fewer layers, these can learn to make up for the others.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ class Adapter(SchedulePart):
     Tensors by `<unit>.<projection>.<role>`, such as "a16.q.down": down [in, r] and up [r, out], of any rank each. The
     projections are the family's own (`Decoder.projections`): q, k, v, o and gate, up, down for a Llama.
 
-    Two adapters are equal when their tensors are, bit for bit. Raises ScheduleError for tensors that do not fit
-    together.
+    Two adapters are equal when their tensors are, bit for bit, and both or neither change prompts. Raises ScheduleError
+    for tensors that do not fit together.
     """
 
     tensors: Mapping[str, Tensor]
+    changes_prompts: bool = False  # all of their tokens but those that prompts share
 
     def __post_init__(self) -> None:
         if not self.tensors:
@@ -78,8 +80,8 @@ class Adapter(SchedulePart):
 
     @cached_property
     def digest(self) -> str:
-        """Of its tensors: it changes when a bit of them does."""
-        return digest_of("adapter", sorted(self.tensors.items()))
+        """Of its tensors and what it changes: it changes when a bit of them does."""
+        return digest_of("adapter, prompts" if self.changes_prompts else "adapter", sorted(self.tensors.items()))
 
     def check_fits(self, shape: ModelShape) -> None:
         """Raises ScheduleError if it changes layers that the model does not have."""
@@ -93,17 +95,20 @@ class Adapter(SchedulePart):
 
     @classmethod
     def read(cls, path: Path) -> Adapter:
-        """Raises ScheduleError naming a file that is missing, damaged or no adapter."""
+        """One of decode tokens alone. Raises ScheduleError naming a file that is missing, damaged or no adapter."""
         return cls(read_tensor_file(path, "adapter", "it belongs"))
 
 
-def silent_adapter(projections: Mapping[Unit, Mapping[str, tuple[int, int]]], rank: int, seed: int) -> Adapter:
+def silent_adapter(
+    projections: Mapping[Unit, Mapping[str, tuple[int, int]]], rank: int, seed: int, changes_prompts: bool = False
+) -> Adapter:
     """An adapter that changes nothing yet: every `up` is zero, so that gradients reach both matrices in time.
 
     Args:
         projections: for each unit the (inputs, outputs) of its projections, as `Decoder.projections` gives them.
         rank: of every change; less where a projection is narrower.
         seed: of the `down` matrices.
+        changes_prompts: as well as decode tokens.
     """
     draw = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
@@ -112,7 +117,7 @@ def silent_adapter(projections: Mapping[Unit, Mapping[str, tuple[int, int]]], ra
             r = min(rank, inputs, outputs)
             tensors[f"{unit}.{name}.{DOWN}"] = torch.randn(inputs, r, generator=draw) * inputs**-0.5
             tensors[f"{unit}.{name}.{UP}"] = torch.zeros(r, outputs)
-    return Adapter(tensors)
+    return Adapter(tensors, changes_prompts)
 
 
 def _parse(name: str) -> tuple[Unit, str, str]:

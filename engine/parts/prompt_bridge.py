@@ -65,6 +65,11 @@ class PromptBridge(SchedulePart):
         return self.first - len(self.skipped_layers)
 
     @property
+    def run_layers(self) -> list[int]:
+        """Those."""
+        return [layer for layer in range(self.first) if layer not in self.skipped_layers]
+
+    @property
     def skipped_layers(self) -> range:
         """Those below `first` that its tokens skip."""
         return range(0) if self.skips is None else range(self.skips.block.first.layer, self.skips.block.last.layer + 1)

@@ -22,6 +22,7 @@ from engine.schedules.schedule_file import (
     HEAD,
     PROMPTS,
     PROMPTS_SKIP,
+    describe_adapter,
     describe_bridge,
     describe_prompt_bridge,
     read_adapter,
@@ -46,14 +47,25 @@ class Plateau(NamedTuple):
     bridges: tuple[str, ...] = ()  # those that stand in for skipped blocks
 
 
+class PromptPlan(NamedTuple):
+    """What prompts run: schedules with the same one share a pass over them."""
+
+    bridge: PromptBridge | None = None
+    adapter: Adapter | None = None
+
+    @property
+    def is_full_depth(self) -> bool:
+        return self.bridge is None and self.adapter is None
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Skip order x decay. Step 0 is the forward pass that takes the first generated token as input.
 
     The number of skipped units never falls from one plateau to the next and units are skipped from the head of one
     order, so active(t + 1) is a subset of active(t): whatever a token attends to has been cached. Skipped units that no
-    bridge replaces are skipped bare. Prompts run at full depth unless there is a prompt bridge; what it skips, decoding
-    skips from its first step on.
+    bridge replaces are skipped bare. Prompts run the model as it is unless there is a prompt bridge or an adapter that
+    changes them; what the bridge skips, decoding skips from its first step on.
     """
 
     layers: int
@@ -62,7 +74,7 @@ class Schedule:
     provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
     bridges: Mapping[str, Bridge] = field(default_factory=dict, hash=False)  # by name
     prompt_bridge: PromptBridge | None = None
-    adapter: Adapter | None = None  # changes units for decode tokens
+    adapter: Adapter | None = None  # changes units for decode tokens, and for prompts' tokens if it says so
     head_preview: HeadPreview | None = None  # stands in for the vocabulary head of decode tokens
 
     def __post_init__(self) -> None:
@@ -191,6 +203,12 @@ class Schedule:
         return self.adapter if self.adapter is not None and unit in self.adapter.units else None
 
     @property
+    def prompt_plan(self) -> PromptPlan:
+        """What prompts run."""
+        adapter = self.adapter if self.adapter is not None and self.adapter.changes_prompts else None
+        return PromptPlan(self.prompt_bridge, adapter)
+
+    @property
     def first_place(self) -> int:
         """Place of the first unit that some decode token skips, has changed or has a bridge before; 2L if none is."""
         bridged = {bridge.block.first for bridge in self.bridges.values()}
@@ -238,7 +256,7 @@ class Schedule:
             "bridged": [list(plateau.bridges) for plateau in self.plateaus],
         }
         prompts = {"prompts": describe_prompt_bridge(self.prompt_bridge)} if self.prompt_bridge else {}
-        adapter = {"adapter": {"digest": self.adapter.digest}} if self.adapter else {}
+        adapter = {"adapter": describe_adapter(self.adapter)} if self.adapter else {}
         preview = self.head_preview
         head = {"head": {"candidates": preview.candidates, "digest": preview.digest}} if preview else {}
         return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -133,8 +134,14 @@ def read_adapter(data: object, adapter: Adapter | None) -> Adapter | None:
         return None
     if not isinstance(data, dict) or adapter is None:
         raise ScheduleError(f"there is no adapter, but the schedule has one: {ADAPTER_FILE} belongs beside it")
+    adapter = replace(adapter, changes_prompts=data.get("prompts") is True)
     _check_digest("the adapter", data, adapter, ADAPTER_FILE)
     return adapter
+
+
+def describe_adapter(adapter: Adapter) -> dict[str, Any]:
+    """As a schedule file says it."""
+    return {**({"prompts": True} if adapter.changes_prompts else {}), "digest": adapter.digest}
 
 
 def _check_digest(what: str, described: Mapping[str, Any], part: SchedulePart, file: str = BRIDGES_FILE) -> None:

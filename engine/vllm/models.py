@@ -141,7 +141,7 @@ class Skipping:
         if len(x):
             for unit in units:
                 with current.attending(current.beginning):
-                    x = self.run(unit, self.decoder_layers[unit.layer], positions, x)
+                    x = self.run(unit, self._layer_of_prompts(unit), positions, x)
         return x
 
     def _spans(self, unit: Unit, current: Pass) -> list[tuple[Rows, Any]]:
@@ -151,9 +151,19 @@ class Skipping:
         first = current.rows[ENDS] if unit in self._skipped_by_prompts else current.rows[BEGINS] if above else 0
         end = current.rows[PLATEAU - 1 + self._running[unit]]
         layer, own = self.decoder_layers[unit.layer], self._adapted.get(unit)
-        middle = end if own is None else current.rows[WHOLE]
-        spans = [(Rows(first, middle, above), layer), (Rows(middle, end, above), own)]
-        return [(rows, layer) for rows, layer in spans if rows.end > rows.first]
+        ends, whole = current.rows[ENDS], current.rows[WHOLE]
+        if own is None or (self._layer_of_prompts(unit) is own and ends == whole):
+            places = [(first, end, own or layer)]
+        elif self._layer_of_prompts(unit) is own:  # rows at full depth stand between prompts and decode tokens
+            places = [(first, ends, own), (ends, whole, layer), (whole, end, own)]
+        else:
+            places = [(first, whole, layer), (whole, end, own)]
+        return [(Rows(start, stop, above), runs) for start, stop, runs in places if stop > start]
+
+    def _layer_of_prompts(self, unit: Unit) -> Any:
+        """With the adapter's changes, if it changes prompts."""
+        layer = self.decoder_layers[unit.layer]
+        return self._adapted.get(unit, layer) if self.schedule.prompt_plan.adapter else layer
 
     def _is_above(self, unit: Unit) -> bool:
         return self._maps is not None and unit.layer >= self._maps.first

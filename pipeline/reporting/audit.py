@@ -119,7 +119,7 @@ class Auditor:
         whole = self._ledger.full_depth
         both = [whole, self._ledger]
         # Prompts run once for both, unless the schedule has its own way with them.
-        prompts = both if self._ledger.schedule.prompt_bridge else both[:1]
+        prompts = both[:1] if self._ledger.schedule.prompt_plan.is_full_depth else both
         scoring = sum(ledger.prompt_layers(prompt, shared) for ledger in prompts)
         scoring += sum(ledger.decode(prompt, full.generated_tokens) for ledger in both)
         likelihood = whole.prompt_layers(prompt, shared)

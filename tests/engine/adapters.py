@@ -34,14 +34,15 @@ def random_adapter(decoder: Decoder, units: Iterable[Unit], rank: int = 2, seed:
 
 @contextmanager
 def adapted(model: PreTrainedModel, adapter: Adapter | None, prompt_tokens: int) -> Iterator[None]:
-    """A model whose forward over one text has an adapter's changes for the tokens after its prompt's."""
+    """A model whose forward over one text has an adapter's changes, for prompts' tokens only if it changes these."""
     hooks = []
+    first = 0 if adapter is not None and adapter.changes_prompts else prompt_tokens
 
     def change(low_rank: LowRank) -> Any:
         def add(_module: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:  # [n, outputs], or [1, n, outputs]
             down, up = (matrix.to(output.dtype) for matrix in low_rank)
-            decodes = torch.arange(output.shape[-2])[:, None] >= prompt_tokens
-            return output + decodes * (inputs[0] @ down @ up)
+            changed = torch.arange(output.shape[-2])[:, None] >= first
+            return output + changed * (inputs[0] @ down @ up)
 
         return add
 

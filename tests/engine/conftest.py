@@ -78,7 +78,10 @@ def draw_skip(draw: st.DrawFn, skipped: set[Unit], end: int) -> Block | None:
 def draw_adapter(draw: st.DrawFn, decoder: Decoder) -> Adapter | None:
     """Changes of any units, whether a schedule runs them or not, or none."""
     units = sorted(draw(st.sets(st.sampled_from(all_units(decoder.shape.layers)), max_size=4)))
-    return random_adapter(decoder, units, rank=draw(st.integers(1, 3)), seed=draw(st.integers(0, 3))) if units else None
+    if not units:
+        return None
+    adapter = random_adapter(decoder, units, rank=draw(st.integers(1, 3)), seed=draw(st.integers(0, 3)))
+    return replace(adapter, changes_prompts=draw(st.booleans()))
 
 
 def draw_head_preview(draw: st.DrawFn, decoder: Decoder) -> HeadPreview | None:

@@ -120,7 +120,7 @@ def schedule() -> Schedule:
         },
         prompt_bridge=Prompts(2, {"weight": some(width, 2 * 2 * SHAPE.kv_heads * SHAPE.head_dim),
                                   "bias": some(2 * 2 * SHAPE.kv_heads * SHAPE.head_dim)}),
-        adapter=Adapter({"a3.q.down": some(width, 2), "a3.q.up": some(2, width)}),
+        adapter=Adapter({"a3.q.down": some(width, 2), "a3.q.up": some(2, width)}, changes_prompts=True),
         head_preview=HeadPreview(3, {"down": some(width, 2), "up": some(2, width), "bias": some(SHAPE.vocab)}),
     )  # fmt: skip
 

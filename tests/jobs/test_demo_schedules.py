@@ -57,7 +57,7 @@ def test_where_prompts_run_half_of_the_layers_45_percent_are_saved_and_most_toke
     packaged.share_prefix(instruction)  # computed in full, as where it was trained
     with torch.inference_mode():
         judge = Judge(packaged.teacher_forced(answers), packaged.shape.layers)
-        passed = packaged.teacher_forced(answers, schedule.prompt_bridge)
+        passed = packaged.teacher_forced(answers, schedule)
         quality = judge.judge(schedule, packaged.compiled(schedule), passed)
     packaged.share_prefix(())
     assert quality.agreement > 0.75

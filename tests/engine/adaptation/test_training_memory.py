@@ -46,14 +46,14 @@ def test_what_training_keeps_is_foreseen(engine: Engine, prompt_layers: int | No
         found = counted_prompt_bridge(shape, prompt_layers, skippable_layers([schedule]))
         schedule = replace(schedule, prompt_bridge=found)
     draw = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(2, shape.vocab, (60,), generator=draw).tolist() for _ in range(80)]
+    prompts = [torch.randint(2, shape.vocab, (60,), generator=draw).tolist() for _ in range(200)]
     sampling = Sampling(max_new_tokens=8, min_new_tokens=8)
     answers = [Answer(tuple(prompts[g.index]), g.tokens) for g in engine.generate(prompts, sampling)]
     before = tensor_bytes()
-    trainer = Trainer(engine, [schedule], answers[16:], answers[:16], Recipe(adapter_rank=0), lambda *_: None)
+    trainer = Trainer(engine, [schedule], answers[40:], answers[:40], Recipe(adapter_rank=0), lambda *_: None)
     kept = tensor_bytes() - before
-    foreseen = kept_bytes(shape, [schedule], [60] * 64, [60] * 16, 8)
-    assert trainer.tokens == 64 * 7
+    foreseen = kept_bytes(shape, [schedule], [60] * 160, [60] * 40, 8)
+    assert trainer.tokens == 160 * 7
     assert 0.75 * kept < foreseen / SCATTERED < 1.25 * kept
 
 

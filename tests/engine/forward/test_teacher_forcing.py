@@ -15,10 +15,8 @@ from torch import Tensor
 import engine.decoding.stream
 from engine import Engine, Sampling, Schedule
 from engine.decoding.sampling import Sampler
-from engine.forward.compiled_parts import compile_prompt_bridge
 from engine.forward.operations import Compiled
 from engine.forward.teacher_forcing import Answer
-from engine.kernels.base import Kernels
 from tests.engine.conftest import random_prompt_bridge
 
 LAYERS = 5
@@ -76,7 +74,7 @@ def test_teacher_forcing_is_decoding(
             answers.append(Answer(prompt, generation.tokens))
             decoded += KeptLogits.kept[1 : len(generation.tokens)]
     with torch.inference_mode():
-        forced = model.teacher_forced(answers, schedule.prompt_bridge)
+        forced = model.teacher_forced(answers, schedule)
         hidden = forced.hidden(schedule, model.compiled(schedule))
         logits = torch.cat([part for _, part in forced.logits(hidden)])
     expected = torch.stack(decoded)
@@ -98,24 +96,14 @@ def test_a_pass_goes_on_from_a_kept_state(model: Engine) -> None:
             torch.testing.assert_close(forced.hidden(full, Compiled(), start=(place, states[place])), hidden)
 
 
-def test_prompts_that_stopped_are_taken_on_as_under_the_bridge_from_the_start(model: Engine) -> None:
+def test_first_tokens_are_those_that_prompts_give(model: Engine) -> None:
     draw = torch.Generator().manual_seed(1)
     prompts = torch.randint(1, 96, (3, 8), generator=draw).tolist()
     answers = [Answer(prompts[index], torch.randint(1, 96, (5,), generator=draw).tolist()) for index in (0, 0, 1, 2)]
-    full = Schedule.full_depth(LAYERS)
+    schedule = Schedule(LAYERS, prompt_bridge=random_prompt_bridge(model.shape, 2))
     with torch.inference_mode():
-        stopped = model.teacher_forced(answers, random_prompt_bridge(model.shape, 2), wait=True)
-        for seed in (0, 1):  # taken on twice, by two bridges
-            bridge = random_prompt_bridge(model.shape, 2, seed)
-            whole = model.teacher_forced(answers, bridge)
-            stopped.finish_prompts(
-                compile_prompt_bridge(bridge, model.shape, Kernels(), torch.float32, torch.device("cpu"))
-            )
-            torch.testing.assert_close(stopped.first_hidden, whole.first_hidden)
-            torch.testing.assert_close(stopped.hidden(full, Compiled()), whole.hidden(full, Compiled()))
-        deep = model.teacher_forced(answers)
-        assert not torch.allclose(whole.first_hidden, deep.first_hidden)
-        first = next(logits.argmax(-1) for _, logits in whole.logits(whole.first_hidden)).tolist()
-    schedule = Schedule(LAYERS, prompt_bridge=bridge)
+        bridged, deep = model.teacher_forced(answers, schedule), model.teacher_forced(answers)
+        assert not torch.allclose(bridged.first_hidden, deep.first_hidden)
+        first = next(logits.argmax(-1) for _, logits in bridged.logits(bridged.first_hidden)).tolist()
     generated = {g.index: g.tokens[0] for g in model.generate(prompts, Sampling(max_new_tokens=1), schedule)}
     assert first == [generated[index] for index in (0, 0, 1, 2)]

@@ -75,7 +75,7 @@ def reference(directory: Path) -> PreTrainedModel:
 def masked_logits(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int], schedule: Schedule) -> Tensor:
     """[generated tokens, vocab] of a plain forward without a cache: x = where(the layer is active, layer(x), x).
 
-    Generated tokens have the adapter's changes, if there is one.
+    Generated tokens have the adapter's changes, if there is one, and the prompt's if it changes these.
     """
     layers = model.get_decoder().layers
     hooks = []
@@ -121,10 +121,10 @@ def test_a_family_generates_what_transformers_generates(checkpoint: Callable[[st
     assert generated_by_engine(Engine.load(str(directory), device="cpu"), prompts, **settings) == expected
 
 
-@pytest.mark.parametrize("adapts", [False, True])
+@pytest.mark.parametrize("adapts", ["nothing", "decode tokens", "prompts too"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_family_under_a_schedule_is_the_forward_with_masked_layers(
-    checkpoint: Callable[[str], Path], variant: str, adapts: bool
+    checkpoint: Callable[[str], Path], variant: str, adapts: str
 ) -> None:
     directory = checkpoint(variant)
     schedule = Schedule.from_dict(
@@ -138,9 +138,9 @@ def test_a_family_under_a_schedule_is_the_forward_with_masked_layers(
     prompts = random_prompts([1, 3, 12, 16, 17, 40])
     model = reference(directory)
     engine = Engine.load(str(directory), device="cpu")
-    if adapts:
+    if adapts != "nothing":
         adapter = random_adapter(engine.decoder, map(Unit.parse, ("a0", "m1", "a3", "m3", "a4", "m4")))
-        schedule = replace(schedule, adapter=adapter)
+        schedule = replace(schedule, adapter=replace(adapter, changes_prompts=adapts == "prompts too"))
     sampling = Sampling(max_new_tokens=20, min_new_tokens=20)
     for generation in engine.generate(prompts, sampling, schedule):
         logits = masked_logits(model, prompts[generation.index], generation.tokens, schedule)

@@ -56,6 +56,37 @@ def test_only_decode_tokens_are_changed_and_no_flops(engine: Engine, schedule: S
         assert depth.decode(20, 9) == Ledger(engine.shape, plain).decode(20, 9)
 
 
+def test_one_that_changes_prompts_is_another_and_costs_no_flops_either(
+    engine: Engine, schedule: Schedule, tmp_path: Path
+) -> None:
+    assert schedule.adapter is not None
+    both = replace(schedule, adapter=replace(schedule.adapter, changes_prompts=True))
+    assert both != schedule
+    base, changed = tokens(engine, None), tokens(engine, both)
+    assert any(base[index][0] != changed[index][0] for index in base)
+    assert Ledger(engine.shape, both).prompt(20) == Ledger(engine.shape, schedule).prompt(20)
+    both.write(tmp_path)
+    assert Schedule.read(tmp_path) == both
+    file = tmp_path / "schedule.json"
+    file.write_text(file.read_text().replace('"prompts": true,', ""))
+    with pytest.raises(ScheduleError, match="the tensors of the adapter are not those"):
+        Schedule.read(tmp_path)
+
+
+def test_schedules_whose_adapters_change_prompts_have_a_pass_of_their_own(engine: Engine, schedule: Schedule) -> None:
+    assert schedule.adapter is not None
+    both = replace(schedule, adapter=replace(schedule.adapter, changes_prompts=True))
+    schedules, prompts = [None, schedule, both], random_prompts([5, 9, 14])
+    sampling = Sampling(max_new_tokens=8, min_new_tokens=8)
+    found = sorted(engine.generate_each(prompts, sampling, schedules), key=lambda each: (each[0], each[1].index))
+    alone = [
+        (index, generation)
+        for index, each in enumerate(schedules)
+        for generation in sorted(engine.generate(prompts, sampling, each), key=lambda one: one.index)
+    ]
+    assert [(index, each.tokens) for index, each in found] == [(index, each.tokens) for index, each in alone]
+
+
 def test_a_silent_adapter_changes_nothing(engine: Engine, schedule: Schedule) -> None:
     sizes = {unit: engine.decoder.projections(unit) for unit in UNITS}
     silent = replace(schedule, adapter=silent_adapter(sizes, rank=4, seed=0))

@@ -122,6 +122,27 @@ def test_prompts_run_at_full_depth_where_there_is_no_prompt_bridge(llama: Pair) 
     assert generations(vllm, prompts, SAMPLING, schedule()) == generations(own, prompts, SAMPLING, schedule())
 
 
+def test_an_adapter_may_change_prompts_too_beside_rows_at_full_depth(llama: Pair) -> None:
+    """Both kinds of rows share passes."""
+    own, vllm = llama
+    under, prompts = whole(own), random_prompts(LENGTHS, seed=6)
+    assert under.adapter is not None
+    under = replace(under, adapter=replace(under.adapter, changes_prompts=True))
+    wanted = generations(own, prompts, SAMPLING, under)
+    assert generations(vllm, prompts, SAMPLING, under) == wanted
+    assert [each.tokens for each in wanted] != [each.tokens for each in generations(own, prompts, SAMPLING, whole(own))]
+    scheduled, full = vllm.decoding(SAMPLING, under, 4), vllm.decoding(SAMPLING, None, 4)
+    found: dict[bool, list[Generation]] = {True: [], False: []}
+    for index, prompt in enumerate(prompts):
+        for rows in (scheduled, full):
+            rows.add(prompt, str(index), index)
+    while scheduled.unfinished or full.unfinished:
+        found[True] += scheduled.step()
+        found[False] += full.step()
+    for is_scheduled, expected in ((True, wanted), (False, generations(own, prompts, SAMPLING))):
+        assert sorted(found[is_scheduled], key=lambda each: each.index) == expected
+
+
 def test_a_prompt_may_begin_with_another_and_its_answer(llama: Pair) -> None:
     """Blocks of the cache hold 32 tokens: the answers' are full, and empty where layers were skipped."""
     own, vllm = llama
