@@ -349,12 +349,21 @@ class Engine:
             compiled = self.compiled(schedule)
         return self._forced(answers, plan, compiled)
 
-    def stop_prompts(self, prompts: Sequence[Sequence[int]], first: int, skips: Bridge | None = None) -> StoppedPrompts:
-        """Pass prompts through the layers below `first`, all in one pass, by a bridge over a block of them."""
+    def stop_prompts(
+        self,
+        prompts: Sequence[Sequence[int]],
+        first: int,
+        skips: Bridge | None = None,
+        observe: Observe | None = None,
+    ) -> StoppedPrompts:
+        """Pass prompts through the layers below `first`, all in one pass, by a bridge over a block of them.
+
+        `observe` as for `PromptPass.run`.
+        """
         skipped = None
         if skips is not None:
             skipped = skips.block, compile_bridge(skips, self._kernels, self._dtype, self._device)
-        return self._prompts.stop(prompts, lambda *_: None, first, skipped)
+        return self._prompts.stop(prompts, lambda *_: None, first, skipped, observe)
 
     def observe_prompts(self, prompts: Sequence[Sequence[int]], observe: Observe) -> None:
         """Pass prompts through all layers, all in one pass; `observe` as for `PromptPass.run`."""
@@ -381,11 +390,9 @@ class Engine:
         waiting = sorted(prompts, key=lambda each: -len(each[2]))
         for first in range(0, len(waiting), together):
             for plan, indices in alike.items():
-                skipped = plan.bridge.skips.block.units if plan.bridge is not None and plan.bridge.skips else ()
+                skipped = () if plan.bridge is None or plan.bridge.keeps_skipped else plan.bridge.skipped_units
                 plateaus = (Plateau(0, len(skipped)),)
-                whole = Schedule(
-                    self.shape.layers, skipped, plateaus, prompt_bridge=plan.bridge, adapter=plan.adapter
-                )
+                whole = Schedule(self.shape.layers, skipped, plateaus, prompt_bridge=plan.bridge, adapter=plan.adapter)
                 base = Stream(context, self._ledger(whole), max(batch_size, context.sampling.samples_per_prompt))
                 for place, sample_id, tokens in waiting[first : first + together]:
                     base.add(tokens, sample_id, place)

@@ -20,7 +20,7 @@ from engine.adaptation.memory import check_memory, kept_bytes, working_bytes
 from engine.adaptation.peers import Peers
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import Point, Trainer
-from engine.calibration.prompts import counted_prompt_bridge, fit_prompt_bridge, skippable_layers
+from engine.calibration.prompts import counted_prompt_bridge, fit_prompt_bridge, prompt_cut
 from engine.forward.quality import Quality
 from engine.kernels.base import training_kernels_for
 from engine.memory import free_bytes
@@ -121,7 +121,8 @@ def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
     answers = with_more_answers(config, teacher, drawn.answers[:-kept], config.answers_per_prompt, progress)
     if config.prompt_layers is not None:
         prompts = [answer.prompt for answer in drawn.answers[:-kept]][:FITTED]
-        bridge = fit_prompt_bridge(teacher, prompts, config.prompt_layers, progress, skippable_layers(schedules))
+        cut = prompt_cut(teacher.shape, config.prompt_layers, schedules)
+        bridge = fit_prompt_bridge(teacher, prompts, cut, progress)
         schedules = [replace(schedule, prompt_bridge=bridge) for schedule in schedules]
     kernels = training_kernels_for(teacher.device, torch.float32)
     student = Engine.load(config.model, config.device, "float32", config.threads, kernels)
@@ -152,7 +153,7 @@ def check_fits(
 ) -> None:
     """Whether the answers to some prompts can be trained on in memory. Raises ScheduleError."""
     if config.prompt_layers is not None:
-        bridge = counted_prompt_bridge(teacher.shape, config.prompt_layers, skippable_layers(schedules))
+        bridge = counted_prompt_bridge(teacher.shape, prompt_cut(teacher.shape, config.prompt_layers, schedules))
         schedules = [replace(schedule, prompt_bridge=bridge) for schedule in schedules]
     kept, lengths = config.held_out_of(len(prompts)), [len(prompt) for prompt in prompts]
     ours = Peers().share(lengths[:-kept])

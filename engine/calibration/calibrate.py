@@ -26,7 +26,13 @@ from engine.calibration.collect import Progress, collect_moments
 from engine.calibration.growth import Lengths
 from engine.calibration.head import HeadStates, counted_preview
 from engine.calibration.own_states import OwnStates
-from engine.calibration.prompts import check_prompt_layers, counted_prompt_bridge, fit_prompt_bridge, skippable_layers
+from engine.calibration.prompts import (
+    PromptCut,
+    check_prompt_layers,
+    counted_prompt_bridge,
+    fit_prompt_bridge,
+    prompt_cut,
+)
 from engine.calibration.search import DEEPER, DEPTH_STEP, FIRST, MOST_APART, WARMUPS, Found, Search
 from engine.engine import Engine
 from engine.errors import ScheduleError
@@ -121,7 +127,7 @@ class Calibration:
         self._prompt_layers, self._sample_targets = prompt_layers, sample_targets
         self._choosing, self._judging, self._chooser = choose, judge, chooser
         self._prompts = [answer.prompt for answer in (*fit, *choose)]
-        self._prompt_bridges: dict[tuple[int, range], PromptBridge] = {}  # by layers, and what prompts may skip
+        self._prompt_bridges: dict[PromptCut, PromptBridge] = {}
         self._found: dict[float, Found] = {}  # by decode target
         bridges = Bridges(fitted, own)
         previews = head.fit(head.ranks) if head else []
@@ -153,10 +159,10 @@ class Calibration:
         """The same with prompts that run so many layers; None for all."""
         if layers is None:
             return schedule
-        key = layers, skippable_layers([schedule])
-        if key not in self._prompt_bridges:
-            self._prompt_bridges[key] = fit_prompt_bridge(self._engine, self._prompts, layers, self._progress, key[1])
-        return replace(schedule, prompt_bridge=self._prompt_bridges[key])
+        cut = prompt_cut(self._shape, layers, [schedule])
+        if cut not in self._prompt_bridges:
+            self._prompt_bridges[cut] = fit_prompt_bridge(self._engine, self._prompts, cut, self._progress)
+        return replace(schedule, prompt_bridge=self._prompt_bridges[cut])
 
     def _mixed(self, target: float) -> Calibrated:
         """The best mix of both savings for a whole-sample target. Raises ScheduleError."""
@@ -195,9 +201,9 @@ class Calibration:
 
     def _prompt_layers_for(self, schedule: Schedule, target: float) -> int | None:
         """The most layers on prompts that reach a whole-sample target; None if one is too many."""
-        skippable = skippable_layers([schedule])
         for layers in range(self._shape.layers - 1, 0, -1):
-            counted = replace(schedule, prompt_bridge=counted_prompt_bridge(self._shape, layers, skippable))
+            cut = prompt_cut(self._shape, layers, [schedule])
+            counted = replace(schedule, prompt_bridge=counted_prompt_bridge(self._shape, cut))
             if sample_flop_speedup(self._shape, counted, self._lengths) >= target:
                 return layers
         return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +17,11 @@ from engine.calibration.moments import RidgeSums
 from engine.engine import Engine
 from engine.errors import ScheduleError
 from engine.forward.packing import packs
-from engine.forward.prompt_pass import PROMPT_TOKENS, StoppedPrompts
+from engine.forward.prompt_pass import PROMPT_TOKENS
+from engine.forward.target import DEFAULT_WARMUP
 from engine.parts.bridge import Bridge
 from engine.parts.part import rounded
-from engine.parts.prompt_bridge import PromptBridge
+from engine.parts.prompt_bridge import ROLES, WITHIN, PromptBridge
 from engine.parts.unit import Block, Unit
 from engine.schedules.schedule import Schedule
 from engine.shape import ModelShape
@@ -33,10 +35,29 @@ def check_prompt_layers(layers: int, shape: ModelShape) -> None:
         raise ScheduleError(f"prompts can run 1 to {shape.layers - 1} of this model's layers, not {layers}")
 
 
-def skippable_layers(schedules: Iterable[Schedule]) -> range:
-    """The longest run of layers that decode tokens skip from their first step on, under all of the schedules: prompts
-    may skip them too.
+class PromptCut(NamedTuple):
+    """Which layers prompts run."""
+
+    first: int  # layer that they stop before
+    skipped: range  # layers that they skip below
+    keeps_skipped: bool  # decode tokens run some of these
+
+
+def prompt_cut(shape: ModelShape, layers: int, schedules: Iterable[Schedule]) -> PromptCut:
+    """Where prompts that run so many layers are best cut: half of the others skipped, half at the top.
+
+    Each half alone costs more: prompts that run 19 of 30 layers move the answers' distributions by 0.04 nats with both,
+    by 0.22 stopping at 19, by 0.13 skipping 10. The skipped ones begin with those that decode tokens skip from their
+    first step on under all of the schedules, and may go on above.
     """
+    skipped_by_decoding = _skipped_by_decoding(schedules)
+    start = skipped_by_decoding.start if skipped_by_decoding else min(DEFAULT_WARMUP, layers)
+    skipped = range(start, start + (shape.layers - layers) // 2) if start <= layers else range(0)
+    return PromptCut(layers + len(skipped), skipped, not set(skipped) <= set(skipped_by_decoding))
+
+
+def _skipped_by_decoding(schedules: Iterable[Schedule]) -> range:
+    """The longest run of layers that decode tokens skip from their first step on, under all of the schedules."""
     sets = [schedule.skipped_units(0) for schedule in schedules]
     longest, start = range(0), 0
     for layer in range(max((unit.layer for units in sets for unit in units), default=0) + 1):
@@ -50,9 +71,8 @@ def skippable_layers(schedules: Iterable[Schedule]) -> range:
 def fit_prompt_bridge(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
-    layers: int,
+    cut: PromptCut,
     progress: Progress,
-    skippable: range = range(0),
     ridge: float = RIDGE,
 ) -> PromptBridge:
     """The prompt bridge with the least ridge loss over the prompts' tokens, in memory that does not grow with them.
@@ -60,37 +80,32 @@ def fit_prompt_bridge(
     Args:
         engine: with the model. Tokens that prompts share (`Engine.share_prefix`) are never bridged, and not fitted to.
         prompts: token ids.
-        layers: that all tokens of a prompt are to run.
+        cut: which layers they are to run.
         progress: told of prompts.
-        skippable: layers that may be skipped (`skippable_layers`); half of the others are taken from these, as far as
-            they go, and half from the top. Each half alone costs more: prompts that run 19 of 30 layers move the
-            answers' distributions by 0.04 nats with both, by 0.22 stopping at 19, by 0.13 skipping 10.
         ridge: relative to the mean variance of an entry of the state.
     """
-    first, skipped = _split(engine.shape, layers, skippable)
     with torch.inference_mode():
-        skips = _fit_skip(engine, prompts, skipped, progress, ridge) if skipped else None
-        sums = _Sums(engine, first)
+        skips, within = _fit_skip(engine, prompts, cut, progress, ridge) if cut.skipped else (None, {})
+        layers = range(cut.first, engine.shape.layers)
+        sums = _Sums(engine, layers)
         for pack in _packs(prompts, "collecting keys and values", progress):
-            stopped = engine.stop_prompts(pack, first, skips)
-            sums.add(stopped)
+            stopped = engine.stop_prompts(pack, cut.first, skips)
+            sums.sums.add_inputs(stopped.states)
             engine.observe_prompts(pack, partial(sums.observe, stopped.others))
-        return sums.fit(ridge, skips)
+        return PromptBridge(cut.first, {**sums.fit(ROLES, ridge), **within}, skips)
 
 
-def counted_prompt_bridge(shape: ModelShape, layers: int, skippable: range) -> PromptBridge:
+def counted_prompt_bridge(shape: ModelShape, cut: PromptCut) -> PromptBridge:
     """One that says what `fit_prompt_bridge` will cost before it is fitted."""
-    first, skipped = _split(shape, layers, skippable)
-    width, hidden = (shape.layers - first) * 2 * shape.kv_heads * shape.head_dim, shape.hidden
-    block = Block.of_layers(skipped.start, skipped.stop)
-    skips = Bridge.affine(block, torch.zeros(hidden, hidden), torch.zeros(hidden)) if skipped else None
-    return PromptBridge(first, {"weight": torch.zeros(hidden, width), "bias": torch.zeros(width)}, skips)
-
-
-def _split(shape: ModelShape, layers: int, skippable: range) -> tuple[int, range]:
-    """Where prompts that run so many layers stop, and which they skip below."""
-    skipped = skippable[: (shape.layers - layers) // 2] if skippable and skippable.start <= layers else range(0)
-    return layers + len(skipped), skipped
+    hidden, kept = shape.hidden, shape.cache_elements(1)
+    block = Block.of_layers(cut.skipped.start, cut.skipped.stop)
+    skips = Bridge.affine(block, torch.zeros(hidden, hidden), torch.zeros(hidden)) if cut.skipped else None
+    tensors: dict[str, Tensor] = {}
+    widths = [(ROLES, shape.layers - cut.first), (WITHIN, len(cut.skipped) if cut.keeps_skipped else 0)]
+    for (weight, bias), layers in widths:
+        if layers:
+            tensors |= {weight: torch.zeros(hidden, layers * kept), bias: torch.zeros(layers * kept)}
+    return PromptBridge(cut.first, tensors, skips)
 
 
 def _packs(prompts: Sequence[Sequence[int]], what: str, progress: Progress) -> Iterator[Sequence[Sequence[int]]]:
@@ -102,39 +117,43 @@ def _packs(prompts: Sequence[Sequence[int]], what: str, progress: Progress) -> I
 
 
 def _fit_skip(
-    engine: Engine, prompts: Sequence[Sequence[int]], skipped: range, progress: Progress, ridge: float
-) -> Bridge:
-    """The affine bridge over some layers for prompt tokens."""
-    block = Block.of_layers(skipped.start, skipped.stop)
+    engine: Engine, prompts: Sequence[Sequence[int]], cut: PromptCut, progress: Progress, ridge: float
+) -> tuple[Bridge, dict[str, Tensor]]:
+    """The affine bridge over the skipped layers for prompt tokens, and what gives their keys and values if need be."""
+    start, end = cut.skipped.start, cut.skipped.stop
     sums = RidgeSums(engine.shape.hidden, {0: engine.shape.hidden}, engine.device)
+    within = _Sums(engine, cut.skipped) if cut.keeps_skipped else None
     for pack in _packs(prompts, "collecting states", progress):
-        before = engine.stop_prompts(pack, skipped.start).states
+        states: dict[int, Tensor] = {}
+        stopped = engine.stop_prompts(pack, end, observe=states.__setitem__)
+        before = states[2 * start][stopped.others]
         sums.add_inputs(before)
-        sums.add_outputs(0, engine.stop_prompts(pack, skipped.stop).states - before)
-    return Bridge.affine(block, *(rounded(tensor).cpu() for tensor in sums.fit([0], ridge)))
+        sums.add_outputs(0, stopped.states - before)
+        if within is not None:
+            within.sums.add_inputs(before)
+            for place in range(2 * start, 2 * end, 2):
+                within.observe(stopped.others, place, states[place])
+    bridge = Bridge.affine(Block.of_layers(start, end), *(rounded(tensor).cpu() for tensor in sums.fit([0], ridge)))
+    return bridge, {} if within is None else within.fit(WITHIN, ridge)
 
 
 class _Sums:
-    """X is the state where prompts stop, Y the keys and values of each layer from there on at full depth."""
+    """X is a state of prompts, Y the keys and values of some layers at full depth."""
 
-    def __init__(self, engine: Engine, first: int) -> None:
-        shape = engine.shape
-        self._decoder, self._first, self._layers = engine.decoder, first, range(first, shape.layers)
-        width = 2 * shape.kv_heads * shape.head_dim
-        self._sums = RidgeSums(shape.hidden, dict.fromkeys(self._layers, width), engine.device)
-
-    def add(self, stopped: StoppedPrompts) -> None:
-        """X of some prompts."""
-        self._sums.add_inputs(stopped.states)
+    def __init__(self, engine: Engine, layers: range) -> None:
+        self._decoder, self._layers, shape = engine.decoder, layers, engine.shape
+        self.sums = RidgeSums(shape.hidden, dict.fromkeys(layers, shape.cache_elements(1)), engine.device)
 
     def observe(self, rows: Tensor, place: int, x: Tensor) -> None:
-        """Hidden states before a unit at full depth, of which some rows are the same tokens."""
+        """Y of the same tokens as X: hidden states before a unit at full depth, of which these are some rows."""
         layer, is_mlp = divmod(place, 2)
         if is_mlp or layer not in self._layers:
             return
         k, v = self._decoder.keys_and_values(layer, x[rows])
-        self._sums.add_outputs(layer, torch.cat([k.flatten(1), v.flatten(1)], 1))
+        self.sums.add_outputs(layer, torch.cat([k.flatten(1), v.flatten(1)], 1))
 
-    def fit(self, ridge: float, skips: Bridge | None) -> PromptBridge:
-        weight, bias = self._sums.fit(self._layers, ridge)
-        return PromptBridge(self._first, {"weight": rounded(weight).cpu(), "bias": rounded(bias).cpu()}, skips)
+    def fit(self, roles: Sequence[str], ridge: float) -> dict[str, Tensor]:
+        """The map, by the roles of its matrix and bias."""
+        return {
+            role: rounded(tensor).cpu() for role, tensor in zip(roles, self.sums.fit(self._layers, ridge), strict=True)
+        }

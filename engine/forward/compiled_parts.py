@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,11 +53,15 @@ def compile_bridge(bridge: Bridge, kernels: Kernels, dtype: torch.dtype, device:
 def compile_prompt_bridge(
     bridge: PromptBridge, shape: ModelShape, kernels: Kernels, dtype: torch.dtype, device: torch.device
 ) -> PromptMaps:
-    """The maps of the layers above."""
-    weight, bias = (bridge.tensors[role].to(device, dtype) for role in prompt_bridge.ROLES)
-    layers = shape.layers - bridge.first
-    pairs = zip(weight.chunk(layers, 1), bias.chunk(layers), strict=True)
-    return PromptMaps(shape, bridge.first, [kernels.linear(w.T.contiguous(), b.contiguous()) for w, b in pairs])
+    """The maps of the layers above, and of those skipped if it has them."""
+    within = bridge.skipped_layers if bridge.keeps_skipped else range(0)
+    maps: dict[int, Linear] = {}
+    for roles, layers in ((prompt_bridge.ROLES, range(bridge.first, shape.layers)), (prompt_bridge.WITHIN, within)):
+        if layers:
+            tensors = (bridge.tensors[role].to(device, dtype).chunk(len(layers), -1) for role in roles)
+            for layer, weight, bias in zip(layers, *tensors, strict=True):
+                maps[layer] = kernels.linear(weight.T.contiguous(), bias.contiguous())
+    return PromptMaps(shape, bridge.first, within, maps)
 
 
 @dataclass(frozen=True)
@@ -66,11 +70,14 @@ class PromptMaps:
 
     shape: ModelShape
     first: int
-    maps: Sequence[Linear]  # of each layer from `first` on
+    within: Sequence[int]  # layers that are skipped below, and get keys and values all the same
+    maps: Mapping[int, Linear]  # of these, and of each layer from `first` on
 
     def keys_and_values(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Of a layer, for states [N, d] before layer `first`: each [N, kv_heads, head_dim], keys without positions."""
-        both = self.maps[layer - self.first](x).view(len(x), 2 * self.shape.kv_heads, self.shape.head_dim)
+        """Of a layer, for states [N, d] where tokens stop, or before the block: each [N, kv_heads, head_dim], keys
+        without positions.
+        """
+        both = self.maps[layer](x).view(len(x), 2 * self.shape.kv_heads, self.shape.head_dim)
         return both[:, : self.shape.kv_heads], both[:, self.shape.kv_heads :]
 
 

@@ -8,10 +8,10 @@ One multiply-add counts 2; norms, softmax, rotary and embedding look-ups are not
 
 with Pa, Pm, P, H, q as in `ModelShape`, Pb the parameters of each bridge applied, Pk those of a prompt bridge from
 layer l on, below which all tokens but the first, which attends to nothing but itself, and the last stop (a block of
-layers that prompts skip counts for the first alone, its bridge for the others), H of a decode token smaller where the
-schedule has a head preview (`HeadPreview.parameters`), and c the context a token attends to, itself included: in a
-layer with a sliding window at most its width. Matrices between the embedding and the first layer add 2 x their
-parameters to every token.
+layers that prompts skip counts for the first alone, what gives its states, keys and values for the others), H of a
+decode token smaller where the schedule has a head preview (`HeadPreview.parameters`), and c the context a token attends
+to, itself included: in a layer with a sliding window at most its width. Matrices between the embedding and the first
+layer add 2 x their parameters to every token.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Ledger:
         flops += self._layers(bridge.run_layers, shared + whole + 1, tokens) + self._layers(
             range(bridge.first, layers), tokens, tokens
         )
-        skip = bridge.skips.parameters if bridge.skips else 0
-        return flops + 2 * (computed - whole) * skip + 2 * (computed - whole - 1) * bridge.parameters
+        skipping = 2 * (computed - whole) * bridge.skip_parameters
+        return flops + skipping + 2 * (computed - whole - 1) * bridge.stop_parameters
 
     def _layers(self, layers: Sequence[int], first: int, last: int) -> int:
         """FLOPs of layers on a prompt's tokens from `first` to `last`, counted from 1."""

@@ -114,13 +114,16 @@ class Plans:
             if self.skips is not None and unit == self.skips.block.first:
                 yield Slice(ApplyBridge(self.skips), 0, bulk)
                 yield Slice(ApplyBridge(self.skips), bulk + whole, first)
-            start = bulk if unit in skipped or unit.layer >= self.stop else 0
-            end = bulk + whole if unit in skipped else ends[count]
-            if run.adapter is None or run.adapter.changes_prompts:
-                yield Slice(run, start, end)
-            else:  # prompts run the model as it is
-                yield Slice(RunUnit(unit), start, min(end, first))
-                yield Slice(run, first, max(end, first))
+            if unit in skipped:
+                parts = [(bulk, bulk + whole), (first, ends[count])]
+            else:
+                parts = [(bulk if unit.layer >= self.stop else 0, ends[count])]
+            for start, end in parts:
+                if run.adapter is None or run.adapter.changes_prompts:
+                    yield Slice(run, start, end)
+                else:  # prompts run the model as it is
+                    yield Slice(RunUnit(unit), start, min(end, first))
+                    yield Slice(run, max(start, first), end)
 
 
 class OnePass:
@@ -192,7 +195,7 @@ class OnePass:
         x = self.embedded
         with record_function("layers"):
             for operation, start, end in self.slices:
-                if start == end:
+                if start >= end:
                     continue
                 if isinstance(operation, RunUnit) and self._stopped is None:
                     self._stopped = x[: self.bulk] if operation.unit.layer >= self._plans.stop else None
@@ -207,6 +210,8 @@ class OnePass:
     def apply(self, operation: Operation, x: Tensor, start: int, end: int) -> Tensor:
         """An operation on the tokens from `start` to `end`, with hidden states x [end - start, hidden]."""
         if isinstance(operation, ApplyBridge):
+            if self._maps is not None and operation.bridge is self._plans.skips:
+                self._keep_skipped(x, start, end, self._maps)
             return self._compiled.bridges[operation.bridge](x)
         model, layer = self._compiled.model(operation, self._decoder), operation.unit.layer
         if operation.unit.kind == "m":
@@ -251,6 +256,20 @@ class OnePass:
             row = self._cache.row(prompt.seat, layer)[:, :, begin : len(prompt.tokens) - 1]
             row[0] = k[start:end].transpose(0, 1)
             row[1] = v[start:end].transpose(0, 1)
+
+    def _keep_skipped(self, x: Tensor, start: int, end: int, maps: PromptMaps) -> None:
+        """Keys and values of the prompts' tokens from `start` to `end` in a block that they skip, from states x before
+        it: of all but the last tokens, or of these.
+        """
+        for layer in maps.within:
+            k, values = maps.keys_and_values(layer, x)
+            keys = self._decoder.place_keys(layer, k, self._rotated(start, end))
+            if start < self.bulk:
+                self._keep_prompts(layer, keys, values)
+            else:
+                for prompt, *pair in zip(self._prompts, keys, values, strict=True):
+                    for row, kept in zip(self._cache.row(prompt.seat, layer), pair, strict=True):
+                        row[:, len(prompt.tokens) - 1] = kept
 
     def _keep_first(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Keys and values [whole, kv_heads, head_dim] of the first tokens that run every layer."""

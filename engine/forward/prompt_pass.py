@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -93,9 +93,9 @@ class PromptPass:
         ours = self._pass(prompts, keep, compiled.adapted[plan.adapter] if plan.adapter else self._decoder)
         if plan.bridge is None:
             return ours.run(observe)
-        skips = plan.bridge.skips
+        skips, maps = plan.bridge.skips, compiled.prompt_maps[plan.bridge]
         skipped = None if skips is None else (skips.block, compiled.bridges[skips])
-        return ours.stop(plan.bridge.first, skipped).finish(compiled.prompt_maps[plan.bridge])
+        return ours.stop(plan.bridge.first, skipped, maps).finish(maps)
 
     def stop(
         self,
@@ -103,11 +103,12 @@ class PromptPass:
         keep: Keep,
         first: int,
         skipped: tuple[Block, BridgeMap] | None = None,
+        observe: Observe | None = None,
     ) -> StoppedPrompts:
         """Run the layers below `first` alone, but for a block with what stands in for it; prompt bridges take it from
         there. Other arguments as for `run`. Prompts' keys and values in the block are not kept.
         """
-        return self._pass(prompts, keep, self._decoder).stop(first, skipped)
+        return self._pass(prompts, keep, self._decoder).stop(first, skipped, observe=observe)
 
     def _pass(self, prompts: Sequence[Sequence[int]], keep: Keep, model: Decoder) -> _Pass:
         return _Pass(model, self._kernels, self._device, prompts, keep, self.prefix)
@@ -136,10 +137,6 @@ class StoppedPrompts:
         if maps.first != self.first:
             raise ValueError(f"prompts have stopped before layer {self.first}, the bridge is for layer {maps.first}")
         return self._pass.above(self._states, maps)
-
-
-def _attend_to_themselves(_layer: int, q: Tensor, _k: Tensor, v: Tensor) -> Tensor:
-    return attended_alone(v, q.shape[1])
 
 
 class _Pass:
@@ -176,20 +173,44 @@ class _Pass:
         """Hidden states [P, hidden] of the last tokens, all running all layers."""
         return self._run(self._plan, self._embedded, observe)[self._last]
 
-    def stop(self, first: int, skipped: tuple[Block, BridgeMap] | None) -> StoppedPrompts:
-        """All tokens as they are before layer `first`, having skipped a block."""
+    def stop(
+        self,
+        first: int,
+        skipped: tuple[Block, BridgeMap] | None,
+        maps: PromptMaps | None = None,
+        observe: Observe | None = None,
+    ) -> StoppedPrompts:
+        """All tokens as they are before layer `first`, having skipped a block, whose keys and values maps may give."""
         x, start = self._embedded, 0
         if skipped is not None:
             block, bridge = skipped
             start = block.last.place + 1
-            x = self._run(self._plan[: block.first.place], x)
-            whole = x[self._whole]
-            x = bridge(x)
-            if len(whole):
-                plan, rotations = self._plan[block.first.place : start], self._rotations_of(self._whole)
-                whole = run_plan(self._decoder, plan, Compiled(), whole, rotations, _attend_to_themselves)
-                x[self._whole] = whole
-        return StoppedPrompts(self, first, self._run(self._plan[start : 2 * first], x))
+            x = self._run(self._plan[: block.first.place], x, observe)
+            own: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, of first tokens
+            whole = self._alone(self._plan[block.first.place : start], x[self._whole], own)
+            if maps is not None:
+                self._keep_skipped(x, maps, own)
+            x = bridge(x).index_copy(0, self._whole, whole)
+        return StoppedPrompts(self, first, self._run(self._plan[start : 2 * first], x, observe))
+
+    def _keep_skipped(self, x: Tensor, maps: PromptMaps, own: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        """Keys and values in a block that is skipped, from states [N, hidden] before it, or a first token's own."""
+        for layer in maps.within:
+            k, values = maps.keys_and_values(layer, x)
+            keys = self._decoder.place_keys(layer, k, self._rotations)
+            if len(self._whole):
+                pairs = zip((keys, values), own[layer], strict=True)
+                keys, values = (mapped.index_copy(0, self._whole, ours) for mapped, ours in pairs)
+            self._of_prompts(layer, keys, values)
+
+    def _alone(self, plan: Sequence[RunUnit], x: Tensor, kept: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
+        """First tokens, which attend to themselves, through some units; by layer what was kept of them."""
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            kept[layer] = k, v
+            return attended_alone(v, q.shape[1])
+
+        return run_plan(self._decoder, plan, Compiled(), x, self._rotations_of(self._whole), attend) if len(x) else x
 
     def _run(self, plan: Sequence[RunUnit], x: Tensor, observe: Observe | None = None) -> Tensor:
         """All N tokens through some units."""

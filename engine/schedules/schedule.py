@@ -65,7 +65,7 @@ class Schedule:
     The number of skipped units never falls from one plateau to the next and units are skipped from the head of one
     order, so active(t + 1) is a subset of active(t): whatever a token attends to has been cached. Skipped units that no
     bridge replaces are skipped bare. Prompts run the model as it is unless there is a prompt bridge or an adapter that
-    changes them; what the bridge skips, decoding skips from its first step on.
+    changes them; what the bridge skips, decoding skips from its first step on, unless it gives keys and values there.
     """
 
     layers: int
@@ -106,7 +106,7 @@ class Schedule:
             )
         for index in range(len(self.plateaus)):
             self._check_bridges(index)
-        if self.prompt_bridge is not None and self.prompt_bridge.skips is not None:
+        if self.prompt_bridge is not None and self.prompt_bridge.skips and not self.prompt_bridge.keeps_skipped:
             block = self.prompt_bridge.skips.block
             running = sorted(set(block.units) - self.skipped_units(0), key=lambda unit: unit.place)
             if running:

@@ -121,6 +121,9 @@ class Skipping:
             above = self._is_above(unit)
             if self._skips is not None and unit == self._skips.block.first:
                 prompts, begins = slice(0, current.token(current.rows[ENDS])), current.begins()
+                for layer in self._maps.within if self._maps is not None else ():
+                    self._write(layer, x[prompts], positions[prompts], prompts)
+                # After what was written, which was not for them.
                 whole = self._run_first(self._skips.block.units, current, positions[begins], x[begins])
                 x[prompts] = self._bridges[self._skips](x[prompts])
                 x[begins] = whole
@@ -168,7 +171,7 @@ class Skipping:
     def _is_above(self, unit: Unit) -> bool:
         return self._maps is not None and unit.layer >= self._maps.first
 
-    def _write(self, layer: int, states: Tensor, positions: Tensor, tokens: Tensor) -> None:
+    def _write(self, layer: int, states: Tensor, positions: Tensor, tokens: Tensor | slice) -> None:
         """Put the keys and values that a prompt bridge gives for states [n, hidden] into a layer's cache."""
         assert self._maps is not None
         k, v = self._maps.keys_and_values(layer, states)

@@ -26,7 +26,7 @@ from rich.table import Table
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
 from engine import ModelShape, PromptBridge, Schedule
-from engine.calibration.prompts import counted_prompt_bridge
+from engine.calibration.prompts import counted_prompt_bridge, prompt_cut
 from engine.models.families import family_of
 from engine.parts.unit import Unit, all_units
 from engine.schedules.schedule import Plateau
@@ -131,8 +131,7 @@ class Clock:
         return self._time(flops, shape.attention_parameters + 2 * read * shape.kv_heads * shape.head_dim)
 
     def _bridge(self, bridge: PromptBridge, tokens: int) -> float:
-        parameters = sum(tensor.numel() for tensor in bridge.tensors.values())
-        parameters += self._shape.hidden**2 if bridge.skips is not None else 0
+        parameters = bridge.stop_parameters + bridge.skip_parameters
         return self._time(2 * parameters * tokens, parameters)
 
     @staticmethod
@@ -157,8 +156,8 @@ def simulate(config: SimulateGpu) -> None:
         shape, settings = family_of(described).shape(described), _settings(described)
         decode = _schedule(shape, config.decode_skipped)
         spared = shape.layers - round(config.prompt_skipped * shape.layers)
-        block = range(WARM_UP, WARM_UP + len(decode.skip_order) // 2)
-        both = replace(decode, prompt_bridge=counted_prompt_bridge(shape, spared, block))
+        cut = prompt_cut(shape, spared, [decode])
+        both = replace(decode, prompt_bridge=counted_prompt_bridge(shape, cut))
         for rows in config.batch_sizes:
             for prompt in config.prompt_tokens:
                 passes = list(_passes(config, settings, shape, rows, prompt))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from engine import Engine, PromptBridge, Schedule
-from engine.calibration.prompts import fit_prompt_bridge, skippable_layers
+from engine.calibration.prompts import PromptCut, fit_prompt_bridge, prompt_cut
 from pipeline.evaluation.contender import Contender
 from pipeline.monitoring.stage_progress import StageProgress
 
@@ -27,10 +27,10 @@ def with_shorter_prompts(
     """
     for layers in sorted(set(prompt_layers), reverse=True):
         note = f"prompts run {layers} layers; their bridge is fitted on {len(prompts)} prompts"
-        bridges: dict[range, PromptBridge] = {}  # by what schedules let prompts skip
+        bridges: dict[PromptCut, PromptBridge] = {}
         for one in contenders:
             if isinstance(one.method, Schedule) and one.prompt_layers is None:
-                skippable = skippable_layers([one.method])
-                if skippable not in bridges:
-                    bridges[skippable] = fit_prompt_bridge(engine, prompts, layers, StageProgress(log), skippable)
-                yield replace(one, method=replace(one.method, prompt_bridge=bridges[skippable]), note=note)
+                cut = prompt_cut(engine.shape, layers, [one.method])
+                if cut not in bridges:
+                    bridges[cut] = fit_prompt_bridge(engine, prompts, cut, StageProgress(log))
+                yield replace(one, method=replace(one.method, prompt_bridge=bridges[cut]), note=note)

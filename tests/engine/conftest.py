@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from engine import Block, Bridge, HeadPreview, ModelShape, Plateau, PromptBridge, Schedule, Unit
 from engine.models.decoder import Decoder
 from engine.parts.adapter import Adapter
+from engine.parts.prompt_bridge import ROLES, WITHIN
 from engine.parts.unit import all_units
 from tests.engine.adapters import random_adapter
 
@@ -55,8 +56,15 @@ def schedules() -> Callable[..., st.SearchStrategy[Schedule]]:
             plateaus[index] = plateau._replace(bridges=tuple(names))
         first = draw(st.integers(1, layers)) if shape else layers
         prompts = random_prompt_bridge(shape, first) if shape and first < layers else None
-        if prompts and (free := draw_skip(draw, set(order[: plateaus[0].skipped]), first)):
-            prompts = replace(prompts, skips=random_bridge(free, hidden, rank=draw(st.integers(0, 3)), seed=9))
+        skipped_first = set(order[: plateaus[0].skipped])
+        if (
+            prompts
+            and shape
+            and (block := draw_skip(draw, set(skippable) if draw(st.booleans()) else skipped_first, first))
+        ):
+            kept = range(block.first.layer, block.last.layer + 1)
+            prompts = random_prompt_bridge(shape, first, kept=kept if set(block.units) - skipped_first else range(0))
+            prompts = replace(prompts, skips=random_bridge(block, hidden, rank=draw(st.integers(0, 3)), seed=9))
         adapter = draw_adapter(draw, adaptable) if adaptable else None
         preview = draw_head_preview(draw, adaptable) if adaptable and previews else None
         return Schedule(layers, tuple(order), tuple(plateaus), {}, bridges, prompts, adapter, preview)
@@ -117,12 +125,17 @@ def random_bridge(block: Block, hidden: int, rank: int, seed: int) -> Bridge:
     return Bridge(block, {"down": matrix(hidden, rank), "up": matrix(rank, hidden), "bias": bias})
 
 
-def random_prompt_bridge(shape: ModelShape, first: int, seed: int = 0) -> PromptBridge:
-    """Keys and values about as large as a layer's own."""
+def random_prompt_bridge(shape: ModelShape, first: int, seed: int = 0, kept: range = range(0)) -> PromptBridge:
+    """Keys and values about as large as a layer's own, also of layers that are skipped."""
     draw = torch.Generator().manual_seed(seed)
-    width = (shape.layers - first) * 2 * shape.kv_heads * shape.head_dim
-    weight = torch.randn(shape.hidden, width, generator=draw) * shape.hidden**-0.5
-    return PromptBridge(first, {"weight": weight, "bias": torch.randn(width, generator=draw) * 0.1})
+    tensors = {}
+    for (weight, bias), layers in ((ROLES, shape.layers - first), (WITHIN, len(kept))):
+        if layers:
+            width = layers * shape.cache_elements(1)
+            tensors[weight] = torch.randn(shape.hidden, width, generator=draw) * shape.hidden**-0.5
+            tensors[bias] = torch.randn(width, generator=draw) * 0.1
+    skips = random_bridge(Block.of_layers(kept.start, kept.stop), shape.hidden, rank=0, seed=seed) if kept else None
+    return PromptBridge(first, tensors, skips)
 
 
 def random_head_preview(decoder: Decoder, rank: int, candidates: int, seed: int = 0) -> HeadPreview:

@@ -14,7 +14,7 @@ from engine import Block, Bridge, Engine, Plateau, Sampling, Schedule, ScheduleE
 from engine.adaptation.memory import SCATTERED, check_memory, kept_bytes
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import Trainer
-from engine.calibration.prompts import counted_prompt_bridge, skippable_layers
+from engine.calibration.prompts import counted_prompt_bridge, prompt_cut
 from engine.forward.teacher_forcing import Answer
 from engine.kernels.base import Kernels
 from engine.schedules.orders import lowest_first
@@ -43,7 +43,7 @@ def test_what_training_keeps_is_foreseen(engine: Engine, prompt_layers: int | No
     order = tuple(unit for group in lowest_first(shape.layers, 1)[:2] for unit in group)
     schedule = Schedule(shape.layers, order, (Plateau(0, 4, ("1-3",)),), bridges={"1-3": bridge})
     if prompt_layers is not None:
-        found = counted_prompt_bridge(shape, prompt_layers, skippable_layers([schedule]))
+        found = counted_prompt_bridge(shape, prompt_cut(shape, prompt_layers, [schedule]))
         schedule = replace(schedule, prompt_bridge=found)
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(2, shape.vocab, (60,), generator=draw).tolist() for _ in range(200)]

@@ -15,20 +15,25 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine import Block, Engine, Plateau, PromptBridge, Sampling, Schedule, ScheduleError, Unit
-from engine.calibration.prompts import fit_prompt_bridge, skippable_layers
+from engine.calibration.prompts import PromptCut, counted_prompt_bridge, fit_prompt_bridge, prompt_cut
+from engine.forward.ledger import Ledger
 from engine.models.opt import OPTDecoder
+from engine.parts.prompt_bridge import ROLES, WITHIN
 from engine.schedules import recipes
 from tests.engine.conftest import random_bridge, random_prompt_bridge
 from tests.engine.models.test_families import LAYERS, VARIANTS, masked_logits, reference
 from tests.engine.prompts import random_prompts
 
 FIRST = 3
+STOPS = PromptCut(FIRST, range(0), False)
 SAMPLING = Sampling(max_new_tokens=12, min_new_tokens=12)
 
 
 def bridged(engine: Engine, schedule: Schedule | None = None, seed: int = 0, skips: Block | None = None) -> Schedule:
     plain = schedule or Schedule.full_depth(LAYERS)
-    bridge = random_prompt_bridge(engine.shape, FIRST, seed)
+    kept = skips is not None and not set(skips.units) <= plain.skipped_units(0)
+    layers = range(skips.first.layer, skips.last.layer + 1) if skips is not None and kept else range(0)
+    bridge = random_prompt_bridge(engine.shape, FIRST, seed, layers)
     if skips is not None:
         bridge = replace(bridge, skips=random_bridge(skips, engine.shape.hidden, rank=0, seed=seed))
     return Schedule(LAYERS, plain.skip_order, plain.plateaus, prompt_bridge=bridge)
@@ -42,7 +47,7 @@ def replaced_keys_and_values(
     last, and the skipped layers for all but the first.
     """
     layers = model.get_decoder().layers
-    inputs: list[Tensor] = []
+    inputs: dict[int, Tensor] = {}
     begin, hooks = int(len(prompt) > 1), []
     for layer in bridge.skipped_layers:
 
@@ -56,16 +61,29 @@ def replaced_keys_and_values(
             return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
         hooks.append(layers[layer].register_forward_hook(skip))
-    stop = layers[bridge.first].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    starts = [bridge.first, *bridge.skipped_layers[:1]]
+    looks = [
+        layers[start].register_forward_pre_hook(lambda _, args, start=start: inputs.update({start: args[0][0]}))
+        for start in starts
+    ]
     with torch.no_grad():
         model(torch.tensor([prompt]), use_cache=False)
-    stop.remove()
-    both = inputs[0][0, begin:-1] @ bridge.tensors["weight"] + bridge.tensors["bias"]
-    both = both.view(-1, LAYERS - bridge.first, 2, engine.shape.kv_heads, engine.shape.head_dim)
+    for look in looks:
+        look.remove()
+    mapped: dict[int, Tensor] = {}  # by layer, keys and values of prompt tokens from the second on
+    within = bridge.skipped_layers if bridge.keeps_skipped else range(0)
+    for (weight, bias), own_layers, states in (
+        (ROLES, range(bridge.first, LAYERS), inputs[bridge.first][begin:-1]),
+        (WITHIN, within, inputs[starts[-1]][begin:]),
+    ):
+        if own_layers:
+            both = states @ bridge.tensors[weight] + bridge.tensors[bias]
+            shaped = both.view(-1, len(own_layers), 2, engine.shape.kv_heads, engine.shape.head_dim)
+            mapped |= dict(zip(own_layers, shaped.unbind(1), strict=True))
     heads_first = model.config.model_type == "gemma3_text"
-    for layer in range(bridge.first, LAYERS):
+    for layer, both in mapped.items():
         attention = layers[layer].self_attn
-        keys, values = both[:, layer - bridge.first].unbind(1)
+        keys, values = both.unbind(1)
         if not isinstance(engine._decoder, OPTDecoder):  # ours lie as rotary embeddings like them: pairs side by side
             keys = torch.cat([keys[..., 0::2], keys[..., 1::2]], -1)
         for module, own in ((getattr(attention, "k_norm", attention.k_proj), keys), (attention.v_proj, values)):
@@ -85,15 +103,19 @@ def replaced_keys_and_values(
             hook.remove()
 
 
-@pytest.mark.parametrize("skips", [None, Block.of_layers(1, 3)], ids=["all below", "all below but two"])
+@pytest.mark.parametrize(
+    ("skips", "skipped"),
+    [(None, 4), (Block.of_layers(1, 3), 4), (Block.of_layers(1, 3), 0), (Block.of_layers(1, 3), 2)],
+    ids=["all below", "all below but two", "that decoding runs", "of which decoding runs one"],
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_family_with_it_is_the_forward_with_other_keys_and_values(
-    make_checkpoint: Callable[..., Path], variant: str, skips: Block | None
+    make_checkpoint: Callable[..., Path], variant: str, skips: Block | None, skipped: int
 ) -> None:
     directory = make_checkpoint(**VARIANTS[variant])
     model, engine = reference(directory), Engine.load(str(directory), device="cpu")
     order = tuple(unit for layer in (1, 2, 4) for unit in (Unit("a", layer), Unit("m", layer)))
-    schedule = bridged(engine, Schedule(LAYERS, order, (Plateau(0, 4), Plateau(5, 6))), skips=skips)
+    schedule = bridged(engine, Schedule(LAYERS, order, (Plateau(0, skipped), Plateau(5, 6))), skips=skips)
     assert schedule.prompt_bridge is not None
     prompts = random_prompts([1, 2, 15, 17, 40])
     found = list(engine.generate(prompts, SAMPLING, schedule))
@@ -175,7 +197,7 @@ def test_the_fit_is_least_squares(tiny: Engine) -> None:
         x = torch.cat([torch.cat(states), torch.ones(int(stops.sum()), 1)], 1)
         y = torch.cat([torch.cat(parts).double() for parts in keys_and_values.values()], 1)
         best = torch.linalg.lstsq(x, y).solution
-    fitted = fit_prompt_bridge(tiny, prompts, FIRST, lambda *_: None, ridge=1e-9)
+    fitted = fit_prompt_bridge(tiny, prompts, STOPS, lambda *_: None, ridge=1e-9)
     found = torch.cat([fitted.tensors["weight"], fitted.tensors["bias"][None]]).double()
     assert found.shape == best.shape
     error, least = ((x @ each - y).square().mean() for each in (found, best))
@@ -187,12 +209,12 @@ def test_a_fitted_one_skips_half_of_what_prompts_leave_out(tiny: Engine) -> None
     """By a bridge fitted to prompt tokens, and the maps above to the states that this leaves."""
     prompts = random_prompts([30] * 40)
     skipping = recipes.skipdecode(LAYERS, warmup=1, max_active=LAYERS - 2, min_active=LAYERS - 3, horizon=4)
-    skippable = skippable_layers([skipping])
-    assert skippable == range(1, 3)
-    assert skippable_layers([skipping, Schedule.full_depth(LAYERS)]) == range(0)
-    fitted = fit_prompt_bridge(tiny, prompts, LAYERS - 3, lambda *_: None, skippable)
+    cut = prompt_cut(tiny.shape, LAYERS - 3, [skipping])
+    assert cut == (LAYERS - 2, range(1, 2), False)
+    assert prompt_cut(tiny.shape, LAYERS - 1, [skipping]) == (LAYERS - 1, range(1, 1), False)
+    fitted = fit_prompt_bridge(tiny, prompts, cut, lambda *_: None)
     assert (fitted.first, fitted.layers, fitted.skipped_layers) == (LAYERS - 2, LAYERS - 3, range(1, 2))
-    assert fit_prompt_bridge(tiny, prompts, LAYERS - 1, lambda *_: None, skippable).skips is None
+    assert fitted == replace(fitted, tensors={role: fitted.tensors[role] for role in ROLES})
     found = sorted(tiny.generate(prompts, SAMPLING), key=lambda generation: generation.index)
     random = random_bridge(Block.of_layers(1, 2), tiny.shape.hidden, rank=0, seed=1)
     ours, other = tiny.score(
@@ -206,7 +228,7 @@ def test_a_fitted_one_skips_half_of_what_prompts_leave_out(tiny: Engine) -> None
 def test_a_fitted_one_stays_closer_to_full_depth_than_a_random_one(tiny: Engine) -> None:
     prompts = random_prompts([30] * 40)
     found = sorted(tiny.generate(prompts, SAMPLING), key=lambda generation: generation.index)
-    schedule = Schedule(LAYERS, prompt_bridge=fit_prompt_bridge(tiny, prompts, FIRST, lambda *_: None))
+    schedule = Schedule(LAYERS, prompt_bridge=fit_prompt_bridge(tiny, prompts, STOPS, lambda *_: None))
     fitted, random = tiny.score(prompts, [g.tokens for g in found], [schedule, bridged(tiny)])
     assert sum(sum(score.kl) for score in fitted) < 0.5 * sum(sum(score.kl) for score in random)
 
@@ -255,11 +277,41 @@ def test_prompts_skip_whole_layers_below_their_stop(tiny: Engine, block: Block) 
         bridged(tiny, skips=block)
 
 
-def test_what_decode_tokens_run_prompts_run_too(tiny: Engine) -> None:
-    """They would attend to keys and values that nobody has computed."""
+def test_what_decode_tokens_run_has_keys_and_values(tiny: Engine) -> None:
+    """They would attend to some that nobody has computed."""
     later = replace(SKIPPING, plateaus=(Plateau(0, 2), Plateau(3, 4)))
+    prompts = bridged(tiny, later, skips=Block.of_layers(1, 3)).prompt_bridge
+    assert prompts is not None
     with pytest.raises(ScheduleError, match=r"prompts skip a1\.\.m2, but decode tokens run a2, m2 at step 0"):
-        bridged(tiny, later, skips=Block.of_layers(1, 3))
+        replace(later, prompt_bridge=replace(prompts, tensors={role: prompts.tensors[role] for role in ROLES}))
+    with pytest.raises(ScheduleError, match="of a block, but prompts skip none"):
+        replace(prompts, skips=None)
+
+
+def test_prompts_may_skip_more_than_decoding_does(tiny: Engine) -> None:
+    """Beginning where it begins, or above the warm-up; keys and values of the block come from a map fitted to them."""
+    prompts, full = random_prompts([30] * 40), Schedule.full_depth(LAYERS)
+    one = Schedule(LAYERS, Block.of_layers(1, 2).units, (Plateau(0, 2),))
+    cut = prompt_cut(tiny.shape, 1, [one])
+    assert cut == prompt_cut(tiny.shape, 1, [one, SKIPPING]) == (3, range(1, 3), True)
+    assert prompt_cut(tiny.shape, 1, [SKIPPING]) == (3, range(1, 3), False)
+    assert prompt_cut(tiny.shape, 3, [full]) == (4, range(3, 4), True)
+    fitted = fit_prompt_bridge(tiny, prompts, cut, lambda *_: None)
+    counted = counted_prompt_bridge(tiny.shape, cut)
+    assert {role: list(tensor.shape) for role, tensor in fitted.tensors.items()} == {
+        role: list(tensor.shape) for role, tensor in counted.tensors.items()
+    }
+    ledgers = [Ledger(tiny.shape, replace(one, prompt_bridge=bridge)) for bridge in (fitted, counted)]
+    assert ledgers[0].prompt(30) == ledgers[1].prompt(30)
+    found = sorted(tiny.generate(prompts, SAMPLING), key=lambda generation: generation.index)
+    draw = torch.Generator().manual_seed(0)
+    blurred = {**fitted.tensors, WITHIN[0]: torch.randn(fitted.tensors[WITHIN[0]].shape, generator=draw) * 0.2}
+    ours, other = tiny.score(
+        prompts,
+        [g.tokens for g in found],
+        [replace(one, prompt_bridge=bridge) for bridge in (fitted, replace(fitted, tensors=blurred))],
+    )
+    assert sum(sum(score.kl) for score in ours) < sum(sum(score.kl) for score in other)
 
 
 def test_one_of_another_model_is_refused(tiny: Engine) -> None:

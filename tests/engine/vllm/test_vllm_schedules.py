@@ -122,12 +122,13 @@ def test_prompts_run_at_full_depth_where_there_is_no_prompt_bridge(llama: Pair) 
     assert generations(vllm, prompts, SAMPLING, schedule()) == generations(own, prompts, SAMPLING, schedule())
 
 
-def test_an_adapter_may_change_prompts_too_beside_rows_at_full_depth(llama: Pair) -> None:
+def test_prompts_are_adapted_and_skip_what_decoding_runs_beside_rows_at_full_depth(llama: Pair) -> None:
     """Both kinds of rows share passes."""
     own, vllm = llama
     under, prompts = whole(own), random_prompts(LENGTHS, seed=6)
     assert under.adapter is not None
-    under = replace(under, adapter=replace(under.adapter, changes_prompts=True))
+    adapter, bridge = replace(under.adapter, changes_prompts=True), random_prompt_bridge(own.shape, 3, kept=range(1, 3))
+    under = replace(under, adapter=adapter, prompt_bridge=bridge)
     wanted = generations(own, prompts, SAMPLING, under)
     assert generations(vllm, prompts, SAMPLING, under) == wanted
     assert [each.tokens for each in wanted] != [each.tokens for each in generations(own, prompts, SAMPLING, whole(own))]
