@@ -40,7 +40,8 @@ log = logging.getLogger(__name__)
 class AdaptModel(AnswersConfig):
     """Train calibrated schedules on the model's own answers to your prompts.
 
-    Their bridges, prompt bridges among them, and a low-rank adapter of the layers above for decode tokens.
+    Their bridges, prompt bridges among them, and a low-rank adapter: of the layers above for decode tokens, or, where
+    prompts are bridged, of all layers for prompts too.
     """
 
     schedule: str = Field(
@@ -63,8 +64,8 @@ class AdaptModel(AnswersConfig):
         None,
         ge=1,
         description="give the schedules a prompt bridge, fitted to the same prompts before training: all tokens of a "
-        "prompt but its first and its last run so many layers, half of the others skipped where decoding skips too, "
-        "half at the top; default as the schedules have it",
+        "prompt but its first and its last run so many layers, half of the others skipped from where decoding skips "
+        "on, half at the top; default as the schedules have it",
     )
     gate_width: int = Field(
         DEFAULT.gate_width,
@@ -74,8 +75,9 @@ class AdaptModel(AnswersConfig):
     adapter_rank: int = Field(
         DEFAULT.adapter_rank,
         ge=0,
-        description="rank of a low-rank adapter of every layer above the first bridge, for answers alone: it costs no "
-        "FLOPs, but the memory of these layers' weights again; 0 for none",
+        description="rank of a low-rank adapter, of every layer above the first bridge for answers alone, or, where "
+        "prompts are bridged, of every layer for these too: it costs no FLOPs, but the memory of these layers' weights "
+        "again; 0 for none",
     )
     workers: int = Field(
         1,

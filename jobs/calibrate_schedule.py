@@ -44,7 +44,7 @@ class CalibrateSchedule(AnswersConfig):
         None,
         ge=1,
         description="all tokens of a prompt but its first and its last run so many layers, half of the others skipped "
-        "where decoding skips too, half at the top, where a linear map gives keys and values; default all layers",
+        "from where decoding skips on, half at the top; linear maps give keys and values; default all layers",
     )
     whole_head: bool = Field(
         False,

@@ -191,9 +191,12 @@ class Calibration:
         return self._calibrated(target, *best[1:])
 
     def _candidates(self) -> Iterator[tuple[float, Candidate]]:
-        """What decoding may do, by its target: the best, and at one depth, since a growth that begins with little
-        leaves prompts little to skip.
+        """What decoding may do, by its target: nothing, the best, and the best at one depth: a growth that begins with
+        little has prompts keep keys and values of layers that it skips later.
         """
+        nothing = Candidate.constant(min(WARMUPS), 0, *FIRST)
+        self._found[1.0] = Found(nothing, nothing, nothing)
+        yield 1.0, nothing
         for target in self._targets:
             found = self._decoding(target)
             for candidate in dict.fromkeys((found.best, found.constant)):

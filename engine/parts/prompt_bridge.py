@@ -83,6 +83,11 @@ class PromptBridge(SchedulePart):
         return range(0) if self.skips is None else range(self.skips.block.first.layer, self.skips.block.last.layer + 1)
 
     @property
+    def first_place(self) -> int:
+        """Place of the first unit that not all of its tokens run."""
+        return min((unit.place for unit in self.skipped_units), default=2 * self.first)
+
+    @property
     def skipped_units(self) -> tuple[Unit, ...]:
         """Their units."""
         return () if self.skips is None else self.skips.block.units

@@ -219,7 +219,7 @@ class Schedule:
     @property
     def changed_from(self) -> int:
         """Place below which prompts and decode tokens are as at full depth."""
-        return self.first_place if self.prompt_bridge is None else min(self.first_place, 2 * self.prompt_bridge.first)
+        return self.first_place if self.prompt_bridge is None else min(self.first_place, self.prompt_bridge.first_place)
 
     @property
     def all_bridges(self) -> tuple[Bridge, ...]:

@@ -107,7 +107,8 @@ def test_a_whole_sample_target_is_met_by_both_savings(model: Path, tmp_path: Pat
         r"([\d.]+)x of the whole sample: ([\d.]+)x in decoding, skipped (.+), prompts in (\d+) layers: KL ([\d.]+)",
         ended.stderr,
     )
-    # Growing and at one depth, where that differs.
+    # Prompts alone, and beside decoding that grows and at one depth, where that differs.
+    assert [m for m in mixes if m[:2] == ("1.4", "1")]
     tried = {
         target: {decoding: [m[2] for m in mixes if m[:2] == (target, decoding)] for decoding in ("1.02", "1.05")}
         for target in ("1.15", "1.4")

@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 from engine import Block, Engine, Plateau, PromptBridge, Sampling, Schedule, ScheduleError, Unit
 from engine.calibration.prompts import PromptCut, counted_prompt_bridge, fit_prompt_bridge, prompt_cut
 from engine.forward.ledger import Ledger
+from engine.forward.quality import Judge
+from engine.forward.teacher_forcing import Answer
 from engine.models.opt import OPTDecoder
 from engine.parts.prompt_bridge import ROLES, WITHIN
 from engine.schedules import recipes
@@ -312,6 +314,24 @@ def test_prompts_may_skip_more_than_decoding_does(tiny: Engine) -> None:
         [replace(one, prompt_bridge=bridge) for bridge in (fitted, replace(fitted, tensors=blurred))],
     )
     assert sum(sum(score.kl) for score in ours) < sum(sum(score.kl) for score in other)
+
+
+@pytest.mark.parametrize("skipped", [0, 2, 4])
+def test_a_judge_goes_on_from_where_prompts_begin_to_differ(tiny: Engine, skipped: int) -> None:
+    """Be it by what they skip or by where they stop."""
+    schedule = bridged(tiny, replace(SKIPPING, plateaus=(Plateau(0, skipped),)), skips=Block.of_layers(1, 3))
+    assert schedule.changed_from == 2
+    assert bridged(tiny).changed_from == 2 * FIRST
+    draw = torch.Generator().manual_seed(3)
+    answers = [Answer(*torch.randint(1, 96, (2, 9), generator=draw).tolist()) for _ in range(4)]
+    with torch.inference_mode():
+        passed, compiled = tiny.teacher_forced(answers, schedule), tiny.compiled(schedule)
+        found = [
+            Judge(tiny.teacher_forced(answers), LAYERS, places).judge(schedule, compiled, passed)
+            for places in ((), tuple(range(2, 2 * LAYERS)))
+        ]
+    assert found[0].mean_kl > 1e-3
+    torch.testing.assert_close(found[0].kl, found[1].kl, rtol=1e-4, atol=1e-6)
 
 
 def test_one_of_another_model_is_refused(tiny: Engine) -> None:
