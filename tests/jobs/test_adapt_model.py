@@ -82,7 +82,7 @@ def test_a_calibrated_schedule_is_adapted_and_a_rerun_goes_on(
     assert above.provenance["decode_flop_speedup"] == pytest.approx(before.provenance["decode_flop_speedup"], rel=0.01)
     assert "an adapter of rank 2" in (tmp_path / "above" / adapt_model.CARD_FILE).read_text()
     assert above.prompt_bridge is not None
-    assert above.prompt_bridge.first == 3
+    assert above.prompt_bridge.layers == 3
     assert above.provenance["sample_flop_speedup"] > 1.1 * before.provenance["sample_flop_speedup"]
     capsys.readouterr()
     arguments = [*common, "--schedule", str(tmp_path / "above"), "--output", str(tmp_path / "again")]
