@@ -114,10 +114,12 @@ def test_sigterm_lets_units_in_flight_finish_and_ends_resumably(trial: Trial) ->
     said = ended(driver)
     assert driver.returncode == STOPPED_EXIT, said
     assert "stopped: SIGTERM: units in flight were ended, start the job again to resume" in said
+    before = trial.tokens_generated  # how many of them are lost says how late the machine committed
     result = trial.run(rows_per_unit=1, batch_size=1)
     assert 1 <= result.rows_resumed < 24
     trial.check()
-    assert trial.tokens_generated <= trial.tokens_of_one_pass + 2 * UNIT_TOKENS
+    left = trial.tokens_of_one_pass * (24 - result.rows_resumed) / 24
+    assert trial.tokens_generated - before <= left + 2 * UNIT_TOKENS
 
 
 def test_no_secret_is_in_what_a_driver_says_shows_or_writes(trial: Trial) -> None:
