@@ -38,9 +38,9 @@ def working_bytes(shape: ModelShape, schedules: Sequence[Schedule], held_out: Se
     learn, a pass of them with what gradients need: all that a layer's matrices take and give, and what is made of it.
     """
     judged = sum(held_out) * shape.layers * shape.cache_elements(1)
-    depths = [shape.layers if each.prompt_bridge is None else each.prompt_bridge.layers for each in schedules]
-    learning = [depth for depth, each in zip(depths, schedules, strict=True) if not each.prompt_plan.is_full_depth]
-    learnt = PROMPT_TOKENS * max(learning, default=0) * 2 * shape.layer_parameters // shape.hidden
+    plans = [each.prompt_plan for each in schedules if not each.prompt_plan.is_full_depth]
+    depth = max((plan.bridge.layers if plan.bridge else shape.layers for plan in plans), default=0)
+    learnt = PROMPT_TOKENS * depth * 2 * shape.layer_parameters // shape.hidden
     return max(judged, learnt) * FLOAT
 
 

@@ -5,7 +5,7 @@ Where prompts skip a block, its bridge is fitted first, and these on the states 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from engine.parts.unit import Block, Unit
 from engine.schedules.schedule import Schedule
 from engine.shape import ModelShape
 
+STATES = -1  # key of a Y that is a state
 RIDGE = 1e-3  # relative to the mean variance of an entry of the state
 
 
@@ -86,13 +87,12 @@ def fit_prompt_bridge(
     """
     with torch.inference_mode():
         skips, within = _fit_skip(engine, prompts, cut, progress, ridge) if cut.skipped else (None, {})
-        layers = range(cut.first, engine.shape.layers)
-        sums = _Sums(engine, layers)
+        sums = _PromptSums(engine, range(cut.first, engine.shape.layers))
         for pack in _packs(prompts, "collecting keys and values", progress):
             stopped = engine.stop_prompts(pack, cut.first, skips)
-            sums.sums.add_inputs(stopped.states)
+            sums.add_inputs(stopped.states)
             engine.observe_prompts(pack, partial(sums.observe, stopped.others))
-        return PromptBridge(cut.first, {**sums.fit(ROLES, ridge), **within}, skips)
+        return PromptBridge(cut.first, {**sums.maps(ROLES, ridge), **within}, skips)
 
 
 def counted_prompt_bridge(shape: ModelShape, cut: PromptCut) -> PromptBridge:
@@ -121,28 +121,28 @@ def _fit_skip(
 ) -> tuple[Bridge, dict[str, Tensor]]:
     """The affine bridge over the skipped layers for prompt tokens, and what gives their keys and values if need be."""
     start, end = cut.skipped.start, cut.skipped.stop
-    sums = RidgeSums(engine.shape.hidden, {0: engine.shape.hidden}, engine.device)
-    within = _Sums(engine, cut.skipped) if cut.keeps_skipped else None
+    sums = _PromptSums(engine, cut.skipped if cut.keeps_skipped else range(0), {STATES: engine.shape.hidden})
     for pack in _packs(prompts, "collecting states", progress):
         states: dict[int, Tensor] = {}
         stopped = engine.stop_prompts(pack, end, observe=states.__setitem__)
         before = states[2 * start][stopped.others]
         sums.add_inputs(before)
-        sums.add_outputs(0, stopped.states - before)
-        if within is not None:
-            within.sums.add_inputs(before)
-            for place in range(2 * start, 2 * end, 2):
-                within.observe(stopped.others, place, states[place])
-    bridge = Bridge.affine(Block.of_layers(start, end), *(rounded(tensor).cpu() for tensor in sums.fit([0], ridge)))
-    return bridge, {} if within is None else within.fit(WITHIN, ridge)
+        sums.add_outputs(STATES, stopped.states - before)
+        for place, x in states.items():
+            sums.observe(stopped.others, place, x)
+    weight, bias = (rounded(tensor).cpu() for tensor in sums.fit([STATES], ridge))
+    within = sums.maps(WITHIN, ridge) if cut.keeps_skipped else {}
+    return Bridge.affine(Block.of_layers(start, end), weight, bias), within
 
 
-class _Sums:
-    """X is a state of prompts, Y the keys and values of some layers at full depth."""
+class _PromptSums(RidgeSums):
+    """X is a state of prompts, Y the keys and values of some layers at full depth, by layer."""
 
-    def __init__(self, engine: Engine, layers: range) -> None:
+    def __init__(self, engine: Engine, layers: range, others: Mapping[int, int] | None = None) -> None:
+        """`others`: the widths of further Y, by key."""
         self._decoder, self._layers, shape = engine.decoder, layers, engine.shape
-        self.sums = RidgeSums(shape.hidden, dict.fromkeys(layers, shape.cache_elements(1)), engine.device)
+        widths = {**(others or {}), **dict.fromkeys(layers, shape.cache_elements(1))}
+        super().__init__(shape.hidden, widths, engine.device)
 
     def observe(self, rows: Tensor, place: int, x: Tensor) -> None:
         """Y of the same tokens as X: hidden states before a unit at full depth, of which these are some rows."""
@@ -150,10 +150,9 @@ class _Sums:
         if is_mlp or layer not in self._layers:
             return
         k, v = self._decoder.keys_and_values(layer, x[rows])
-        self.sums.add_outputs(layer, torch.cat([k.flatten(1), v.flatten(1)], 1))
+        self.add_outputs(layer, torch.cat([k.flatten(1), v.flatten(1)], 1))
 
-    def fit(self, roles: Sequence[str], ridge: float) -> dict[str, Tensor]:
-        """The map, by the roles of its matrix and bias."""
-        return {
-            role: rounded(tensor).cpu() for role, tensor in zip(roles, self.sums.fit(self._layers, ridge), strict=True)
-        }
+    def maps(self, roles: Sequence[str], ridge: float) -> dict[str, Tensor]:
+        """What gives these keys and values, by the roles of its matrix and bias."""
+        fitted = (rounded(tensor).cpu() for tensor in self.fit(self._layers, ridge))
+        return dict(zip(roles, fitted, strict=True))

@@ -3,7 +3,7 @@
 A pass's tokens are sorted: prompts without their last tokens, then those first ones that run every layer under a prompt
 bridge, then the last ones, then decode tokens, those on the earliest plateau first. Active sets only shrink, so the
 tokens that run a unit are one slice of them: a layer that prompts do not reach leaves out the first part, a skipped
-unit leaves out the tail. No second code path for prompts.
+unit leaves out the tail. (Two, where prompts skip a unit that decode tokens run.) No second code path for prompts.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class OnePass:
                 self._keep_prompts(layer, keys, values)
             first = bulk + whole
             if whole:
-                self._keep_first(layer, k[bulk:first], v[bulk:first])
+                self._keep_single(layer, self._whole, [0] * whole, k[bulk:first], v[bulk:first])
             if bulk:
                 attended += [self._attend_prompt(layer, q, index) for index in self._longer]
             if whole:
@@ -261,21 +261,22 @@ class OnePass:
         """Keys and values of the prompts' tokens from `start` to `end` in a block that they skip, from states x before
         it: of all but the last tokens, or of these.
         """
+        lasts = [len(prompt.tokens) - 1 for prompt in self._prompts]
         for layer in maps.within:
             k, values = maps.keys_and_values(layer, x)
             keys = self._decoder.place_keys(layer, k, self._rotated(start, end))
             if start < self.bulk:
                 self._keep_prompts(layer, keys, values)
             else:
-                for prompt, *pair in zip(self._prompts, keys, values, strict=True):
-                    for row, kept in zip(self._cache.row(prompt.seat, layer), pair, strict=True):
-                        row[:, len(prompt.tokens) - 1] = kept
+                self._keep_single(layer, self._prompts, lasts, keys, values)
 
-    def _keep_first(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Keys and values [whole, kv_heads, head_dim] of the first tokens that run every layer."""
-        for prompt, *pair in zip(self._whole, k, v, strict=True):
+    def _keep_single(
+        self, layer: int, prompts: Sequence[EnteringPrompt], places: Sequence[int], k: Tensor, v: Tensor
+    ) -> None:
+        """Keys and values [prompts, kv_heads, head_dim] of a token of each prompt, at its place there."""
+        for prompt, place, *pair in zip(prompts, places, k, v, strict=True):
             for row, kept in zip(self._cache.row(prompt.seat, layer), pair, strict=True):
-                row[:, 0] = kept
+                row[:, place] = kept
 
     def _write_prefix(self, prompt: EnteringPrompt) -> None:
         assert self._prefix is not None

@@ -95,7 +95,7 @@ class PromptPass:
             return ours.run(observe)
         skips, maps = plan.bridge.skips, compiled.prompt_maps[plan.bridge]
         skipped = None if skips is None else (skips.block, compiled.bridges[skips])
-        return ours.stop(plan.bridge.first, skipped, maps).finish(maps)
+        return ours.above(ours.stop(plan.bridge.first, skipped, maps).all_states, maps)
 
     def stop(
         self,
@@ -118,25 +118,13 @@ class PromptPass:
 class StoppedPrompts:
     """Prompts that have run the layers below a prompt bridge."""
 
-    _pass: _Pass
-    first: int  # layer that they have stopped before
-    _states: Tensor  # [N, hidden]
+    all_states: Tensor  # [N, hidden] of the N tokens computed, where they have stopped
+    others: Tensor  # [n]: which of them go no further
 
     @property
     def states(self) -> Tensor:
-        """[n, hidden] of the tokens that go no further, before layer `first`."""
-        return self._states[self._pass.others]
-
-    @property
-    def others(self) -> Tensor:
-        """[n]: which of the N tokens computed these are."""
-        return self._pass.others
-
-    def finish(self, maps: PromptMaps) -> Tensor:
-        """Hidden states [P, hidden] of the last tokens after all layers; `keep` is told of the layers above."""
-        if maps.first != self.first:
-            raise ValueError(f"prompts have stopped before layer {self.first}, the bridge is for layer {maps.first}")
-        return self._pass.above(self._states, maps)
+        """[n, hidden] of these."""
+        return self.all_states[self.others]
 
 
 class _Pass:
@@ -191,7 +179,7 @@ class _Pass:
             if maps is not None:
                 self._keep_skipped(x, maps, own)
             x = bridge(x).index_copy(0, self._whole, whole)
-        return StoppedPrompts(self, first, self._run(self._plan[start : 2 * first], x, observe))
+        return StoppedPrompts(self._run(self._plan[start : 2 * first], x, observe), self.others)
 
     def _keep_skipped(self, x: Tensor, maps: PromptMaps, own: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         """Keys and values in a block that is skipped, from states [N, hidden] before it, or a first token's own."""

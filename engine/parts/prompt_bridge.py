@@ -83,11 +83,6 @@ class PromptBridge(SchedulePart):
         return range(0) if self.skips is None else range(self.skips.block.first.layer, self.skips.block.last.layer + 1)
 
     @property
-    def first_place(self) -> int:
-        """Place of the first unit that not all of its tokens run."""
-        return min((unit.place for unit in self.skipped_units), default=2 * self.first)
-
-    @property
     def skipped_units(self) -> tuple[Unit, ...]:
         """Their units."""
         return () if self.skips is None else self.skips.block.units
@@ -96,6 +91,11 @@ class PromptBridge(SchedulePart):
     def keeps_skipped(self) -> bool:
         """Whether these get keys and values, so that decode tokens may run them."""
         return WITHIN[0] in self.tensors
+
+    @property
+    def first_place(self) -> int:
+        """Place of the first unit that not all of its tokens run."""
+        return min((unit.place for unit in self.skipped_units), default=2 * self.first)
 
     @property
     def stop_parameters(self) -> int:

@@ -48,6 +48,7 @@ class Skipping:
         where = (Kernels(), model.dtype, self._device)
         self._bridges = {bridge: compile_bridge(bridge, *where) for bridge in schedule.all_bridges}
         self._adapted: dict[Unit, Any] = {}  # a unit's layer with the adapter's changes
+        self._adapted_for_prompts: dict[Unit, Any] = {}
         plateaus = range(len(schedule.plateaus))
         skipped = [schedule.skipped_units(plateau) for plateau in plateaus]
         # How many plateaus, the first ones, run each unit; and which bridges stand before it, on which plateau.
@@ -69,6 +70,7 @@ class Skipping:
         loaded: set[str] = super().load_weights(weights)  # type: ignore[misc]
         if self.schedule.adapter is not None:
             self._adapted, copies = adapted_layers(self.schedule.adapter, self.decoder_layers)
+            self._adapted_for_prompts = self._adapted if self.schedule.adapter.changes_prompts else {}
             self.adapted_modules = copies  # registered, so that vLLM prepares them as it does its own
         return loaded
 
@@ -121,7 +123,8 @@ class Skipping:
             above = self._is_above(unit)
             if self._skips is not None and unit == self._skips.block.first:
                 prompts, begins = slice(0, current.token(current.rows[ENDS])), current.begins()
-                for layer in self._maps.within if self._maps is not None else ():
+                assert self._maps is not None
+                for layer in self._maps.within:
                     self._write(layer, x[prompts], positions[prompts], prompts)
                 # After what was written, which was not for them.
                 whole = self._run_first(self._skips.block.units, current, positions[begins], x[begins])
@@ -153,20 +156,23 @@ class Skipping:
         # Prompts: above a prompt bridge those that end, in a block that they skip none.
         first = current.rows[ENDS] if unit in self._skipped_by_prompts else current.rows[BEGINS] if above else 0
         end = current.rows[PLATEAU - 1 + self._running[unit]]
-        layer, own = self.decoder_layers[unit.layer], self._adapted.get(unit)
+        layer = self.decoder_layers[unit.layer]
         ends, whole = current.rows[ENDS], current.rows[WHOLE]
-        if own is None or (self._layer_of_prompts(unit) is own and ends == whole):
-            places = [(first, end, own or layer)]
-        elif self._layer_of_prompts(unit) is own:  # rows at full depth stand between prompts and decode tokens
-            places = [(first, ends, own), (ends, whole, layer), (whole, end, own)]
-        else:
-            places = [(first, whole, layer), (whole, end, own)]
-        return [(Rows(start, stop, above), runs) for start, stop, runs in places if stop > start]
+        # Rows at full depth stand between prompts and decode tokens.
+        parts = [(first, ends, self._layer_of_prompts(unit)), (ends, whole, layer)]
+        parts.append((whole, end, self._adapted.get(unit, layer)))
+        spans: list[tuple[Rows, Any]] = []
+        for start, stop, runs in parts:
+            if stop <= start:
+                continue
+            if spans and spans[-1][1] is runs:  # in one
+                start = spans.pop()[0].first
+            spans.append((Rows(start, stop, above), runs))
+        return spans
 
     def _layer_of_prompts(self, unit: Unit) -> Any:
         """With the adapter's changes, if it changes prompts."""
-        layer = self.decoder_layers[unit.layer]
-        return self._adapted.get(unit, layer) if self.schedule.prompt_plan.adapter else layer
+        return self._adapted_for_prompts.get(unit, self.decoder_layers[unit.layer])
 
     def _is_above(self, unit: Unit) -> bool:
         return self._maps is not None and unit.layer >= self._maps.first

@@ -86,7 +86,7 @@ class Clock:
     def __init__(self, shape: ModelShape, schedule: Schedule, graphs: bool) -> None:
         self._shape, self._schedule, self._graphs = shape, schedule, graphs
         bridge = schedule.prompt_bridge
-        skipped = set(bridge.skips.block.units) if bridge is not None and bridge.skips is not None else set()
+        skipped = set(bridge.skipped_units) if bridge is not None else set()
         self._units = all_units(shape.layers)
         self._active = [frozenset(schedule.active_units(plateau)) for plateau in range(len(schedule.plateaus))]
         self._spared = {unit for unit in self._units if bridge and unit.layer >= bridge.first} | skipped
