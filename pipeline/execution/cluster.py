@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from dataclasses import dataclass
 
 import ray
@@ -12,6 +13,7 @@ from pipeline.errors import JobError
 
 log = logging.getLogger(__name__)
 
+PATIENCE_S = 10
 EMBEDDED_STORE_BYTES = 1 << 30  # work units in flight are small; Ray's default would claim a third of the memory
 # A Ray of one machine shares its cores with the replicas, whose threads wait for each other: what it reports to itself
 # many times a second would cost them twice.
@@ -42,7 +44,10 @@ class ReplicaResources:
 
 
 def connect(address: str | None, log_to_driver: bool = True) -> None:
-    """Join a cluster, or start an embedded one that ends with this process; show what its processes log, or don't."""
+    """Join a cluster, or start an embedded one that ends with this process; show what its processes log, or don't.
+
+    Raises JobError if that fails.
+    """
     if ray.is_initialized():
         return
     log.info("starting a Ray of its own" if address == "local" else "joining the Ray cluster")
@@ -59,9 +64,19 @@ def connect(address: str | None, log_to_driver: bool = True) -> None:
                 **quiet,
             )
         else:
+            _knock(address)
             ray.init(address=address, **quiet)
-    except (ConnectionError, ValueError) as error:
+    except Exception as error:  # on a machine with too much to do Ray raises no narrower one
+        if address == "local":
+            raise JobError(f"Ray does not start on this machine ({error}): is it overloaded, or full?") from error
         raise JobError(f"Ray cluster {address!r} cannot be reached ({error}): is it up?") from error
+
+
+def _knock(address: str | None) -> None:
+    """Raises OSError if nobody listens at a host and port: Ray itself would try for minutes."""
+    host, _, port = (address or "").rpartition(":")
+    if port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), PATIENCE_S).close()
 
 
 def replica_resources(config: JobConfig) -> ReplicaResources:

@@ -1,0 +1,39 @@
+"""A Ray that cannot be had is told in a sentence, at once."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+CONNECT = "import sys; from pipeline.execution.cluster import connect; connect(sys.argv[1])"
+
+
+def last_words(address: str, **environment: str) -> str:
+    """Of a process that connects to it."""
+    command = [sys.executable, "-c", CONNECT, address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
+    assert done.returncode == 1
+    return done.stderr.splitlines()[-1]
+
+
+@pytest.fixture
+def closed() -> str:
+    """A host and port that nobody listens at."""
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        host, port = reserved.getsockname()
+    return f"{host}:{port}"
+
+
+def test_a_cluster_where_nobody_listens_is_named(closed: str) -> None:
+    assert last_words(closed).startswith(f"pipeline.errors.JobError: Ray cluster '{closed}' cannot be reached (")
+
+
+def test_a_ray_that_cannot_start_says_why() -> None:
+    said = last_words("local", RAY_TMPDIR="/proc/nowhere")
+    assert said.startswith("pipeline.errors.JobError: Ray does not start on this machine (")
+    assert "/proc/nowhere" in said
