@@ -53,7 +53,7 @@ class BenchmarkJob(BaseModel):
         description="who runs; the first one's full depth is what all are compared with",
     )
     schedules: list[Path] = Field(
-        [DEMO / "adapted", DEMO / "whole_sample"],
+        [DEMO / "adapted", DEMO / "whole_sample_2x"],
         description="directories of schedules, or of several, that the engine and vLLM also run under",
     )
     model: str = Field("smollm2-135m-instruct", description="as for the jobs")

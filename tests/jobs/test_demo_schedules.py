@@ -41,12 +41,12 @@ def test_each_was_made_for_the_packaged_model_and_reaches_its_target(target: flo
 
 def test_the_demo_names_them() -> None:
     config = yaml.safe_load((DEMO / "summarize.yaml").read_text())
-    assert config["schedule"] == "infra/demo/whole_sample"
-    assert (DEMO / "whole_sample" / "bridges.safetensors").is_file()
+    assert config["schedule"] == "infra/demo/whole_sample_2x"
+    assert (DEMO / "whole_sample_2x" / "bridges.safetensors").is_file()
 
 
 @pytest.mark.parametrize(
-    ("name", "saved", "agreement"), [("whole_sample", 0.45, 0.75), ("whole_sample_1.5x", 1 - 1 / 1.5, 0.8)]
+    ("name", "saved", "agreement"), [("whole_sample_2x", 0.5, 0.75), ("whole_sample_1.5x", 1 - 1 / 1.5, 0.8)]
 )
 def test_where_prompts_run_fewer_layers_much_is_saved_and_most_tokens_stay(
     packaged: Engine, texts: list[str], name: str, saved: float, agreement: float

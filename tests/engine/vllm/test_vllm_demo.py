@@ -47,7 +47,7 @@ def gap(own: Engine, prompt: list[int], wanted: Generation, found: Generation, s
 
 
 CALIBRATED = [f"calibrated/{target}" for target in ("1.25x", "1.45x", "1.65x", "2x")]
-SCHEDULES = ["full depth", *CALIBRATED, "adapted", "whole_sample", "whole_sample_1.5x"]
+SCHEDULES = ["full depth", *CALIBRATED, "adapted", "whole_sample_2x", "whole_sample_1.5x"]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

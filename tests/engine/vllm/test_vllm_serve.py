@@ -90,7 +90,7 @@ def test_a_server_answers_a_client_with_our_own_engines_tokens(
 @pytest.mark.timeout(2 * PATIENCE_S)
 def test_a_file_of_requests_has_our_own_engines_tokens(packaged: Engine, texts: list[str], tmp_path: Path) -> None:
     """What `vllm run-batch` starts, which takes chats alone; under the demo's schedule, that skips on prompts too."""
-    schedule = replace(Schedule.read(DEMO / "whole_sample"), head_preview=None)  # vLLM has none
+    schedule = replace(Schedule.read(DEMO / "whole_sample_2x"), head_preview=None)  # vLLM has none
     schedule.write(tmp_path / "schedule")
     users = [f"Summarize this in one short sentence.\n\n{text}" for text in texts[:4]]
     requests = [
