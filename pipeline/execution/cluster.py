@@ -13,7 +13,7 @@ from pipeline.errors import JobError
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 10
+PATIENCE_S = 10  # with a cluster's address, until nobody is taken to listen there
 EMBEDDED_STORE_BYTES = 1 << 30  # work units in flight are small; Ray's default would claim a third of the memory
 # A Ray of one machine shares its cores with the replicas, whose threads wait for each other: what it reports to itself
 # many times a second would cost them twice.
