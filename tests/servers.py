@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import s3fs
 from botocore.exceptions import BotoCoreError
+from ray.exceptions import RayError
+from ray.job_submission import JobSubmissionClient
 
 SCRIPTS = Path(sys.executable).parent
 START_S, STOP_S = 60, 5
@@ -103,5 +107,57 @@ class S3Server:
             # A server that has just come back takes requests before it can store anything.
             self.files.pipe_file(f"{BUCKET}/.probe", b"1")
         except (OSError, BotoCoreError):
+            return False
+        return True
+
+
+class RayHead:
+    """A Ray head with two cores and token authentication."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """Returns once it takes jobs, which have this environment."""
+        port, dashboard, client, metrics, agent = free_ports(5)
+        self._scratch = tempfile.mkdtemp(prefix="ray")  # short: the paths of Ray's sockets have a limit
+        self.dashboard = f"http://127.0.0.1:{dashboard}"
+        self.metrics = f"http://127.0.0.1:{metrics}/metrics"  # what Prometheus would scrape
+        self.environment = {
+            "PATH": f"{SCRIPTS}:{os.environ['PATH']}",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            **environment,
+        }
+        command = [
+            str(SCRIPTS / "ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}",
+            f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}", "--num-cpus=2",
+            f"--metrics-export-port={metrics}", f"--dashboard-agent-listen-port={agent}",
+            f"--object-store-memory={300 << 20}", f"--temp-dir={self._scratch}", "--disable-usage-stats",
+        ]  # fmt: skip
+        self._process = subprocess.Popen(
+            command,
+            env=os.environ | self.environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            wait_until(self._takes_jobs, "the start of the Ray head", limit_s=120)
+        except TimeoutError:
+            self.stop()
+            raise
+
+    def submit(self, command: Sequence[str]) -> list[str]:
+        """The command line that submits another, with this directory."""
+        ray = [str(SCRIPTS / "ray"), "job", "submit", "--address", self.dashboard, "--working-dir", "."]
+        return [*ray, "--", *command]
+
+    def stop(self) -> None:
+        stop(self._process)
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _takes_jobs(self) -> bool:
+        headers = {"Authorization": f"Bearer {self.environment['RAY_AUTH_TOKEN']}"}
+        try:
+            JobSubmissionClient(self.dashboard, headers=headers).submit_job(entrypoint="true")
+        except (ConnectionError, RuntimeError, RayError):  # the dashboard is up before the agent that starts jobs
             return False
         return True

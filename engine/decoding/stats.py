@@ -19,6 +19,7 @@ class BatchStats:
     live_rows: int = 0  # summed over the passes
     seats: int = 0  # that there were for them, summed over the passes
     flops_padding: int = 0
+    preemptions: int = 0  # rows that lost what they had in the cache, and are computed again
     cache_course: tuple[int, ...] = ()  # bytes of the key/value cache in each pass
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0

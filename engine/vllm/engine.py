@@ -46,6 +46,28 @@ class _Running:
     names: Iterator[str] = field(default_factory=lambda: map(str, count()))  # of requests to come
     broken: bool = False
 
+    def __post_init__(self) -> None:
+        """Have every preemption told to the stream whose row it is."""
+        preempt = self.scheduler._preempt_request
+
+        def told(request: Any, *args: Any, **kwargs: Any) -> None:
+            name = request.request_id.split("-")[0]  # vLLM puts something random behind ours
+            if (decoding := self.whose.get(name)) is not None:
+                decoding.preempted(request.num_computed_tokens, request.num_prompt_tokens)
+            preempt(request, *args, **kwargs)
+
+        self.scheduler._preempt_request = told
+
+    @property
+    def scheduler(self) -> Any:
+        return self.llm.engine_core.engine_core.scheduler  # one process: see `VllmEngine`
+
+    @property
+    def cache_bytes(self) -> int:
+        """That rows take in its cache now, on one device."""
+        tensors = self.scheduler.kv_cache_config.kv_cache_tensors  # of one allocation, each with its size
+        return round(self.scheduler.kv_cache_manager.usage * max(tensor.size for tensor in tensors))
+
     def can(self, schedule: Schedule, rows: int) -> bool:
         """Run rows under a schedule; at full depth it can under any."""
         return not self.broken and rows <= self.seats and (schedule.is_full_depth or schedule == self.schedule)
@@ -228,8 +250,7 @@ class VllmDecoding:
         now = time.perf_counter()
         seconds, self._asked = now - self._asked, now
         share = stats.prefill_seconds / max(1.0, stats.prefill_seconds + stats.decode_seconds)  # FLOPs so far
-        # vLLM takes its cache once, at its start, and pads nothing.
-        return replace(stats, cache_course=(0,), prefill_seconds=share * seconds, decode_seconds=(1 - share) * seconds)
+        return replace(stats, prefill_seconds=share * seconds, decode_seconds=(1 - share) * seconds)
 
     def add(self, prompt: Sequence[int], sample_id: str, index: int) -> None:
         """Let a row in: its prompt's samples, `index` of each generation. Raises PromptError."""
@@ -262,10 +283,17 @@ class VllmDecoding:
             steps=1,
             live_rows=live,
             seats=self._running.seats,
+            cache_course=(self._running.cache_bytes,),
             prefill_seconds=sum(each.flops_prompt for each in finished),
             decode_seconds=sum(each.flops_decode for each in finished),
         )
         return finished
+
+    def preempted(self, tokens: int, prompt_tokens: int) -> None:
+        """One of its rows is, after so many of its tokens: they are computed again, unless a prefix is found."""
+        prompt = min(tokens, prompt_tokens)
+        lost = self._ledger.prompt_layers(prompt) + self._ledger.decode(prompt_tokens, tokens - prompt + 1)
+        self._stats += BatchStats(preemptions=1, flops_padding=lost)
 
     def close(self) -> None:
         """Leave what is under way."""

@@ -57,9 +57,10 @@ AUDIT_ROUGE = Metric("skipdecode_audit_rouge", "gauge", "mean ROUGE-L of audited
 FAILURES = Metric("skipdecode_unit_failures_total", "counter", "attempts at work units that failed and may be repeated")
 BATCH_FILL = Metric("skipdecode_batch_fill", "gauge", "share of the seats that had a row", (RUN, REPLICA))
 CACHE_BYTES = Metric("skipdecode_cache_bytes", "gauge", "most memory of a batch's key/value cache", (RUN, REPLICA))
+PREEMPTIONS = Metric("skipdecode_preemptions_total", "counter", "rows begun anew for want of cache", (RUN, REPLICA))
 BUSY = Metric("skipdecode_busy_seconds_total", "counter", "seconds a replica spent computing batches", (RUN, REPLICA))
 
-ALL = (*COUNTED.values(), PLANNED, COMMITTED, AUDIT_ROUGE, FAILURES, BATCH_FILL, CACHE_BYTES, BUSY)
+ALL = (*COUNTED.values(), PLANNED, COMMITTED, AUDIT_ROUGE, FAILURES, BATCH_FILL, CACHE_BYTES, PREEMPTIONS, BUSY)
 
 
 class RunMeter:
@@ -92,11 +93,14 @@ class ReplicaMeter:
 
     def __init__(self, run: str) -> None:
         tags = {RUN: run, REPLICA: str(os.getpid())}  # Ray adds the node
-        self._fill, self._cache, self._busy = (_made(metric, tags) for metric in (BATCH_FILL, CACHE_BYTES, BUSY))
+        made = (_made(metric, tags) for metric in (BATCH_FILL, CACHE_BYTES, PREEMPTIONS, BUSY))
+        self._fill, self._cache, self._preemptions, self._busy = made
 
     def batch_done(self, stats: BatchStats) -> None:
         self._fill.set(stats.occupancy)
         self._cache.set(stats.cache_bytes)
+        if stats.preemptions:
+            self._preemptions.inc(stats.preemptions)
         seconds = stats.prefill_seconds + stats.decode_seconds
         if seconds > 0:
             self._busy.inc(seconds)

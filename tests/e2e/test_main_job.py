@@ -10,7 +10,7 @@ import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.request import urlopen
 
 import pyarrow as pa
@@ -19,12 +19,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from promql import finds
-from servers import S3Server, wait_until
+from servers import RayHead, S3Server, wait_until
 
 from pipeline.monitoring.metrics import COUNTED
-
-if TYPE_CHECKING:
-    from conftest import RayHead
 
 ROOT = Path(__file__).parents[2]
 CORPUS = ROOT / "infra" / "demo" / "package_descriptions.parquet"
@@ -67,11 +64,10 @@ class Submitted:
 def submitted(ray_head: RayHead, s3: S3Server) -> Submitted:
     s3.files.put_file(str(CORPUS), "corpus/in/texts.parquet")
     # The working directory travels to the cluster: the job must not depend on where it was submitted.
-    submit = [str(Path(sys.executable).parent / "ray"), "job", "submit", "--address", ray_head.dashboard]
     flags = ["--input", "s3://corpus/in/", "--output", "s3://corpus/out", "--limit", "6", "--rows-per-unit", "3"]
     flags += ["--id-column", "id", "--max-new-tokens", "6", "--target-speedup", "1.1", "--audit-fraction", "1"]
     with Scraping(ray_head.metrics) as scraping:
-        said = run([*submit, "--working-dir", ".", "--", "python", SCRIPT, *flags], ray_head.environment)
+        said = run(ray_head.submit(["python", SCRIPT, *flags]), ray_head.environment)
         manifest = json.loads(s3.files.cat_file("corpus/out/_SUCCESS.json"))
         # Counters reach the port seconds later, the last ones after the driver's end.
         wait_until(lambda: scraping.total("ray_skipdecode_rows_total") == manifest["totals"]["rows"], "the last count")

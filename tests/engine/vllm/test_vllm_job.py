@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pyarrow.parquet as pq
 import pytest
+from servers import RayHead
 
 from engine import Schedule
 
@@ -20,12 +23,12 @@ ROOT = Path(__file__).parents[3]
 FEW, MANY = 6, 30  # rows
 
 
-def command(output: Path, schedule: Path, engine: str, rows: int) -> list[str]:
+def command(output: Path, schedule: Path, engine: str, rows: int, address: str = "local") -> list[str]:
     return [
         sys.executable, "jobs/summarize_corpus.py", "--input", "infra/demo/package_descriptions.parquet",
         "--output", str(output), "--id-column", "id", "--limit", str(rows), "--rows-per-unit", "3", "--batch-size", "2",
         "--prompt", "Summarize this in one short sentence.\n\n{text}", "--max-new-tokens", "12", "--device", "cpu",
-        "--schedule", str(schedule), "--engine", engine, "--ray-address", "local",
+        "--schedule", str(schedule), "--engine", engine, "--ray-address", address,
     ]  # fmt: skip
 
 
@@ -37,12 +40,12 @@ def rows_of(output: Path) -> list[dict[str, object]]:
     return [{k: v for k, v in row.items() if k not in own} for row in sorted(rows, key=lambda row: str(row["id"]))]
 
 
-def run(output: Path, schedule: Path, engine: str, rows: int) -> list[dict[str, object]]:
+def finish(command: list[str], environment: Mapping[str, str] | None = None) -> None:
     done = subprocess.run(
-        command(output, schedule, engine, rows), cwd=ROOT, capture_output=True, text=True, timeout=1500, check=False
-    )
+        command, cwd=ROOT, env=os.environ | (environment or {}), capture_output=True, text=True, timeout=1500,
+        check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return rows_of(output)
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +59,25 @@ def schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wanted(tmp_path_factory: pytest.TempPathFactory, schedule: Path) -> list[dict[str, object]]:
     """Our own engine's rows."""
-    return run(tmp_path_factory.mktemp("torch") / "out", schedule, "torch", MANY)
+    output = tmp_path_factory.mktemp("torch") / "out"
+    finish(command(output, schedule, "torch", MANY))
+    return rows_of(output)
+
+
+@pytest.fixture
+def ray_head() -> Iterator[RayHead]:
+    head = RayHead({})
+    yield head
+    head.stop()
 
 
 @pytest.mark.timeout(3600)
-def test_a_jobs_rows_are_our_own_engines(tmp_path: Path, schedule: Path, wanted: list[dict[str, object]]) -> None:
-    found = run(tmp_path / "vllm", schedule, "vllm", FEW)
+def test_a_submitted_jobs_rows_are_our_own_engines(
+    tmp_path: Path, schedule: Path, wanted: list[dict[str, object]], ray_head: RayHead
+) -> None:
+    job = command(tmp_path / "vllm", schedule, "vllm", FEW, "auto")
+    finish(ray_head.submit(job), ray_head.environment)
+    found = rows_of(tmp_path / "vllm")
     assert len(found) == FEW
     assert found == [row for row in wanted if row["id"] in {each["id"] for each in found}]
 

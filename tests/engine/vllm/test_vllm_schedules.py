@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from engine import Block, Bridge, Engine, Generation, Plateau, Sampling, Schedule
+from engine import BatchStats, Block, Bridge, Engine, Generation, Plateau, Sampling, Schedule
 from engine.errors import PromptError, ScheduleError
 from engine.parts.unit import Unit
 from tests.engine.adapters import random_adapter
@@ -22,6 +25,7 @@ pytest.importorskip("vllm.config", exc_type=ImportError)
 
 from engine.vllm.engine import VllmEngine
 
+EXAMPLES = int(os.environ.get("SKIPDECODE_VLLM_EXAMPLES", "2"))  # of schedules; vLLM starts anew for each
 LAYERS, WIDTH = 5, 64
 # The widths of heads that vLLM's attention has on CPUs start at 32.
 SIZES: dict[str, Any] = {"hidden_size": WIDTH, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -104,16 +108,44 @@ def llama(make_checkpoint: Callable[..., Path]) -> Iterator[Pair]:
     both[1].close()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_family_gives_our_own_engines_tokens(variant: str, make_checkpoint: Callable[..., Path]) -> None:
-    own, vllm = pair(make_checkpoint(**VARIANTS[variant]))
+@pytest.fixture(scope="module", params=VARIANTS)
+def family(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Path]) -> Iterator[Pair]:
+    both = pair(make_checkpoint(**VARIANTS[request.param]))
+    yield both
+    both[1].close()
+
+
+def test_a_family_gives_our_own_engines_tokens(family: Pair) -> None:
+    own, vllm = family
     prompts, under = random_prompts(LENGTHS), whole(own)
-    try:
-        assert generations(vllm, prompts, SAMPLING, under) == generations(own, prompts, SAMPLING, under)
-        # Beside the schedule, in the same engine.
-        assert generations(vllm, prompts, SAMPLING) == generations(own, prompts, SAMPLING)
-    finally:
-        vllm.close()
+    assert generations(vllm, prompts, SAMPLING, under) == generations(own, prompts, SAMPLING, under)
+    # Beside the schedule, in the same engine.
+    assert generations(vllm, prompts, SAMPLING) == generations(own, prompts, SAMPLING)
+
+
+def test_any_schedule_and_batch_with_rows_that_enter_at_any_step(
+    family: Pair, schedules: Callable[..., st.SearchStrategy[Schedule]]
+) -> None:
+    own, vllm = family
+
+    @settings(max_examples=EXAMPLES)
+    @given(data=st.data())
+    def run(data: st.DataObject) -> None:
+        under = data.draw(schedules(LAYERS, WIDTH, own.shape, own.decoder))
+        seats = data.draw(st.integers(1, 64))
+        prompts = random_prompts(data.draw(st.lists(st.integers(1, 64), min_size=1, max_size=80)))
+        entering = data.draw(st.lists(st.integers(1, 40), min_size=1))  # rows between passes, the last again and again
+        rows, left, found = vllm.decoding(SAMPLING, under, seats), list(enumerate(prompts)), list[Generation]()
+        while left or rows.unfinished:
+            count = entering.pop(0) if len(entering) > 1 else entering[0]
+            for index, prompt in left[:count]:
+                rows.add(prompt, str(index), index)
+            left = left[count:]
+            found += rows.step()
+        wanted = sorted(own.generate(prompts, SAMPLING, under, 16), key=lambda each: each.index)
+        assert sorted(found, key=lambda each: each.index) == wanted
+
+    run()
 
 
 def test_prompts_run_at_full_depth_where_there_is_no_prompt_bridge(llama: Pair) -> None:
@@ -177,26 +209,26 @@ def test_stop_strings_end_a_text_as_in_our_own_engine(llama: Pair) -> None:
     assert generations(vllm, prompts, sampling, schedule()) == generations(own, prompts, sampling, schedule())
 
 
-def test_a_preempted_row_goes_on_as_if_nothing_had_been(
-    make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from engine.vllm.scheduler import ScheduleKeeper
-
-    preempted: list[str] = []
-    preempt = ScheduleKeeper._preempt_request
-
-    def noted(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-        preempted.append(request.request_id)
-        preempt(scheduler, request, *args, **kwargs)
-
-    monkeypatch.setattr(ScheduleKeeper, "_preempt_request", noted)
+def test_a_preempted_row_goes_on_as_if_nothing_had_been(make_checkpoint: Callable[..., Path]) -> None:
+    """What is computed again is told beside the ledger."""
     own, vllm = pair(make_checkpoint(**VARIANTS["llama"]), num_gpu_blocks_override=8)
     sampling, prompts = Sampling(max_new_tokens=60, min_new_tokens=60), random_prompts((40, 50, 33, 20, 45, 61))
+    stats = BatchStats()
+
+    def add(more: BatchStats) -> None:
+        nonlocal stats
+        stats += more
+
     try:
-        assert generations(vllm, prompts, sampling, schedule()) == generations(own, prompts, sampling, schedule())
+        found = sorted(vllm.generate(prompts, sampling, schedule(), 4, on_batch=add), key=lambda each: each.index)
+        assert found == generations(own, prompts, sampling, schedule())
+        block = 32 * own.shape.layers * 4 * own.shape.cache_elements(1)  # tokens, layers, bytes
+        assert 4 * block < stats.cache_bytes <= 8 * block
     finally:
         vllm.close()
-    assert preempted
+    assert stats.preemptions > 0
+    # At least a prompt's worth each time.
+    assert stats.flops_padding >= stats.preemptions * found[3].flops_prompt / 2
 
 
 def test_what_cannot_be_done_is_said_before_anything_runs(llama: Pair) -> None:

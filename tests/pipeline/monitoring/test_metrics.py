@@ -67,6 +67,7 @@ def test_batch_fill_is_the_share_of_seats_that_had_a_row(recorded: dict[str, flo
             live_rows=8,
             seats=32,
             flops_padding=0,
+            preemptions=3,
             cache_course=(5, 9, 7),
             prefill_seconds=0.5,
             decode_seconds=1.5,
@@ -74,4 +75,5 @@ def test_batch_fill_is_the_share_of_seats_that_had_a_row(recorded: dict[str, flo
     )
     assert recorded["skipdecode_batch_fill"] == 0.25
     assert recorded["skipdecode_cache_bytes"] == 9
+    assert recorded["skipdecode_preemptions_total"] == 3
     assert recorded["skipdecode_busy_seconds_total"] == 2

@@ -1,0 +1,69 @@
+"""What goes wrong inside vLLM costs the rows that it has to, and no other: each time it starts anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import Sampling
+from pipeline.rows.row_generator import RowGenerator
+from pipeline.rows.shared_engine import SharedEngine
+from tests.engine.prompts import random_prompts
+
+pytest.importorskip("vllm.config", exc_type=ImportError)
+
+from engine.vllm.engine import VllmEngine
+from tests.engine.vllm.test_vllm_schedules import VARIANTS, Pair, pair, schedule
+
+SAMPLING = Sampling(max_new_tokens=10)
+PROMPTS = random_prompts((12, 40, 7, 25, 18), seed=8)
+BAD = 3  # of them
+ROOM = 2  # rows
+
+
+@pytest.fixture(scope="module")
+def both(make_checkpoint: Callable[..., Path]) -> Iterator[Pair]:
+    found = pair(make_checkpoint(**VARIANTS["llama"]))
+    yield found
+    found[1].close()
+
+
+@pytest.mark.parametrize("fault", ["memory", "row"])
+def test_a_pass_that_fails(fault: str, both: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, vllm = both
+    start, failures = VllmEngine._start, []
+
+    def started(engine: VllmEngine, *args: Any) -> Any:
+        llm = start(engine, *args)
+        step = llm.step
+
+        def failing() -> Any:
+            running = llm.engine_core.engine_core.scheduler.running
+            if fault == "memory" and len(running) > ROOM:
+                failures.append(len(running))
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+            if fault == "row" and any(list(each.prompt_token_ids) == PROMPTS[BAD] for each in running):
+                failures.append(len(running))
+                raise ValueError("this row cannot be")
+            return step()
+
+        llm.step = failing
+        return llm
+
+    monkeypatch.setattr(VllmEngine, "_start", started)
+    vllm.close()
+    rows = RowGenerator(SharedEngine(lambda: vllm), SAMPLING, schedule(), batch_size=4)
+    found = rows.generate(PROMPTS, [str(index) for index in range(len(PROMPTS))])
+    wanted = sorted(own.generate(PROMPTS, SAMPLING, schedule()), key=lambda each: each.index)
+    assert failures
+    for index, (given, expected) in enumerate(zip(found, wanted, strict=True)):
+        if fault == "row" and index == BAD:
+            assert given == "ValueError: this row cannot be"
+        else:
+            assert not isinstance(given, str), given
+            assert (given.tokens, given.flops_decode) == (expected.tokens, expected.flops_decode)
+    assert rows.batch_size == (ROOM if fault == "memory" else 4)
