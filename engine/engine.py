@@ -97,7 +97,8 @@ class Engine:
             model: a Hugging Face checkpoint directory, a hub id, a GGUF file, or "smollm2-135m-instruct" (packaged).
             device: "auto" takes a GPU if there is one, else the CPU.
             dtype: "float32", "bfloat16" or "float16"; "auto" is float32 on a CPU, bfloat16 on a GPU, float16
-                on one too old to compute in bfloat16 (before Ampere).
+                on one too old to compute in bfloat16 (before Ampere). On a CPU that multiplies bfloat16 numbers only
+                matrices are of these.
             threads: CPU threads of this process; default torch's own choice.
             kernels: default the fastest for device and dtype.
 
@@ -110,6 +111,7 @@ class Engine:
         directory = checkpoint.prepare(model)
         config: Any = checkpoint.read_config(str(directory))
         chosen = kernels or kernels_for(where, precision)
+        precision = chosen.states or precision
         family = family_of(config)
         with torch.no_grad():  # no inference tensors: bridges are trained through these weights
             weights = Weights(directory, precision)

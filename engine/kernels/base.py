@@ -23,6 +23,8 @@ _LEAST = 1e-30  # stands for a largest number of zero, to divide by
 class Kernels:
     """Portable kernels in plain torch."""
 
+    states: torch.dtype | None = None  # of all that is not a weight, where that is another precision
+
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """x -> x W' + b for a weight of [out, in]."""
         return lambda x: F.linear(x, weight, bias)
@@ -203,6 +205,24 @@ class OneDnnKernels(Kernels):
         return torch.from_numpy(np.argpartition(x.numpy(), -count, axis=-1)[:, -count:])
 
 
+class HalfOneDnnKernels(OneDnnKernels):
+    """CPU that multiplies bfloat16 numbers: matrices are of these, states, attention and what is kept in float32.
+
+    On an AMD EPYC with AVX-512 such products run at 1.7 to 1.9 times the rate of float32 ones.
+    """
+
+    states = torch.float32
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        packed = _packed(weight.to(torch.bfloat16))
+
+        def product(x: Tensor) -> Tensor:
+            out = _times(x.to(torch.bfloat16), packed, None).float()
+            return out if bias is None else out.add_(bias)
+
+        return product
+
+
 class FrozenOneDnnKernels(Kernels):
     """CPU, float32: for training through weights that stay as they are. Gradients flow to what is multiplied by them.
 
@@ -286,15 +306,19 @@ def _sparse(ends: Tensor, columns: Tensor, values: Tensor, size: tuple[int, int]
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """The fastest kernels for a device and dtype."""
-    return OneDnnKernels() if _packs(device, dtype) else Kernels()
+    """The fastest kernels for a device and weights of a dtype."""
+    if not _packs(device):
+        return Kernels()
+    if dtype == torch.float32:
+        return OneDnnKernels()
+    return HalfOneDnnKernels() if dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported() else Kernels()
 
 
 def training_kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
     """The fastest that let gradients pass through a model whose weights are not trained."""
-    return FrozenOneDnnKernels() if _packs(device, dtype) else Kernels()
+    return FrozenOneDnnKernels() if _packs(device) and dtype == torch.float32 else Kernels()
 
 
-def _packs(device: torch.device, dtype: torch.dtype) -> bool:
-    packs = device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
-    return packs and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+def _packs(device: torch.device) -> bool:
+    on_cpu = device.type == "cpu" and torch.backends.mkldnn.is_available()
+    return on_cpu and hasattr(torch.ops.mkldnn, "_linear_pointwise")

@@ -76,7 +76,7 @@ def check_the_walk_through(clone: Path, said: str) -> None:
     assert "verified: " in said
     walk = clone / "out/walk"
     adapted = Schedule.read(walk / "adapted")
-    assert adapted.bridges
+    assert adapted.prompt_bridge is not None
     assert "adapted_on" in adapted.provenance
     manifest = json.loads((walk / "summaries/_SUCCESS.json").read_text())
     assert manifest["totals"]["audited"] > 0

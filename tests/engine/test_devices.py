@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 
-from engine.engine import default_dtype
+from engine.engine import Engine, default_dtype
 
 
 @pytest.mark.parametrize(
@@ -17,3 +20,22 @@ def test_the_default_dtype_is_one_the_device_computes_in(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert default_dtype(torch.device("cuda")) == dtype
     assert default_dtype(torch.device("cpu")) == "float32"
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_where_a_cpu_multiplies_bfloat16_numbers_matrices_alone_are_of_these(
+    half: bool, make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if half and not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip("this CPU does not multiply bfloat16 numbers")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: half)
+    directory = str(make_checkpoint(family="qwen2"))  # which has biases
+    exact, engine = (Engine.load(directory, "cpu", dtype).decoder for dtype in ("float32", "bfloat16"))
+    tokens, positions = torch.arange(1, 60), torch.arange(59)
+    wanted = exact.mlp(1, exact.embed(tokens, positions))
+    found = engine.mlp(1, engine.embed(tokens, positions))
+    assert found.dtype == (torch.float32 if half else torch.bfloat16)
+    assert 1e-5 < (found.float() - wanted).norm() / wanted.norm() < 1e-2
+    keys, _ = engine.keys_and_values(1, found)
+    assert keys.dtype == found.dtype
+    assert (keys.float() - exact.keys_and_values(1, wanted)[0]).norm() < 2e-2 * keys.norm()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from torch import Tensor
 
@@ -21,6 +22,14 @@ PROMPTS = int(os.environ.get("SKIPDECODE_VLLM_PROMPTS", "24"))
 SAMPLING = Sampling(max_new_tokens=32)
 TIE = 1e-4  # of two logits: vLLM's float32 results change with the batch in their last bits
 MODEL = "smollm2-135m-instruct"
+
+
+@pytest.fixture(scope="module")
+def prompts(packaged: Engine) -> list[list[int]]:
+    files = (DEMO / f"{name}.parquet" for name in ("package_descriptions", "more_package_descriptions"))
+    texts = [text for file in files for text in pq.read_table(file, columns=["text"])["text"].to_pylist()]
+    question = "Summarise this text in one sentence.\n\n"
+    return [packaged.tokenizer.encode_chat(question + text) for text in texts[:PROMPTS]]
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +61,8 @@ SCHEDULES = ["full depth", *CALIBRATED, "adapted", "whole_sample_2x", "whole_sam
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.timeout(3600)
-def test_the_demos_schedules(name: str, packaged: Engine, chats: list[list[int]], vllm: VllmEngine) -> None:
+def test_the_demos_schedules(name: str, packaged: Engine, prompts: list[list[int]], vllm: VllmEngine) -> None:
     schedule = None if name == "full depth" else replace(Schedule.read(DEMO / name), head_preview=None)
-    prompts = chats[:PROMPTS]
     wanted = sorted(packaged.generate(prompts, SAMPLING, schedule, 16), key=lambda each: each.index)
     found = sorted(vllm.generate(prompts, SAMPLING, schedule, 16), key=lambda each: each.index)
     others = [index for index in range(len(prompts)) if found[index] != wanted[index]]
