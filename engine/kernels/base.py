@@ -215,12 +215,7 @@ class HalfOneDnnKernels(OneDnnKernels):
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         packed = _packed(weight.to(torch.bfloat16))
-
-        def product(x: Tensor) -> Tensor:
-            out = _times(x.to(torch.bfloat16), packed, None).float()
-            return out if bias is None else out.add_(bias)
-
-        return product
+        return lambda x: _rounded_times(x, packed, bias)
 
 
 class FrozenOneDnnKernels(Kernels):
@@ -250,12 +245,11 @@ class _Frozen:
 
     def forward(self, x: Tensor) -> Tensor:
         """The product where gradients pass."""
-        out = _times(x.to(self._learning), self._forward, None).float()
-        return out if self._bias is None else out.add_(self._bias)
+        return _rounded_times(x, self._forward, self._bias)
 
     def backward(self, gradient: Tensor) -> Tensor:
         """The gradient of x from that of the product."""
-        return _times(gradient.to(self._learning).contiguous(), self._backward, None).float()
+        return _rounded_times(gradient.contiguous(), self._backward, None)
 
     @cached_property
     def _forward(self) -> Tensor:
@@ -286,6 +280,12 @@ def _packed(weight: Tensor) -> Tensor:
 def _times(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return out
+
+
+def _rounded_times(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """As `_times`, x rounded to the weight's precision; in float32."""
+    out = _times(x.to(packed.dtype), packed, None).float()
+    return out if bias is None else out.add_(bias)
 
 
 @cache

@@ -17,7 +17,7 @@ from tests.engine.prompts import random_prompts
 pytest.importorskip("vllm.config", exc_type=ImportError)
 
 from engine.vllm.engine import VllmEngine
-from tests.engine.vllm.test_vllm_schedules import VARIANTS, Pair, pair, schedule
+from tests.engine.vllm.test_vllm_schedules import VARIANTS, Pair, generations, pair, schedule
 
 SAMPLING = Sampling(max_new_tokens=10)
 PROMPTS = random_prompts((12, 40, 7, 25, 18), seed=8)
@@ -58,7 +58,7 @@ def test_a_pass_that_fails(fault: str, both: Pair, monkeypatch: pytest.MonkeyPat
     vllm.close()
     rows = RowGenerator(SharedEngine(lambda: vllm), SAMPLING, schedule(), batch_size=4)
     found = rows.generate(PROMPTS, [str(index) for index in range(len(PROMPTS))])
-    wanted = sorted(own.generate(PROMPTS, SAMPLING, schedule()), key=lambda each: each.index)
+    wanted = generations(own, PROMPTS, SAMPLING, schedule())
     assert failures
     for index, (given, expected) in enumerate(zip(found, wanted, strict=True)):
         if fault == "row" and index == BAD:

@@ -142,8 +142,7 @@ def test_any_schedule_and_batch_with_rows_that_enter_at_any_step(
                 rows.add(prompt, str(index), index)
             left = left[count:]
             found += rows.step()
-        wanted = sorted(own.generate(prompts, SAMPLING, under, 16), key=lambda each: each.index)
-        assert sorted(found, key=lambda each: each.index) == wanted
+        assert sorted(found, key=lambda each: each.index) == generations(own, prompts, SAMPLING, under)
 
     run()
 
