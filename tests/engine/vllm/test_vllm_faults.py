@@ -17,7 +17,7 @@ from tests.engine.prompts import random_prompts
 pytest.importorskip("vllm.config", exc_type=ImportError)
 
 from engine.vllm.engine import VllmEngine
-from tests.engine.vllm.test_vllm_schedules import VARIANTS, Pair, generations, pair, schedule
+from tests.engine.vllm.both_engines import VARIANTS, Pair, generations, pair, schedule
 
 SAMPLING = Sampling(max_new_tokens=10)
 PROMPTS = random_prompts((12, 40, 7, 25, 18), seed=8)

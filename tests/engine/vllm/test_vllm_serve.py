@@ -23,7 +23,7 @@ from tests.engine.prompts import random_prompts
 
 pytest.importorskip("vllm.config", exc_type=ImportError)
 
-from tests.engine.vllm.test_vllm_schedules import LENGTHS, VARIANTS, whole
+from tests.engine.vllm.both_engines import LENGTHS, VARIANTS, whole
 
 PATIENCE_S = 900  # a busy machine takes minutes to import vLLM twice
 SETTINGS = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -1,0 +1,28 @@
+"""Progress of stages on one machine."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+
+from pipeline.monitoring.stage_progress import StageProgress
+
+
+def test_a_stage_that_comes_again_has_a_rate_of_its_own(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    progress = StageProgress(logging.getLogger("stages"))
+    with caplog.at_level(logging.INFO, logger="stages"):
+        for now, done, total in ((0.0, 0, 100), (50.0, 50, 100), (100.0, 100, 100), (100.0, 0, 60), (110.0, 20, 60)):  # noqa: B007
+            progress("collecting states", done, total)
+    assert [record.message for record in caplog.records] == [
+        "collecting states: 100",
+        "collecting states: 50 of 100, 1.0/s, 50 s left",
+        "collecting states: 100 of 100, 1.0/s, 0 s left",
+        "collecting states: 60",
+        "collecting states: 20 of 60, 2.0/s, 20 s left",
+    ]
