@@ -38,6 +38,7 @@ from pipeline.evaluation.rivals import RIVALS, RivalCalibration
 from pipeline.evaluation.shorter_prompts import with_shorter_prompts
 from pipeline.evaluation.solved import SolvedRivals
 from pipeline.evaluation.study import Prompt, Study
+from pipeline.evaluation.whole_sample_rivals import whole_sample_rivals
 from pipeline.inputs.corpus_parts import Part
 from pipeline.inputs.sample_prompts import CorpusConfig, sample_prompts
 from pipeline.preparing.fit import longest_prompt, read_schedules
@@ -73,6 +74,13 @@ class EvaluateSchedule(CorpusConfig):
     rows: int = Field(500, ge=2, description="prompts to judge on; raising it later adds to those there")
     calibration_rows: int = Field(32, ge=2, description="prompts of the calibrate part that rivals are solved on")
     bridged_rivals: bool = Field(False, description="also judge rivals whose skipped blocks are given bridges")
+    target_sample_speedup: float | None = Field(
+        None,
+        gt=1,
+        description="also judge rivals that reach this FLOP speed-up of the whole sample: those with bridges, at each "
+        "of target_speedups in decoding and as many layers on prompts as reach it, decoding through all layers with "
+        "fewer on prompts, and a pruned model, which has lost the same layers for all tokens",
+    )
     bridge_rows: int = Field(256, ge=20, description="prompts of the calibrate part that these bridges are fitted on")
     prompt_layers: list[int] = Field(
         [],
@@ -89,9 +97,13 @@ class EvaluateSchedule(CorpusConfig):
             raise ValueError(f"rival {unknown[0]!r} is not known: known are {', '.join(RIVALS)}, all")
         if any(target <= 1 for target in self.target_speedups):
             raise ValueError(f"target_speedups must be above 1, got {self.target_speedups}")
-        if not (self.schedules or self.rivals or self.bridged_rivals or self.prompt_layers):
+        if not (self.schedules or self.rivals or self.needs_bridges):
             raise ValueError("name something to judge: schedules, rivals, or both")
         return self
+
+    @property
+    def needs_bridges(self) -> bool:
+        return self.bridged_rivals or self.target_sample_speedup is not None or bool(self.prompt_layers)
 
 
 def main() -> int:
@@ -110,8 +122,7 @@ def evaluate(config: EvaluateSchedule) -> None:
     warn_of_seen_rows(config, named)
     tokenizer = Tokenizer.load(config.model)
     prompts = read_prompts(config, config.part, config.rows, tokenizer, shape)
-    bridging = config.bridged_rivals or bool(config.prompt_layers)
-    needed = max(config.bridge_rows * bridging, config.calibration_rows * bool(config.rivals))
+    needed = max(config.bridge_rows * config.needs_bridges, config.calibration_rows * bool(config.rivals))
     held_back = read_prompts(config, "calibrate", needed, tokenizer, shape) if needed else []
     sampling, identity = config.sampling(), model_identity(config.model)
     engine = Engine.load(config.model, config.device, config.dtype, config.threads)
@@ -121,10 +132,13 @@ def evaluate(config: EvaluateSchedule) -> None:
         contenders += with_shorter_prompts(
             contenders, config.prompt_layers, engine, [prompt.tokens for prompt in held_back[: config.bridge_rows]]
         )
-    if config.bridged_rivals:
+    if config.bridged_rivals or config.target_sample_speedup is not None:
         log.info("fitting the rivals' bridges on %d calibration prompts", len(held_back))
         calibration = RivalCalibration.measure(engine, sampling, [prompt.tokens for prompt in held_back])
-        contenders += bridged_rivals(config.target_speedups, calibration)
+        if config.bridged_rivals:
+            contenders += bridged_rivals(config.target_speedups, calibration)
+        if config.target_sample_speedup is not None:
+            contenders += whole_sample_rivals(config.target_sample_speedup, config.target_speedups, calibration)
     if config.rivals:
         tokens = [prompt.tokens for prompt in held_back[: config.calibration_rows]]
         wanted = list(RIVALS) if "all" in config.rivals else config.rivals

@@ -29,9 +29,9 @@ from engine.calibration.own_states import OwnStates
 from engine.calibration.prompts import (
     PromptCut,
     check_prompt_layers,
-    counted_prompt_bridge,
     fit_prompt_bridge,
     prompt_cut,
+    prompt_layers_for,
 )
 from engine.calibration.search import DEEPER, DEPTH_STEP, FIRST, MOST_APART, WARMUPS, Found, Search
 from engine.engine import Engine
@@ -170,7 +170,7 @@ class Calibration:
         for decode_target, candidate in self._candidates():
             schedule = self._schedule(candidate)
             if sample_flop_speedup(self._shape, schedule, self._lengths) < target:
-                layers = self._prompt_layers_for(schedule, target)
+                layers = prompt_layers_for(self._shape, schedule, self._lengths, target)
                 if layers is None:
                     continue
                 schedule = self._bridged(schedule, layers)
@@ -201,15 +201,6 @@ class Calibration:
             found = self._decoding(target)
             for candidate in dict.fromkeys((found.best, found.constant)):
                 yield target, candidate
-
-    def _prompt_layers_for(self, schedule: Schedule, target: float) -> int | None:
-        """The most layers on prompts that reach a whole-sample target; None if one is too many."""
-        for layers in range(self._shape.layers - 1, 0, -1):
-            cut = prompt_cut(self._shape, layers, [schedule])
-            counted = replace(schedule, prompt_bridge=counted_prompt_bridge(self._shape, cut))
-            if sample_flop_speedup(self._shape, counted, self._lengths) >= target:
-                return layers
-        return None
 
     def _judged(self, judge: Judge, answers: Sequence[Answer], schedule: Schedule) -> Quality:
         """By answers whose prompts run under the schedule too."""

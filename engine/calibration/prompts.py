@@ -6,6 +6,7 @@ Where prompts skip a block, its bridge is fitted first, and these on the states 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from engine.engine import Engine
 from engine.errors import ScheduleError
 from engine.forward.packing import packs
 from engine.forward.prompt_pass import PROMPT_TOKENS
-from engine.forward.target import DEFAULT_WARMUP
+from engine.forward.target import DEFAULT_WARMUP, sample_flop_speedup
 from engine.parts.bridge import Bridge
 from engine.parts.part import rounded
 from engine.parts.prompt_bridge import ROLES, WITHIN, PromptBridge
@@ -106,6 +107,22 @@ def counted_prompt_bridge(shape: ModelShape, cut: PromptCut) -> PromptBridge:
         if layers:
             tensors |= {weight: torch.zeros(hidden, layers * kept), bias: torch.zeros(layers * kept)}
     return PromptBridge(cut.first, tensors, skips)
+
+
+def prompt_layers_for(
+    shape: ModelShape, schedule: Schedule, lengths: Sequence[tuple[int, int]], target: float
+) -> int | None:
+    """The most layers on prompts with which a schedule without a prompt bridge reaches a whole-sample FLOP speed-up;
+    None where one is too many.
+
+    Args:
+        lengths: (prompt tokens, generated tokens) of each sample.
+    """
+    for layers in range(shape.layers - 1, 0, -1):
+        counted = counted_prompt_bridge(shape, prompt_cut(shape, layers, [schedule]))
+        if sample_flop_speedup(shape, replace(schedule, prompt_bridge=counted), lengths) >= target:
+            return layers
+    return None
 
 
 def _packs(prompts: Sequence[Sequence[int]], what: str, progress: Progress) -> Iterator[Sequence[Sequence[int]]]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from engine import Block, Bridge, HeadPreview, ModelShape, Schedule, ScheduleError, decode_flop_speedup
+from engine import Block, Bridge, Schedule, ScheduleError, decode_flop_speedup
 from engine.calibration.collect import collect_moments
 from engine.calibration.head import HeadStates, counted_preview
 from engine.forward.teacher_forcing import Answer
@@ -25,13 +25,58 @@ SKIPDECODE_WARMUP = 3  # bare, the best warm-up varies; behind a bridge 2 to 4 d
 Layers = tuple[int, int]  # [first, end)
 
 
+class RivalBridges:
+    """Fits what rivals are given: an affine bridge for every block that they skip, and a head preview for all.
+
+    Its rank is the largest that calibrating tries, and mostly ends with. All calibration answers are used to fit.
+    """
+
+    def __init__(self, calibration: RivalCalibration) -> None:
+        self._calibration = calibration
+        self._head = HeadStates(calibration.engine.decoder)
+        self._rank = max(self._head.ranks)
+
+    def counted(self, schedule: Schedule) -> Schedule:
+        """A schedule with what is only good for counting FLOPs."""
+        shape = self._calibration.shape
+        zeros = torch.zeros(shape.hidden, shape.hidden), torch.zeros(shape.hidden)
+        preview = counted_preview(self._rank, shape, self._head.width)
+        return attach(
+            replace(schedule, head_preview=preview), lambda block: Bridge.affine(Block.of_layers(*block), *zeros)
+        )
+
+    def fitted(self, schedules: Sequence[Schedule]) -> list[Schedule]:
+        """Schedules with theirs."""
+        bridges = _fit({block for schedule in schedules for block in _blocks(schedule)}, self._calibration, self._head)
+        (preview,) = self._head.fit([self._rank])
+        return [attach(replace(schedule, head_preview=preview), bridges.__getitem__) for schedule in schedules]
+
+    @property
+    def note(self) -> str:
+        """How."""
+        tokens = sum(len(answer) - 1 for answer in self._calibration.answers)
+        return f"bridges and a head preview of rank {self._rank} fitted on {tokens} tokens"
+
+
 def bridged_rivals(targets: Sequence[float], calibration: RivalCalibration) -> Iterator[Contender]:
     """Early termination, Unified Layer Skipping and SkipDecode at each target, bridged and with a head preview.
 
-    The preview's rank is the largest that calibrating tries, and mostly ends with. All calibration answers are used to
-    fit. Raises ScheduleError for a target out of reach.
+    Raises ScheduleError for a target out of reach.
     """
-    layers, horizon = calibration.shape.layers, calibration.horizon
+    bridges = RivalBridges(calibration)
+    solved = [(name, target, schedule) for target in targets for name, schedule in solve(target, calibration, bridges)]
+    fitted = bridges.fitted([schedule for _, _, schedule in solved])
+    for (name, target, _), schedule in zip(solved, fitted, strict=True):
+        yield Contender(f"{name}, bridged", target, schedule, is_rival=True, note=bridges.note)
+
+
+def solve(target: float, calibration: RivalCalibration, bridges: RivalBridges) -> Iterator[tuple[str, Schedule]]:
+    """Each rival by name, with the lowest floor that meets the target, bridges and preview counted; without them.
+
+    Raises ScheduleError for a target out of reach.
+    """
+    shape, horizon = calibration.shape, calibration.horizon
+    layers = shape.layers
     kinds: dict[str, tuple[orders.Order, Callable[[int], decays.Decay], int]] = {
         "early termination": (orders.top_first(layers), decays.constant, 0),
         "Unified Layer Skipping": (orders.evenly_spaced(layers), decays.constant, 0),
@@ -41,21 +86,14 @@ def bridged_rivals(targets: Sequence[float], calibration: RivalCalibration) -> I
             horizon,
         ),
     }
-    head = HeadStates(calibration.engine.decoder)
-    rank = max(head.ranks)
-    counted = counted_preview(rank, calibration.shape, head.width)
-    solved = [
-        (name, target, _solve(target, calibration, order, decay, last, counted))
-        for target in targets
-        for name, (order, decay, last) in kinds.items()
-    ]
-    bridges = _fit({block for _, _, schedule in solved for block in _blocks(schedule)}, calibration, head)
-    (preview,) = head.fit([rank])
-    tokens = sum(len(answer) - 1 for answer in calibration.answers)
-    note = f"bridges and a head preview of rank {rank} fitted on {tokens} tokens"
-    for name, target, schedule in solved:
-        bridged = attach(replace(schedule, head_preview=preview), bridges.__getitem__)
-        yield Contender(f"{name}, bridged", target, bridged, is_rival=True, note=note)
+    for name, (order, decay, last) in kinds.items():
+        built = (Schedule.build(layers, order, decay(floor), last) for floor in range(1, len(order) + 1))
+        for schedule in built:
+            if decode_flop_speedup(shape, bridges.counted(schedule), calibration.lengths) >= target:
+                yield name, schedule
+                break
+        else:
+            raise ScheduleError(f"a decode FLOP speed-up of {target:g}x cannot be met with bridges: ask for less")
 
 
 def attach(schedule: Schedule, bridge: Callable[[Layers], Bridge]) -> Schedule:
@@ -70,25 +108,6 @@ def attach(schedule: Schedule, bridge: Callable[[Layers], Bridge]) -> Schedule:
             named.setdefault(name, bridge(block))
         plateaus.append(plateau._replace(bridges=tuple(names)))
     return replace(schedule, plateaus=tuple(plateaus), bridges=named)
-
-
-def _solve(
-    target: float,
-    calibration: RivalCalibration,
-    order: orders.Order,
-    decay: Callable[[int], decays.Decay],
-    horizon: int,
-    preview: HeadPreview,
-) -> Schedule:
-    """The schedule with the lowest floor that meets the target, bridges and preview counted; without bridges."""
-    shape: ModelShape = calibration.shape
-    zeros = torch.zeros(shape.hidden, shape.hidden), torch.zeros(shape.hidden)
-    for floor in range(1, len(order) + 1):
-        schedule = replace(Schedule.build(shape.layers, order, decay(floor), horizon), head_preview=preview)
-        counted = attach(schedule, lambda block: Bridge.affine(Block.of_layers(*block), *zeros))
-        if decode_flop_speedup(shape, counted, calibration.lengths) >= target:
-            return schedule
-    raise ScheduleError(f"a decode FLOP speed-up of {target:g}x cannot be met with bridges: ask for less")
 
 
 def _fit(blocks: set[Layers], calibration: RivalCalibration, head: HeadStates) -> Mapping[Layers, Bridge]:

@@ -1,0 +1,47 @@
+"""Rivals for the whole sample reach it with all that they bring, and a pruned model has the same layers for all."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine import Engine, Sampling, Schedule
+from engine.forward.target import sample_flop_speedup
+from engine.parts.unit import Unit
+from pipeline.evaluation.rivals import RivalCalibration
+from pipeline.evaluation.whole_sample_rivals import whole_sample_rivals
+
+TARGET = 1.5
+
+
+@pytest.fixture(scope="module")
+def calibration(packaged: Engine, texts: list[str]) -> RivalCalibration:
+    prompts = [packaged.tokenizer.encode_chat(text) for text in sorted(texts, key=len)[:6]]
+    return RivalCalibration.measure(packaged, Sampling(max_new_tokens=16), prompts)
+
+
+def test_all_reach_the_same_speedup_of_the_whole_sample(packaged: Engine, calibration: RivalCalibration) -> None:
+    found = {rival.name: rival for rival in whole_sample_rivals(TARGET, [1.3], calibration)}
+    assert list(found) == [
+        "early termination, bridged", "Unified Layer Skipping, bridged", "SkipDecode, bridged",
+        "prompts alone", "pruned",
+    ]  # fmt: skip
+    for rival in found.values():
+        assert isinstance(rival.method, Schedule)
+        assert rival.method.prompt_bridge
+        assert rival.method.head_preview
+        # A layer more or less is a thirtieth.
+        assert TARGET <= sample_flop_speedup(packaged.shape, rival.method, calibration.lengths) < 1.05 * TARGET
+    alone, pruned = found["prompts alone"].method, found["pruned"].method
+    assert isinstance(alone, Schedule)
+    assert isinstance(pruned, Schedule)
+    assert alone.plateaus[-1].skipped == 0
+    assert pruned.prompt_bridge
+    gone = {Unit(kind, layer) for layer in pruned.prompt_bridge.skipped_layers for kind in "am"}
+    assert gone == pruned.skipped_units(0) == set(pruned.prompt_bridge.skipped_units)
+    assert pruned.prompt_bridge.layers == 29 - len(pruned.prompt_bridge.skipped_layers)
+
+
+def test_one_that_cannot_reach_it_is_left_out(calibration: RivalCalibration, caplog: pytest.LogCaptureFixture) -> None:
+    assert list(whole_sample_rivals(40.0, [], calibration)) == []
+    assert "prompts alone is left out: it cannot reach 40x of the whole sample" in caplog.text
+    assert "pruned is left out" in caplog.text
