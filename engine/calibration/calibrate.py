@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 # Share of the answers, and how many at most, to choose among candidates and to judge the choice. The rest is fitted on.
 CHOOSE, JUDGE = (0.1, 60), (0.15, 200)
 LEAST_ANSWERS = 20
+CHOOSE_PROMPTS = 150  # that prompt bridges are fitted to while one of them is chosen
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class Calibration:
         self._prompt_layers, self._sample_targets = prompt_layers, sample_targets
         self._choosing, self._judging, self._chooser = choose, judge, chooser
         self._prompts = [answer.prompt for answer in (*fit, *choose)]
-        self._prompt_bridges: dict[PromptCut, PromptBridge] = {}
+        self._prompt_bridges: dict[tuple[PromptCut, int], PromptBridge] = {}  # by how many prompts, too
         self._found: dict[float, Found] = {}  # by decode target
         bridges = Bridges(fitted, own)
         previews = head.fit(head.ranks) if head else []
@@ -155,40 +156,41 @@ class Calibration:
         with torch.inference_mode():
             return self._final_bridges.schedule(self._shape.layers, candidate)
 
-    def _bridged(self, schedule: Schedule, layers: int | None) -> Schedule:
-        """The same with prompts that run so many layers; None for all."""
+    def _bridged(self, schedule: Schedule, layers: int | None, fitted_to: int | None = None) -> Schedule:
+        """The same with prompts that run so many layers; None for all. Fitted to all prompts, or to so many."""
         if layers is None:
             return schedule
-        cut = prompt_cut(self._shape, layers, [schedule])
-        if cut not in self._prompt_bridges:
-            self._prompt_bridges[cut] = fit_prompt_bridge(self._engine, self._prompts, cut, self._progress)
-        return replace(schedule, prompt_bridge=self._prompt_bridges[cut])
+        prompts = self._prompts[:fitted_to]
+        key = prompt_cut(self._shape, layers, [schedule]), len(prompts)
+        if key not in self._prompt_bridges:
+            self._prompt_bridges[key] = fit_prompt_bridge(self._engine, prompts, key[0], self._progress)
+        return replace(schedule, prompt_bridge=self._prompt_bridges[key])
 
     def _mixed(self, target: float) -> Calibrated:
         """The best mix of both savings for a whole-sample target. Raises ScheduleError."""
-        best: tuple[float, float, Candidate, Schedule] | None = None
+        best: tuple[float, float, Candidate, int | None] | None = None
         for decode_target, candidate in self._candidates():
-            schedule = self._schedule(candidate)
+            schedule, layers = self._schedule(candidate), None
             if sample_flop_speedup(self._shape, schedule, self._lengths) < target:
                 layers = prompt_layers_for(self._shape, schedule, self._lengths, target)
                 if layers is None:
                     continue
-                schedule = self._bridged(schedule, layers)
+                schedule = self._bridged(schedule, layers, CHOOSE_PROMPTS)
             kl = self._judged(self._chooser, self._choosing, schedule).mean_kl
-            bridge = schedule.prompt_bridge
             log.info(
                 "%gx of the whole sample: %gx in decoding, skipped %s, prompts in %d layers: KL %.3f",
-                target, decode_target, dict(candidate.growth), bridge.layers if bridge else self._shape.layers, kl,
+                target, decode_target, dict(candidate.growth), layers or self._shape.layers, kl,
             )  # fmt: skip
             if best is None or kl < best[0]:
-                best = kl, decode_target, candidate, schedule
+                best = kl, decode_target, candidate, layers
         if best is None:
             decoding = ", ".join(f"{decode_target:g}x" for decode_target in self._targets)
             raise ScheduleError(
                 f"a speed-up of {target:g}x of the whole sample cannot be met with {decoding} in decoding: ask for "
                 "less, or for more in decoding"
             )
-        return self._calibrated(target, *best[1:])
+        _, decode_target, candidate, layers = best
+        return self._calibrated(target, decode_target, candidate, self._bridged(self._schedule(candidate), layers))
 
     def _candidates(self) -> Iterator[tuple[float, Candidate]]:
         """What decoding may do, by its target: nothing, the best, and the best at one depth: a growth that begins with

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import combinations_with_replacement
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine import Block, Engine, Ledger, Plateau, Sampling, Schedule, ScheduleError, Unit, decode_flop_speedup
-from engine.calibration import own_states
+from engine.calibration import calibrate, own_states
 from engine.calibration.bridged import Bridges, Candidate
 from engine.calibration.calibrate import Calibration
 from engine.calibration.collect import answer_prompts, chunks, collect_moments
@@ -25,6 +26,7 @@ from engine.forward.operations import Compiled
 from engine.forward.quality import Judge, Quality
 from engine.forward.teacher_forcing import Answer
 from engine.kernels.base import Kernels
+from engine.parts.prompt_bridge import PromptBridge
 
 WIDTH, LAYERS = 12, 8
 CPU = torch.device("cpu")
@@ -237,6 +239,24 @@ def test_a_head_preview_is_tried_and_kept_where_it_comes_closer(tiny: Engine, an
     lengths = [(len(answer.prompt), len(answer.tokens)) for answer in answers]
     assert decode_flop_speedup(tiny.shape, found.schedule, lengths) >= 1.3
     assert found.quality.mean_kl < whole.quality.mean_kl
+
+
+def test_a_mix_is_chosen_by_bridges_of_some_prompts_and_fitted_to_all(
+    tiny: Engine, answers: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit, counts = calibrate.fit_prompt_bridge, []
+
+    def counting(engine: Engine, prompts: Sequence[Sequence[int]], *how: Any) -> PromptBridge:
+        counts.append(len(prompts))
+        return fit(engine, prompts, *how)
+
+    monkeypatch.setattr(calibrate, "fit_prompt_bridge", counting)
+    monkeypatch.setattr(calibrate, "CHOOSE_PROMPTS", 30)
+    [found] = Calibration(tiny, answers, [1.2], quiet, sample_targets=[1.4]).run()
+    *trials, last = counts
+    assert trials
+    assert set(trials) == {30}
+    assert last == len(answers) - found.schedule.provenance["held_out"]["answers"]
 
 
 def test_too_few_answers_or_too_high_a_target_are_said(tiny: Engine, answers: list[Answer]) -> None:
