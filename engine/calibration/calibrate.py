@@ -31,7 +31,7 @@ from engine.calibration.prompts import (
     check_prompt_layers,
     fit_prompt_bridge,
     prompt_cut,
-    prompt_layers_for,
+    prompt_cut_for,
 )
 from engine.calibration.search import DEEPER, DEPTH_STEP, FIRST, MOST_APART, WARMUPS, Found, Search
 from engine.engine import Engine
@@ -142,7 +142,9 @@ class Calibration:
         else:
             for target in self._targets:
                 best = self._decoding(target).best
-                schedule = self._bridged(self._schedule(best), self._prompt_layers)
+                schedule = self._schedule(best)
+                if self._prompt_layers is not None:
+                    schedule = self._bridged(schedule, prompt_cut(self._shape, self._prompt_layers, [schedule]))
                 yield self._calibrated(target, target, best, schedule)
 
     def _decoding(self, target: float) -> Found:
@@ -156,41 +158,41 @@ class Calibration:
         with torch.inference_mode():
             return self._final_bridges.schedule(self._shape.layers, candidate)
 
-    def _bridged(self, schedule: Schedule, layers: int | None, fitted_to: int | None = None) -> Schedule:
-        """The same with prompts that run so many layers; None for all. Fitted to all prompts, or to so many."""
-        if layers is None:
+    def _bridged(self, schedule: Schedule, cut: PromptCut | None, fitted_to: int | None = None) -> Schedule:
+        """The same with prompts cut so, if at all. Fitted to all prompts, or to so many."""
+        if cut is None:
             return schedule
         prompts = self._prompts[:fitted_to]
-        key = prompt_cut(self._shape, layers, [schedule]), len(prompts)
+        key = cut, len(prompts)
         if key not in self._prompt_bridges:
-            self._prompt_bridges[key] = fit_prompt_bridge(self._engine, prompts, key[0], self._progress)
+            self._prompt_bridges[key] = fit_prompt_bridge(self._engine, prompts, cut, self._progress)
         return replace(schedule, prompt_bridge=self._prompt_bridges[key])
 
     def _mixed(self, target: float) -> Calibrated:
         """The best mix of both savings for a whole-sample target. Raises ScheduleError."""
-        best: tuple[float, float, Candidate, int | None] | None = None
+        best: tuple[float, float, Candidate, PromptCut | None] | None = None
         for decode_target, candidate in self._candidates():
-            schedule, layers = self._schedule(candidate), None
+            schedule, cut = self._schedule(candidate), None
             if sample_flop_speedup(self._shape, schedule, self._lengths) < target:
-                layers = prompt_layers_for(self._shape, schedule, self._lengths, target)
-                if layers is None:
+                cut = prompt_cut_for(self._shape, schedule, self._lengths, target)
+                if cut is None:
                     continue
-                schedule = self._bridged(schedule, layers, CHOOSE_PROMPTS)
+                schedule = self._bridged(schedule, cut, CHOOSE_PROMPTS)
             kl = self._judged(self._chooser, self._choosing, schedule).mean_kl
             log.info(
                 "%gx of the whole sample: %gx in decoding, skipped %s, prompts in %d layers: KL %.3f",
-                target, decode_target, dict(candidate.growth), layers or self._shape.layers, kl,
+                target, decode_target, dict(candidate.growth), cut.layers if cut else self._shape.layers, kl,
             )  # fmt: skip
             if best is None or kl < best[0]:
-                best = kl, decode_target, candidate, layers
+                best = kl, decode_target, candidate, cut
         if best is None:
             decoding = ", ".join(f"{decode_target:g}x" for decode_target in self._targets)
             raise ScheduleError(
                 f"a speed-up of {target:g}x of the whole sample cannot be met with {decoding} in decoding: ask for "
                 "less, or for more in decoding"
             )
-        _, decode_target, candidate, layers = best
-        return self._calibrated(target, decode_target, candidate, self._bridged(self._schedule(candidate), layers))
+        _, decode_target, candidate, cut = best
+        return self._calibrated(target, decode_target, candidate, self._bridged(self._schedule(candidate), cut))
 
     def _candidates(self) -> Iterator[tuple[float, Candidate]]:
         """What decoding may do, by its target: nothing, the best, and the best at one depth: a growth that begins with

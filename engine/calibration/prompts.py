@@ -44,6 +44,11 @@ class PromptCut(NamedTuple):
     skipped: range  # layers that they skip below
     keeps_skipped: bool  # decode tokens run some of these
 
+    @property
+    def layers(self) -> int:
+        """How many they run."""
+        return self.first - len(self.skipped)
+
 
 def prompt_cut(shape: ModelShape, layers: int, schedules: Iterable[Schedule]) -> PromptCut:
     """Where prompts that run so many layers are best cut: half of the others skipped, half at the top.
@@ -109,19 +114,20 @@ def counted_prompt_bridge(shape: ModelShape, cut: PromptCut) -> PromptBridge:
     return PromptBridge(cut.first, tensors, skips)
 
 
-def prompt_layers_for(
+def prompt_cut_for(
     shape: ModelShape, schedule: Schedule, lengths: Sequence[tuple[int, int]], target: float
-) -> int | None:
-    """The most layers on prompts with which a schedule without a prompt bridge reaches a whole-sample FLOP speed-up;
-    None where one is too many.
+) -> PromptCut | None:
+    """The cut with the most layers on prompts with which a schedule without a prompt bridge reaches a whole-sample FLOP
+    speed-up; None where one layer is too many.
 
     Args:
         lengths: (prompt tokens, generated tokens) of each sample.
     """
     for layers in range(shape.layers - 1, 0, -1):
-        counted = counted_prompt_bridge(shape, prompt_cut(shape, layers, [schedule]))
-        if sample_flop_speedup(shape, replace(schedule, prompt_bridge=counted), lengths) >= target:
-            return layers
+        cut = prompt_cut(shape, layers, [schedule])
+        counted = replace(schedule, prompt_bridge=counted_prompt_bridge(shape, cut))
+        if sample_flop_speedup(shape, counted, lengths) >= target:
+            return cut
     return None
 
 

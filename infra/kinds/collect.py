@@ -102,8 +102,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path, help="directory to write speeches, docstrings and novel to")
     output = parser.parse_args().output
-    for kind in (speeches, docstrings, novel):
-        (output / kind.__name__).mkdir(parents=True)  # one that is there already is not ours to write to
+    kinds = (speeches, docstrings, novel)
+    if there := [kind.__name__ for kind in kinds if (output / kind.__name__).exists()]:
+        parser.error(f"{output / there[0]} is there already: remove it, or name another directory")
+    for kind in kinds:
+        (output / kind.__name__).mkdir(parents=True)
         write(output / kind.__name__ / "texts.parquet", kind())
 
 

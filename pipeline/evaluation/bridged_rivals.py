@@ -35,14 +35,16 @@ class RivalBridges:
         self._calibration = calibration
         self._head = HeadStates(calibration.engine.decoder)
         self._rank = max(self._head.ranks)
+        shape = calibration.shape
+        # Made once: a preview is as large as the vocabulary.
+        self._counted_preview = counted_preview(self._rank, shape, self._head.width)
+        self._zeros = torch.zeros(shape.hidden, shape.hidden), torch.zeros(shape.hidden)
 
     def counted(self, schedule: Schedule) -> Schedule:
         """A schedule with what is only good for counting FLOPs."""
-        shape = self._calibration.shape
-        zeros = torch.zeros(shape.hidden, shape.hidden), torch.zeros(shape.hidden)
-        preview = counted_preview(self._rank, shape, self._head.width)
         return attach(
-            replace(schedule, head_preview=preview), lambda block: Bridge.affine(Block.of_layers(*block), *zeros)
+            replace(schedule, head_preview=self._counted_preview),
+            lambda block: Bridge.affine(Block.of_layers(*block), *self._zeros),
         )
 
     def fitted(self, schedules: Sequence[Schedule]) -> list[Schedule]:
@@ -87,8 +89,8 @@ def solve(target: float, calibration: RivalCalibration, bridges: RivalBridges) -
         ),
     }
     for name, (order, decay, last) in kinds.items():
-        built = (Schedule.build(layers, order, decay(floor), last) for floor in range(1, len(order) + 1))
-        for schedule in built:
+        for floor in range(1, len(order) + 1):
+            schedule = Schedule.build(layers, order, decay(floor), last)
             if decode_flop_speedup(shape, bridges.counted(schedule), calibration.lengths) >= target:
                 yield name, schedule
                 break

@@ -15,8 +15,7 @@ from engine.calibration.prompts import (
     PromptCut,
     counted_prompt_bridge,
     fit_prompt_bridge,
-    prompt_cut,
-    prompt_layers_for,
+    prompt_cut_for,
 )
 from engine.forward.target import DEFAULT_WARMUP, sample_flop_speedup
 from engine.schedules import decays, orders
@@ -36,14 +35,14 @@ def whole_sample_rivals(
 
     Raises ScheduleError for a decode target out of reach.
     """
-    bridges = RivalBridges(calibration)
+    shape, lengths, bridges = calibration.shape, calibration.lengths, RivalBridges(calibration)
     rivals: list[tuple[str, float | None, Schedule]] = [
         (f"{name}, bridged", each, schedule)
         for each in decode_targets
         for name, schedule in solve(each, calibration, bridges)
     ]
-    rivals.append(("prompts alone", None, Schedule.full_depth(calibration.shape.layers)))
-    cuts = [_cut(target, bridges.counted(schedule), calibration) for _, _, schedule in rivals]
+    rivals.append(("prompts alone", None, Schedule.full_depth(shape.layers)))
+    cuts = [prompt_cut_for(shape, bridges.counted(schedule), lengths, target) for _, _, schedule in rivals]
     schedule, cut = _pruned(target, calibration, bridges)
     rivals.append(("pruned", None, schedule))
     cuts.append(cut)
@@ -54,12 +53,6 @@ def whole_sample_rivals(
             continue
         bridge = fit_prompt_bridge(calibration.engine, calibration.prompts, cut, StageProgress(log))
         yield Contender(name, each, replace(schedule, prompt_bridge=bridge), is_rival=True, note=bridges.note)
-
-
-def _cut(target: float, schedule: Schedule, calibration: RivalCalibration) -> PromptCut | None:
-    """Where prompts are cut so that the whole sample just reaches its target; None where no cut does."""
-    layers = prompt_layers_for(calibration.shape, schedule, calibration.lengths, target)
-    return None if layers is None else prompt_cut(calibration.shape, layers, [schedule])
 
 
 def _pruned(target: float, calibration: RivalCalibration, bridges: RivalBridges) -> tuple[Schedule, PromptCut | None]:
