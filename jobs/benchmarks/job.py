@@ -48,9 +48,10 @@ class BenchmarkJob(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    contenders: list[Literal["engine", "transformers", "ctranslate2", "openvino", "vllm"]] = Field(
+    contenders: list[Literal["engine", "lock-step", "transformers", "ctranslate2", "openvino", "vllm"]] = Field(
         ["engine", "transformers", "ctranslate2", "openvino", "vllm"],
-        description="who runs; the first one's full depth is what all are compared with",
+        description="who runs; the first one's full depth is what all are compared with; lock-step: our engine in "
+        "batches that nobody enters before all rows have ended",
     )
     schedules: list[Path] = Field(
         [DEMO / "adapted", DEMO / "whole_sample_2x"],
@@ -150,7 +151,7 @@ def _loaded(config: BenchmarkJob, job: Job, workers: ExitStack, console: Console
 
 def _contenders(config: BenchmarkJob, job: Job, console: Console) -> Iterator[tuple[Measured, Worker]]:
     """Those that are installed, full depth first; says who isn't. Raises JobError, ScheduleError."""
-    pythons = {"engine": sys.executable, "vllm": config.vllm_python}
+    pythons = {"engine": sys.executable, "lock-step": sys.executable, "vllm": config.vllm_python}
     schedules = _schedules(config.schedules)
     for kind in config.contenders:
         runner, python = RUNNERS[kind], str(Path(pythons.get(kind, config.peers_python)).absolute())
@@ -159,7 +160,7 @@ def _contenders(config: BenchmarkJob, job: Job, console: Console) -> Iterator[tu
                 raise JobError(reason)
             console.print(reason, soft_wrap=True)
             continue
-        under: dict[str, tuple[Path, Schedule]] = schedules if kind in ("engine", "vllm") else {}
+        under: dict[str, tuple[Path, Schedule]] = schedules if kind in ("engine", "lock-step", "vllm") else {}
         if kind == "vllm" and under and (reason := VLLM_PLUGIN.missing(python)) is not None:
             console.print(reason, soft_wrap=True)
             under = {}

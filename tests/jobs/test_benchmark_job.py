@@ -40,7 +40,7 @@ def test_contenders_run_the_same_job_and_who_is_not_installed_or_fails_to_load_i
     half_depth().write(tmp_path / "half")
     benchmark(
         BenchmarkJob(
-            contenders=["engine", "transformers", "openvino", "vllm"],
+            contenders=["engine", "lock-step", "transformers", "openvino", "vllm"],
             schedules=[tmp_path / "half"],
             model=str(model),
             prompt="Summarize: {text}",
@@ -59,8 +59,12 @@ def test_contenders_run_the_same_job_and_who_is_not_installed_or_fails_to_load_i
     assert f"vLLM is left out: there is no {tmp_path / 'nowhere'}; make vllm-env" in said
     assert "left out: a broken peer ended: it printed 'nothing' last" in said
     report = json.loads((tmp_path / "out" / "job.json").read_text())
-    full, half, peer = report["contenders"]
-    assert [each["name"] for each in (full, half, peer)] == ["our engine", "our engine, half", "transformers"]
+    full, half, lock_step, halved, peer = report["contenders"]
+    ours = [name + under for name in ("our engine", "our engine in lock-step") for under in ("", ", half")]
+    assert [each["name"] for each in report["contenders"]] == [*ours, "transformers"]
+    assert lock_step["same_rows"] == 1.0
+    assert halved["output_tokens"] == half["output_tokens"]
+    assert lock_step["occupancy"] <= full["occupancy"]
     assert peer["same_rows"] == full["same_rows"] == 1.0
     assert peer["output_tokens"] == full["output_tokens"] > ROWS
     assert half["decode_flop_x"] > half["sample_flop_x"] > 1

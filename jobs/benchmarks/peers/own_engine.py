@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine import BatchStats, Engine, Sampling, Schedule, __version__
 from jobs.benchmarks.peers.protocol import Job, Peer, Prompts, Run, serve
 
@@ -15,19 +17,19 @@ class OwnEngine(Peer):
         self._schedule = Schedule.read(job.schedule) if job.schedule else None
 
     def answer(self, prompts: Prompts) -> Run:
-        batches: list[BatchStats] = []
-        self._engine.share_prefix(self._job.shared_prefix)  # anew in every run: it belongs to the job
-        generations = self._engine.generate(
-            prompts, Sampling(self._job.new_tokens), self._schedule, self._job.rows, on_batch=batches.append
-        )
-        answers: list[list[int]] = [[] for _ in prompts]
-        for generation in generations:
-            answers[generation.index] = list(generation.tokens)
-        return self._told(answers, batches)
+        return self._run([prompts])
 
-    def _told(self, answers: list[list[int]], batches: list[BatchStats]) -> Run:
-        """All that is read off the engine's own statistics."""
-        whole = sum(batches, BatchStats())
+    def _run(self, batches: Sequence[Prompts]) -> Run:
+        """Batch after batch, each until its last row has ended; what is told is read off the engine's statistics."""
+        answers: list[list[int]] = []
+        passes: list[BatchStats] = []
+        self._engine.share_prefix(self._job.shared_prefix)  # anew in every run: it belongs to the job
+        for prompts in batches:
+            generations = self._engine.generate(
+                prompts, Sampling(self._job.new_tokens), self._schedule, self._job.rows, on_batch=passes.append
+            )
+            answers += [list(each.tokens) for each in sorted(generations, key=lambda each: each.index)]
+        whole = sum(passes, BatchStats())
         return Run(answers, whole.prefill_seconds, whole.decode_seconds, whole.occupancy)
 
 

@@ -40,6 +40,7 @@ class Runner:
 
 RUNNERS = {
     "engine": Runner("own_engine", "our engine", ("engine",), "make install"),
+    "lock-step": Runner("lock_step", "our engine in lock-step", ("engine",), "make install"),
     "transformers": Runner("transformers", "transformers", ("transformers",), "make peers"),
     "ctranslate2": Runner("ctranslate2", "CTranslate2", ("ctranslate2", "transformers"), "make peers"),
     "openvino": Runner("openvino", "OpenVINO GenAI", ("openvino_genai", "optimum"), "make peers"),
