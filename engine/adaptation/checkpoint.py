@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainable import Trainable
 from engine.errors import ScheduleError
+from engine.forward.teacher_forcing import Answer
 from engine.json_text import check_is_file, parse_json
 from engine.schedules.schedule import Schedule
 
@@ -36,11 +38,19 @@ class TrainingState:
     curve: list[tuple[int, float, float, float, float]] = field(default_factory=list)  # as `trainer.Point`
 
 
+def training_identity(
+    recipe: Recipe, schedules: Sequence[Schedule], train: Sequence[Answer], held_out: Sequence[Answer]
+) -> str:
+    """Of a training: all that decides what comes of it."""
+    answers = [[[list(answer.prompt), list(answer.tokens)] for answer in each] for each in (train, held_out)]
+    started = [replace(schedule, provenance={}).to_dict() for schedule in schedules]
+    return hashlib.sha256(json.dumps([asdict(recipe), started, answers]).encode()).hexdigest()
+
+
 def write_state(
     path: Path,
     state: TrainingState,
-    recipe: Recipe,
-    schedules: Sequence[Schedule],
+    identity: str,
     trainable: Trainable,
     optimizer: torch.optim.Optimizer,
 ) -> None:
@@ -50,7 +60,7 @@ def write_state(
     for name, moments in _moments(trainable, optimizer):
         tensors |= {f"{moment}.{name}": moments[moment] for moment in MOMENTS}
     facts = {
-        "of": _identity(recipe, schedules),
+        "of": identity,
         **{name: getattr(state, name) for name in ("best_kl", "step", "waiting", "seconds", "curve")},
     }
     unfinished = path.with_name(f".{path.name}.part")
@@ -60,13 +70,7 @@ def write_state(
     os.replace(unfinished, path)
 
 
-def read_state(
-    path: Path,
-    recipe: Recipe,
-    schedules: Sequence[Schedule],
-    trainable: Trainable,
-    optimizer: torch.optim.Optimizer,
-) -> TrainingState:
+def read_state(path: Path, identity: str, trainable: Trainable, optimizer: torch.optim.Optimizer) -> TrainingState:
     """Put parameters and optimiser where they were.
 
     Raises ScheduleError if the file is damaged or of another training.
@@ -78,7 +82,7 @@ def read_state(
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
         if not isinstance(facts, dict):
             raise ValueError("its state is no object")
-        is_of_this = facts.get("of") == json.loads(json.dumps(_identity(recipe, schedules)))
+        is_of_this = facts.get("of") == identity
         if is_of_this:
             _check_tensors(tensors, trainable)
             state = _state(facts, _named(tensors, "best"))
@@ -86,7 +90,7 @@ def read_state(
         raise ScheduleError(f"the checkpoint {str(path)!r} cannot be read ({error}): delete it to start anew") from None
     if not is_of_this:
         raise ScheduleError(
-            f"the checkpoint {str(path)!r} is of another training (other schedule, bridges or recipe): "
+            f"the checkpoint {str(path)!r} is of another training (other schedule, answers or recipe): "
             "delete it to start anew, or write elsewhere"
         )
     trainable.restore(_named(tensors, "now"))
@@ -125,19 +129,6 @@ def _state(facts: dict[str, Any], best: dict[str, Tensor]) -> TrainingState:
 
 def _is_number(value: object) -> bool:
     return type(value) in (int, float)
-
-
-def _identity(recipe: Recipe, schedules: Sequence[Schedule]) -> dict[str, object]:
-    return {"recipe": asdict(recipe), "schedules": [_described(schedule) for schedule in schedules]}
-
-
-def _described(schedule: Schedule) -> dict[str, object]:
-    return {
-        "bridges": {name: bridge.digest for name, bridge in schedule.bridges.items()},
-        "prompts": schedule.prompt_bridge.digest if schedule.prompt_bridge else None,
-        "adapter": schedule.adapter.digest if schedule.adapter else None,
-        "plateaus": [list(map(str, p)) for p in schedule.plateaus],
-    }
 
 
 def _moments(trainable: Trainable, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, Tensor]]]:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.adaptation.checkpoint import TrainingState, read_state, write_state
+from engine.adaptation.checkpoint import TrainingState, read_state, training_identity, write_state
 from engine.adaptation.peers import Peers
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainable import Trainable
@@ -113,6 +113,7 @@ class Trainer:
         if not self._trainable.parameters:
             raise ScheduleError("the schedule has no bridges, and there is nothing to adapt, or adapter_rank is 0")
         self._schedules = self._trainable.starts
+        self._identity = training_identity(recipe, self._schedules, train, held_out)
         groups = [{"params": parameters, "share": share} for share, parameters in self._trainable.paced().items()]
         self._optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=BETAS, eps=EPS, weight_decay=0.0)
         # Below it prompts and decode tokens are as at full depth under all of them.
@@ -143,7 +144,7 @@ class Trainer:
         if any(found) and not all(found):
             raise ScheduleError(f"not all processes find the checkpoint {str(checkpoint)!r}: keep it where all see it")
         if checkpoint is not None and all(found):
-            self._state = read_state(checkpoint, self._recipe, self._schedules, self._trainable, self._optimizer)
+            self._state = read_state(checkpoint, self._identity, self._trainable, self._optimizer)
             yield from (Point(*point) for point in self._state.curve)
         else:
             yield self._look(self.untrained, loss=None)
@@ -158,9 +159,7 @@ class Trainer:
                 yield self._look(self._qualities(), sum(losses) / len(losses))
                 losses = []
                 if checkpoint is not None and self._peers.is_first:
-                    write_state(
-                        checkpoint, self._state, self._recipe, self._schedules, self._trainable, self._optimizer
-                    )
+                    write_state(checkpoint, self._state, self._identity, self._trainable, self._optimizer)
 
     def best(self) -> list[tuple[Schedule, Quality]]:
         """The schedules, as they did best on the held-out answers together, and how each of them does as stored."""

@@ -18,6 +18,7 @@ from pipeline.evaluation.study import LIKELIHOODS, OUTPUTS, BatchTiming, Prompt,
 from pipeline.reporting.text_metrics import Overlap, overlap, repetition, unsupported
 
 METRICS = Overlap._fields
+NOTHING = Overlap(0.0, 0.0, 0.0, 0.0)
 EARLY = 0.5  # of full depth's length: an output that ends before this has stopped early
 WORST = 10
 
@@ -35,7 +36,11 @@ class Outputs:
 
     @cached_property
     def against_reference(self) -> list[Overlap]:
-        return [overlap(row["generation"], p.reference) for row, p in zip(self.rows, self.prompts, strict=True)]
+        """Of rows without a reference: nothing, which an empty answer would else be like."""
+        return [
+            overlap(row["generation"], p.reference) if p.reference.strip() else NOTHING
+            for row, p in zip(self.rows, self.prompts, strict=True)
+        ]
 
     @cached_property
     def against_full_depth(self) -> list[Overlap]:
@@ -107,7 +112,7 @@ def read_outputs(study: Study, contenders: Sequence[Contender]) -> list[Outputs]
 
 def figures(outputs: Outputs, reference: Outputs, bootstrap: Bootstrap) -> Figures:
     """Of one contender; `reference` is full depth's own outputs."""
-    rows, ones = outputs.rows, np.ones(len(outputs.rows))
+    rows = outputs.rows
     ours, theirs = (_scores(found.against_reference) for found in (outputs, reference))
     same = _scores(outputs.against_full_depth)
     steps = np.array([len(row["agrees"] or ()) for row in rows], dtype=np.float64)
@@ -133,14 +138,14 @@ def figures(outputs: Outputs, reference: Outputs, bootstrap: Bootstrap) -> Figur
         nll=_mean(bootstrap, nll, lengths),
         excess_nll=bootstrap.difference((nll, lengths), (full_nll, full_lengths)),
         agreement=bootstrap.ratio(np.array([float(sum(row["agrees"] or ())) for row in rows]), steps),
-        against_reference={name: _mean(bootstrap, ours[name], ones) for name in METRICS},
+        against_reference={name: bootstrap.mean(ours[name]) for name in METRICS},
         share_of_full_depth={name: bootstrap.ratio(ours[name], theirs[name]) for name in METRICS},
-        against_full_depth={name: _mean(bootstrap, same[name], ones) for name in METRICS},
-        exact_match=_mean(bootstrap, np.array(exact, dtype=np.float64), ones),
+        against_full_depth={name: bootstrap.mean(same[name]) for name in METRICS},
+        exact_match=bootstrap.mean(np.array(exact, dtype=np.float64)),
         length_ratio=bootstrap.ratio(lengths, full_lengths),
-        repetition=_mean(bootstrap, np.array(outputs.repetition), ones),
-        unsupported=_mean(bootstrap, np.array([float(len(claims)) for claims in outputs.unsupported]), ones),
-        early_stops=_mean(bootstrap, early.astype(np.float64), ones),
+        repetition=bootstrap.mean(np.array(outputs.repetition)),
+        unsupported=bootstrap.mean(np.array([float(len(claims)) for claims in outputs.unsupported])),
+        early_stops=bootstrap.mean(early.astype(np.float64)),
         agreement_by_step=_by_step(rows),
     )
 

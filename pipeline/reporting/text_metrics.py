@@ -10,6 +10,7 @@ from functools import cache
 from typing import NamedTuple
 
 from rouge_score.rouge_scorer import RougeScorer
+from rouge_score.tokenizers import DefaultTokenizer, Tokenizer
 from sacrebleu.metrics.chrf import CHRF
 
 NGRAM = 3  # words; a loop of any period repeats its n-grams
@@ -79,9 +80,20 @@ def _is_claim(word: str, begins_sentence: bool) -> bool:
     return len(word) > 1 and any(character.isupper() for character in (word[1:] if begins_sentence else word))
 
 
+class _AnyScript(Tokenizer):  # type: ignore[misc]  # rouge-score has no types
+    """rouge-score's own tokens of words in ASCII; it would drop all others, and an answer in Russian with them."""
+
+    def __init__(self) -> None:
+        self._ascii = DefaultTokenizer(use_stemmer=True)
+
+    def tokenize(self, text: str) -> list[str]:
+        words = [word for word, _ in _words(text)]
+        return [token for word in words for token in (self._ascii.tokenize(word) if word.isascii() else [word.casefold()])]
+
+
 @cache
 def _rouge() -> RougeScorer:
-    return RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
+    return RougeScorer(["rouge1", "rouge2", "rougeL"], tokenizer=_AnyScript())
 
 
 @cache

@@ -35,7 +35,7 @@ from engine import (
     Unit,
 )
 from engine import PromptBridge as Prompts
-from engine.adaptation.checkpoint import TrainingState, read_state, write_state
+from engine.adaptation.checkpoint import TrainingState, read_state, training_identity, write_state
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainable import Trainable
 from engine.checkpoints.digests import file_digest
@@ -143,7 +143,6 @@ def a_checkpoint(draw: random.Random, folder: Path, canary: Path) -> tuple[str, 
     whole = schedule()
     schedules = [replace(whole, head_preview=None)]
     nothing = cast(Decoder, SimpleNamespace(projections=lambda unit: {}))  # nothing is added
-    recipe = Recipe(adapter_rank=0)
     trainables = [Trainable(schedules, nothing, torch.device("cpu")) for _ in range(2)]
     first, second = (torch.optim.AdamW(trainable.parameters.values()) for trainable in trainables)
     for parameter in trainables[0].parameters.values():
@@ -151,13 +150,14 @@ def a_checkpoint(draw: random.Random, folder: Path, canary: Path) -> tuple[str, 
     first.step()
     state = TrainingState(trainables[0].snapshot(), 0.5, 1, 0, 1.5, [(0, 0.6, 0.6, 0.5, 0.0), (1, 0.5, 0.5, 0.6, 1.0)])
     path = folder / "training.safetensors"
-    write_state(path, state, recipe, schedules, trainables[0], first)
+    identity = training_identity(Recipe(adapter_rank=0), schedules, [], [])
+    write_state(path, state, identity, trainables[0], first)
     what = in_header(draw, path, canary)
 
     def read() -> None:
         if not path.exists():
             return
-        found = read_state(path, recipe, schedules, trainables[1], second)
+        found = read_state(path, identity, trainables[1], second)
         assert found.step + found.waiting >= 0
         assert all(len(point) == 5 and sum(point) is not None for point in found.curve)
         second.step()

@@ -284,6 +284,9 @@ def test_a_checkpoint_of_another_training_is_refused(
     train(engine, schedule, answers, recipe, checkpoint)
     with pytest.raises(ScheduleError, match="of another training"):
         train(engine, schedule, answers, replace(recipe, learning_rate=1e-4), checkpoint)
+    other = [*answers[:9], *answers[10:], answers[9]]
+    with pytest.raises(ScheduleError, match="of another training"):
+        train(engine, schedule, other, recipe, checkpoint)
     checkpoint.write_bytes(b"no tensors")
     with pytest.raises(ScheduleError, match="delete it to start anew"):
         train(engine, schedule, answers, recipe, checkpoint)

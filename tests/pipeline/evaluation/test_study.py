@@ -15,7 +15,7 @@ from engine.bootstrap import Bootstrap, Estimate
 from engine.schedules import decays, orders, recipes
 from pipeline.errors import JobError
 from pipeline.evaluation.contender import Contender
-from pipeline.evaluation.figures import combined, figures, read_outputs, worst
+from pipeline.evaluation.figures import Outputs, combined, figures, read_outputs, worst
 from pipeline.evaluation.report import headline
 from pipeline.evaluation.study import Prompt, Study
 
@@ -197,3 +197,11 @@ def test_the_headline_has_the_whole_sample_first_and_the_best_by_excess_nll(stud
     assert re.search(
         r"x in decoding; excess NLL \d\.\d\d nats a token; ROUGE-L \d\.\d\d of full depth's; repetition", line
     )
+
+
+def test_a_row_without_a_reference_gives_no_figure_to_compare_with() -> None:
+    """Not even where full depth says nothing, and would be like it."""
+    prompts = [Prompt(str(row), "A text.", reference, (1,), "A text.") for row, reference in enumerate(("", "A text."))]
+    silent = [{"generation": ""}, {"generation": "A text."}]
+    found = Outputs(contenders()[0], prompts, silent, silent, [], [])
+    assert [each.rouge_l for each in found.against_reference] == [0, 1]

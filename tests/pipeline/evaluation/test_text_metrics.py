@@ -85,3 +85,11 @@ def test_a_ratio_without_a_denominator_is_no_figure() -> None:
     assert Bootstrap(3).ratio(np.ones(3), np.zeros(3)) is None
     with pytest.raises(ValueError, match="needs a row"):
         Bootstrap(0)
+
+
+@pytest.mark.parametrize(
+    "text", ["Собака лает громко.", "犬が吠える。", "الكلب ينبح بصوت عال", "Η γάτα κοιμάται.", "Ça a été naïf."]
+)
+def test_words_of_any_script_overlap(text: str) -> None:
+    assert overlap(text, text) == (1, 1, 1, 1)
+    assert overlap(text, "Two dogs.").rouge_l == 0
