@@ -209,6 +209,8 @@ class Engine:
         prompts and short answers that is most of the work. `on_batch` is told the schedule's index too, and of whole
         batches. Other arguments and errors as for `generate`.
         """
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be >= 1, got {batch_size}")
         ledgers = [self._ledger(schedule) for schedule in schedules]
         context = self._context(sampling or Sampling(), self.compiled(*(ledger.schedule for ledger in ledgers)))
         return self._run_each(context, self._named(prompts, sample_ids), ledgers, batch_size, on_batch)
@@ -297,7 +299,7 @@ class Engine:
         Args:
             prompt_tokens: of the longest prompt.
             sampling: for its longest generation.
-            schedule: default full depth; layers that it never decodes with need no cache.
+            schedule: default full depth.
         """
         new_tokens = (sampling or Sampling()).max_new_tokens
         schedule = schedule or Schedule.full_depth(self.shape.layers)
@@ -365,7 +367,7 @@ class Engine:
         skipped = None
         if skips is not None:
             skipped = skips.block, compile_bridge(skips, self._kernels, self._dtype, self._device)
-        return self._prompts.stop(prompts, lambda *_: None, first, skipped, observe)
+        return self._prompts.stop(prompts, first, skipped, observe)
 
     def observe_prompts(self, prompts: Sequence[Sequence[int]], observe: Observe) -> None:
         """Pass prompts through all layers, all in one pass; `observe` as for `PromptPass.run`."""
@@ -409,5 +411,5 @@ class Engine:
                     yield from ((index, generation) for generation in done)
 
     def _context(self, sampling: Sampling, compiled: Compiled) -> Context:
-        stopping = Stopping(sampling, self.tokenizer, self.tokenizer.eos_ids)
+        stopping = Stopping(sampling, self.tokenizer)
         return Context(self._decoder, self._kernels, self._prompts, compiled, stopping, self._dtype, self._device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from engine.shape import ModelShape
 
 # Rows beyond which a batch gains little: a CPU's arithmetic is full with a few dozen rows, a GPU's with a few hundred.
 MOST_ROWS = {"cpu": 64, "cuda": 512}
+CGROUP = Path("/sys/fs/cgroup")  # of this process, as a container sees it
 SHARE = 0.8  # of the free memory: allocators round up, and others use memory too
 # glibc's mallopt(3): sizes from which memory comes from the system at once, that is kept free before it goes back,
 # and how many heaps threads spread over. A heap of a thread's own goes back to the system whenever it is empty.
@@ -87,8 +89,10 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    share = min(1.0, torch.get_num_threads() / (os.cpu_count() or 1))
-    return int(share * min(_available(), _container_rest()))
+    threads, cores = torch.get_num_threads(), os.cpu_count() or 1
+    machine = min(1.0, threads / cores) * _available()
+    container = min(1.0, threads / min(cores, _container_cores())) * _container_rest()
+    return int(min(machine, container)) + _kept_bytes()
 
 
 def keep_freed_memory() -> None:
@@ -103,6 +107,26 @@ def keep_freed_memory() -> None:
             library.mallopt(parameter, value)
 
 
+class _Heap(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
+        )
+    ]  # fmt: skip
+
+
+def _kept_bytes() -> int:
+    """What this process has freed and the C library keeps for it, where it tells: glibc from 2.33 on."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallinfo2"):
+        return 0
+    library.mallinfo2.restype = _Heap
+    return int(library.mallinfo2().fordblks)
+
+
 def _available() -> int:
     """What the machine has left, file cache included; half of it where the system does not say."""
     try:
@@ -113,10 +137,20 @@ def _available() -> int:
 
 
 def _container_rest() -> int:
-    """What a container's limit leaves: control groups, version 2."""
-    group = Path("/sys/fs/cgroup")
+    """What a container's limit leaves, file cache included: control groups, version 2."""
     try:
-        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
+        limit, used = (CGROUP / "memory.max").read_text().strip(), int((CGROUP / "memory.current").read_text())
+        counts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
     except OSError:
         return 1 << 62
-    return max(0, int(limit) - used) if limit.isdecimal() else 1 << 62
+    cached = int(counts.get("active_file", 0)) + int(counts.get("inactive_file", 0))
+    return max(0, int(limit) - used + cached) if limit.isdecimal() else 1 << 62
+
+
+def _container_cores() -> float:
+    """How many a container may use."""
+    try:
+        quota, period = (CGROUP / "cpu.max").read_text().split()
+    except OSError:
+        return math.inf
+    return max(1.0, int(quota) / int(period)) if quota.isdecimal() else math.inf

@@ -70,6 +70,7 @@ class Lanes:
     def close(self) -> None:
         """Wait for the passes that run; no more begin."""
         self._pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(self._threads)  # which threads to come would else have from a lane
 
     def _begin(self) -> None:
         """The next pass of every lane that is in none and has rows, or finds some."""
@@ -80,10 +81,13 @@ class Lanes:
                 threads = self._threads // len(active) + (index < self._threads % len(active))
                 self._passes[self._pool.submit(_step, stream, threads)] = stream
 
+    def _holds_rows(self, stream: Stream) -> bool:
+        return stream.running > 0 or stream in self._passes.values()
+
     def _count(self, stream: Stream) -> None:
         """Add a pass to the stats: its seconds are shared with the other lanes', its memory comes on top of theirs."""
         stats, lanes = stream.take_stats(), 1 + len(self._passes)
-        others = sum(each.held_bytes for each in self._streams if each is not stream)
+        others = sum(each.held_bytes for each in self._streams if each is not stream and self._holds_rows(each))
         self._stats += replace(
             stats,
             cache_course=tuple(held + others for held in stats.cache_course),

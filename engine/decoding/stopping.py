@@ -11,8 +11,8 @@ from engine.decoding.sampling import Sampling
 class Stopping:
     """Decides for one sample after each token, and cuts its text."""
 
-    def __init__(self, sampling: Sampling, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> None:
-        self.sampling, self.eos_ids = sampling, tuple(eos_ids)
+    def __init__(self, sampling: Sampling, tokenizer: Tokenizer) -> None:
+        self.sampling, self.eos_ids = sampling, tokenizer.eos_ids
         self._tokenizer = tokenizer
         # Every token holds a byte or more, so a stop string that the newest token completes lies within its last bytes
         # (and a few tokens before, lest the window starts inside a character).

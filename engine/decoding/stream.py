@@ -138,6 +138,7 @@ class Stream:
         self._free = list(reversed(range(batch_size)))
         self._queue = Queue(ORDERED_TOGETHER * batch_size) if queue is None else queue
         self._rows: list[Sample] = []  # that run, by plateau
+        self._prefix = context.prompts.prefix  # as it was when the rows of this pass entered
         self.held_bytes = 0  # of the cache, in the last pass
         self.stats = BatchStats()  # since they were last taken
 
@@ -225,6 +226,7 @@ class Stream:
 
     def _admit(self) -> list[Copies]:
         """Prompts that enter: as many as seats, the cache and a pass have room for."""
+        self._prefix = self._context.prompts.prefix
         with self._queue.lock:
             entering = self._take()
         for copies in entering:
@@ -244,7 +246,7 @@ class Stream:
         held = self._cache.used_bytes
         while self._queue and len(copies := self._queue.first) <= free:
             first = copies[0]
-            shared = self._context.prompts.shared(first.prompt)
+            shared = self._prefix.shared(first.prompt) if self._prefix else 0
             needed = len(copies) * self._bytes(first)
             tokens += len(first.prompt) - shared
             occupied = self._rows or entering
@@ -289,7 +291,7 @@ class Stream:
     def _make_pass(self, prompts: Sequence[EnteringPrompt], newest: Sequence[NewestToken]) -> OnePass:
         context = self._context
         model = context.decoder, context.kernels, context.compiled, self._plans, self._cache
-        return self.kind_of_pass(*model, prompts, newest, context.prompts.prefix, self._maps, context.device)
+        return self.kind_of_pass(*model, prompts, newest, self._prefix, self._maps, context.device)
 
     def _ran(self, one: OnePass, running: Sequence[Sample]) -> None:
         """Told of every pass and the rows whose newest tokens it took."""

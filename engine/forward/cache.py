@@ -31,59 +31,67 @@ def rows_held(rows: int) -> int:
 
 
 class RowBlock:
-    """Rows of one size in the layers of one span. Slots that no token has written are finite, mostly zero."""
+    """Rows of one size in the layers of one span. Slots that no token has written are zero."""
 
     def __init__(self, shape: ModelShape, layers: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
         self.slots = slots
         self.seats: list[int] = []  # place -> whose
         self._place: dict[int, int] = {}
-        # [layers, keys or values, rows, kv_heads, slots, head_dim]
-        self._store = torch.zeros(
-            layers, 2, 0, shape.kv_heads, slots, shape.head_dim, dtype=dtype, device=device
-        )  # zeros, not empty: a masked slot is multiplied by zero, and 0 x NaN would not be zero
+        # Of each layer [keys or values, rows, kv_heads, slots, head_dim]: where a block grows, one layer at a time has
+        # old and new. Zeros, not empty: a masked slot is multiplied by zero, and 0 x NaN would not be zero.
+        size = (2, 0, shape.kv_heads, slots, shape.head_dim)
+        self._store = [torch.zeros(size, dtype=dtype, device=device) for _ in range(layers)]
 
     @property
     def bytes(self) -> int:
-        return self._store.nbytes
+        return sum(layer.nbytes for layer in self._store)
 
     def holds(self, seat: int) -> bool:
         return seat in self._place
 
     @property
+    def capacity(self) -> int:
+        """Rows that it has memory for."""
+        return self._store[0].shape[1]
+
+    @property
     def used_bytes(self) -> int:
         """Of the rows that are there."""
-        return self.bytes * len(self.seats) // self._store.shape[2]
+        return self.bytes * len(self.seats) // self.capacity
 
     def layer(self, within: int) -> Tensor:
         """Keys and values of the rows, by place: [2, rows, kv_heads, slots, head_dim], a view."""
-        return self._store[within, :, : len(self.seats)]
+        return self._store[within][:, : len(self.seats)]
 
-    def row(self, seat: int) -> Tensor:
-        """Keys and values of a row, [layers, 2, kv_heads, slots, head_dim], a view."""
-        return self._store[:, :, self._place[seat]]
+    def row(self, seat: int, within: int) -> Tensor:
+        """Keys and values of a row in a layer, [2, kv_heads, slots, head_dim], a view."""
+        return self._store[within][:, self._place[seat]]
 
     def add(self, seats: Iterable[int]) -> None:
         """Places for rows, after those that are there."""
         for seat in seats:
             self._place[seat] = len(self.seats)
             self.seats.append(seat)
-        if len(self.seats) > self._store.shape[2]:
+        if len(self.seats) > self.capacity:
             self._resize()
 
     def remove(self, seat: int) -> None:
-        """Give a row's place to the last one."""
+        """Give a row's place to the last one, and leave nothing behind, which might be no finite number."""
         place, last = self._place.pop(seat), self.seats.pop()
+        for layer in self._store:
+            if last != seat:
+                layer[:, place] = layer[:, len(self.seats)]
+            layer[:, len(self.seats)] = 0
         if last != seat:
-            self._store[:, :, place] = self._store[:, :, len(self.seats)]
             self.seats[place], self._place[last] = last, place
-        if self._store.shape[2] - rows_held(len(self.seats)) > ROWS:
+        if self.capacity - rows_held(len(self.seats)) > ROWS:
             self._resize()
 
     def _resize(self) -> None:
-        old = self._store
-        kept = min(len(self.seats), old.shape[2])
-        self._store = old.new_zeros(*old.shape[:2], rows_held(len(self.seats)), *old.shape[3:])
-        self._store[:, :, :kept] = old[:, :, :kept]
+        kept, capacity = min(len(self.seats), self.capacity), rows_held(len(self.seats))
+        for index, old in enumerate(self._store):
+            self._store[index] = old.new_zeros(old.shape[0], capacity, *old.shape[2:])
+            self._store[index][:, :kept] = old[:, :kept]
 
 
 class KVCache:
@@ -131,7 +139,7 @@ class KVCache:
     def row(self, seat: int, layer: int) -> Tensor:
         """Keys and values of a row, [2, kv_heads, slots, head_dim], a view."""
         span, within = self.place[layer]
-        return self._blocks[span][self._slots[seat]].row(seat)[within]
+        return self._blocks[span][self._slots[seat]].row(seat, within)
 
     def copy_row(self, other: KVCache, theirs: int, ours: int, tokens: int) -> None:
         """The first tokens of a row of a cache, for a row of this one, in all layers that both hold."""

@@ -105,10 +105,14 @@ class Ledger:
         )
 
     def mean_active_layers(self, generated_tokens: int) -> float:
-        """Mean depth over the tokens really generated; the first comes from the prompt pass at full depth."""
+        """Mean depth over the tokens really generated; the first comes from the prompt's last token, which runs all
+        layers but those that prompts skip.
+        """
         if generated_tokens == 0:
             return 0.0
-        units = 2 * self.shape.layers + sum(
+        bridge = self.schedule.prompt_bridge
+        skipped = 0 if bridge is None else len(bridge.skipped_layers)
+        units = 2 * (self.shape.layers - skipped) + sum(
             (last - first) * cost.active_units for cost, first, last in self._spans(generated_tokens - 1)
         )
         return units / 2 / generated_tokens

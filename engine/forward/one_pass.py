@@ -19,7 +19,7 @@ from torch.profiler import record_function
 
 from engine.forward.cache import KVCache, RowBlock
 from engine.forward.compiled_parts import PromptMaps
-from engine.forward.operations import ApplyBridge, Compiled, Operation, RunUnit, decode_plans
+from engine.forward.operations import ApplyBridge, Compiled, Operation, RunUnit, decode_plan
 from engine.forward.prompt_pass import Prefix
 from engine.kernels.base import Kernels, attended_alone, seen_by
 from engine.models.decoder import Attend, Decoder, Rotations
@@ -75,7 +75,7 @@ class Plans:
         bridge = schedule.prompt_bridge
         self.stop = schedule.layers if bridge is None else bridge.first  # layer before which prompts stop
         self.skips = None if bridge is None else bridge.skips  # what they skip a block by
-        plans = decode_plans(schedule)
+        plans = [decode_plan(schedule, plateau) for plateau in range(len(schedule.plateaus))]
         self.plateaus = len(plans)
         bridges = [{op.bridge.block.first: op for op in plan if isinstance(op, ApplyBridge)} for plan in plans]
         runs = [{op.unit: op for op in plan if isinstance(op, RunUnit)} for plan in plans]
@@ -186,10 +186,6 @@ class OnePass:
             if prompt.shared:
                 self._write_prefix(prompt)
 
-    @property
-    def tokens(self) -> int:
-        return len(self.embedded)
-
     def run(self) -> Tensor:
         """Hidden states [last + decoding, hidden] after all layers, of the prompts' last tokens and the newest ones."""
         x = self.embedded
@@ -210,7 +206,7 @@ class OnePass:
     def apply(self, operation: Operation, x: Tensor, start: int, end: int) -> Tensor:
         """An operation on the tokens from `start` to `end`, with hidden states x [end - start, hidden]."""
         if isinstance(operation, ApplyBridge):
-            if self._maps is not None and operation.bridge is self._plans.skips:
+            if self._maps is not None and start < self.bulk + self.whole + self.last:  # of prompts
                 self._keep_skipped(x, start, end, self._maps)
             return self._compiled.bridges[operation.bridge](x)
         model, layer = self._compiled.model(operation, self._decoder), operation.unit.layer

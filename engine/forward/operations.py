@@ -5,7 +5,7 @@ Decoding and every other forward under a schedule read this one list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -54,12 +54,6 @@ class Compiled:
         """What gives decode tokens their logits."""
         return base.logits if schedule.head_preview is None else self.heads[schedule.head_preview]
 
-    def parts(self, plan: Iterable[Operation]) -> tuple[BridgeMap | Decoder, ...]:
-        """Those that a plan uses."""
-        bridges = (self.bridges[operation.bridge] for operation in plan if isinstance(operation, ApplyBridge))
-        adapters = {operation.adapter for operation in plan if isinstance(operation, RunUnit)} - {None}
-        return (*bridges, *(self.adapted[adapter] for adapter in adapters if adapter))
-
 
 Observe = Callable[[int, Tensor], None]  # place of a unit, hidden states before it
 
@@ -75,11 +69,6 @@ def decode_plan(schedule: Schedule, plateau: int) -> tuple[Operation, ...]:
         if unit not in skipped:
             plan.append(RunUnit(unit, schedule.adapter_of(unit)))
     return tuple(plan)
-
-
-def decode_plans(schedule: Schedule) -> tuple[tuple[Operation, ...], ...]:
-    """The plan of each plateau."""
-    return tuple(decode_plan(schedule, plateau) for plateau in range(len(schedule.plateaus)))
 
 
 def run_plan(

@@ -67,10 +67,6 @@ class PromptPass:
         self.prefix = Prefix(tuple(tokens), tuple(layers))
         return True
 
-    def shared(self, prompt: Sequence[int]) -> int:
-        """How many of a prompt's tokens the prefix has computed."""
-        return self.prefix.shared(prompt) if self.prefix else 0
-
     def run(
         self,
         prompts: Sequence[Sequence[int]],
@@ -100,15 +96,14 @@ class PromptPass:
     def stop(
         self,
         prompts: Sequence[Sequence[int]],
-        keep: Keep,
         first: int,
         skipped: tuple[Block, BridgeMap] | None = None,
         observe: Observe | None = None,
     ) -> StoppedPrompts:
         """Run the layers below `first` alone, but for a block with what stands in for it; prompt bridges take it from
-        there. Other arguments as for `run`. Prompts' keys and values in the block are not kept.
+        there. Other arguments as for `run`. No keys and values are kept.
         """
-        return self._pass(prompts, keep, self._decoder).stop(first, skipped, observe=observe)
+        return self._pass(prompts, lambda *_: None, self._decoder).stop(first, skipped, observe=observe)
 
     def _pass(self, prompts: Sequence[Sequence[int]], keep: Keep, model: Decoder) -> _Pass:
         return _Pass(model, self._kernels, self._device, prompts, keep, self.prefix)

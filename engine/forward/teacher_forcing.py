@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from engine.forward.compiled_parts import Head
 from engine.forward.operations import ApplyBridge, Compiled, Observe, Operation, RunUnit, decode_plan
 from engine.forward.packing import packs
 from engine.forward.prompt_pass import FULL_DEPTH, PROMPT_TOKENS, PromptPass
-from engine.kernels.base import Kernels, seen_by
+from engine.kernels.base import Kernels
 from engine.models.decoder import Decoder
 from engine.parts.unit import all_units
 from engine.schedules.schedule import PromptPlan, Schedule
@@ -157,17 +158,16 @@ class AnswerPass:
         else:
             owners = self.sample[rows.cpu()]
             counts = torch.bincount(owners, minlength=len(self.answers)).tolist()
+            spans = list(pairwise(accumulate(counts, initial=0)))
 
             def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                kind, outputs, first = self._decoder.shape.attention_kind(layer), [], 0
-                for prompt, count in zip(self._prompt_of, counts, strict=True):
-                    prompt_k, prompt_v = self._prompts[layer][prompt]
-                    ours = slice(first, first + count)
-                    keys, values = torch.cat([prompt_k, k[ours]]), torch.cat([prompt_v, v[ours]])
-                    seen = seen_by(count, len(keys), kind.window, q.device)
-                    outputs.append(self._kernels.prompt_attention(q[ours], keys, values, kind, seen))
-                    first += count
-                return torch.cat(outputs)
+                whole = [
+                    (torch.cat([keys, k[start:end]]), torch.cat([values, v[start:end]]))
+                    for (keys, values), (start, end) in zip(
+                        (self._prompts[layer][prompt] for prompt in self._prompt_of), spans, strict=True
+                    )
+                ]
+                return self._kernels.packed_attention(q, spans, whole, self._decoder.shape.attention_kind(layer))
 
             positions = self._positions[rows]
             rotations = self._decoder.rotations(positions, positions + 1)

@@ -93,7 +93,7 @@ class Kernels:
 
         Args:
             q: [N, heads, head_dim].
-            spans: where each prompt's queries are, [start, end). The same object in every layer of a pass.
+            spans: where each prompt's queries are, [start, end).
             prompts: keys and values of each, of all its n tokens, [n, kv_heads, head_dim].
             kind: the layer's scale, window and soft cap.
 

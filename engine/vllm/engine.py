@@ -144,7 +144,7 @@ class VllmEngine:
         if self._running is None or not self._running.can(schedule, rows):
             self.close()
             self._running = _Running(self._start(schedule, rows), schedule, rows)
-        stopping = Stopping(sampling or Sampling(), self.tokenizer, self.tokenizer.eos_ids)
+        stopping = Stopping(sampling or Sampling(), self.tokenizer)
         return VllmDecoding(self._running, stopping, Ledger(self.shape, schedule), self._check)
 
     def fitting_batch_size(

@@ -88,7 +88,9 @@ class _AnyScript(Tokenizer):  # type: ignore[misc]  # rouge-score has no types
 
     def tokenize(self, text: str) -> list[str]:
         words = [word for word, _ in _words(text)]
-        return [token for word in words for token in (self._ascii.tokenize(word) if word.isascii() else [word.casefold()])]
+        return [
+            token for word in words for token in (self._ascii.tokenize(word) if word.isascii() else [word.casefold()])
+        ]
 
 
 @cache

@@ -186,11 +186,13 @@ class SharedEngine:
         self._shared = None
         with suppress(Exception):
             shared.close()
-        if error is not None and len(shared.calls) == 1:
-            shared.calls[0].end(error)
+        calls, terms = shared.calls, shared.terms
+        del shared  # and its rows' cache, which is memory that the next try needs too
+        if error is not None and len(calls) == 1:
+            calls[0].end(error)
         elif error is not None:
-            for call in shared.calls:
-                self._alone(call, shared.terms)
+            for call in calls:
+                self._alone(call, terms)
 
     def _alone(self, call: _Call, terms: _Terms) -> None:
         """The rows that a call lacks, in a stream of their own."""

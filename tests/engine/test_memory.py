@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -103,6 +104,36 @@ def test_a_batch_is_as_large_as_the_memory_allows(tiny_engine: Engine) -> None:
     needed = memory.batch_bytes(shape, schedule, 40, 100, 50, 4)
     assert rows(int(needed / memory.SHARE) + 1) == 40
     assert rows(int(needed / memory.SHARE) - 1000) == 39
+
+
+def test_a_containers_limits_count_and_files_that_it_has_read_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: None
+) -> None:
+    for name, text in {
+        "memory.max": f"{3 << 30}\n",
+        "memory.current": f"{2 << 30}\n",
+        "memory.stat": f"anon {1 << 30}\nactive_file {256 << 20}\ninactive_file {768 << 20}\n",
+        "cpu.max": "200000 100000\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "_available", lambda: 1 << 40)
+    monkeypatch.setattr(memory, "_kept_bytes", lambda: 5)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    torch.set_num_threads(1)
+    assert memory.free_bytes(torch.device("cpu")) == (1 << 30) + 5  # half of two cores' share
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert memory.free_bytes(torch.device("cpu")) == (2 << 30) // 64 + 5
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.free_bytes(torch.device("cpu")) == (1 << 40) // 64 + 5
+
+
+def test_memory_that_the_process_keeps_is_free_to_it() -> None:
+    before = memory._kept_bytes()
+    blocks = [bytearray(1 << 16) for _ in range(2000)]
+    last = bytearray(1 << 16)  # above them, so that they cannot go back to the system
+    del blocks
+    assert memory._kept_bytes() >= before + (100 << 20) or not last
 
 
 def test_free_memory_of_a_cpu_is_some_of_the_machines() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,21 @@ def test_a_stream_without_end_stops_when_nobody_listens(tiny: Engine) -> None:
     assert sum(stats, BatchStats()).occupancy > 0.9
     course = [size for each in stats for size in each.cache_course]
     assert max(course[len(course) // 2 :]) <= 1.5 * max(course[: len(course) // 2])
+
+
+def test_a_lane_that_is_done_counts_no_more(tiny: Engine) -> None:
+    """Neither its memory, nor the threads that it had, which threads to come would start with."""
+    lanes = tiny.decoding(Sampling(40, min_new_tokens=40), None, 48)
+    assert isinstance(lanes, Lanes)
+    for index, prompt in enumerate(random_prompts([9, tiny.shape.context - 3])):
+        lanes.add(prompt, str(index), index)
+    while lanes.unfinished:
+        lanes.step()
+    lanes.close()
+    course = lanes.take_stats().cache_course
+    assert course[-1] < max(course)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(torch.get_num_threads).result() == 3
 
 
 def test_what_breaks_a_lane_ends_the_call_and_the_next_one_works(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

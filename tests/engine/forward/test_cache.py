@@ -70,6 +70,19 @@ def test_rows_that_enter_stand_after_those_that_are_there() -> None:
     assert [block.seats for block in cache.blocks(0)] == [[7, 2, 9]]
 
 
+def test_a_row_that_leaves_leaves_nothing_behind() -> None:
+    """What has overflowed is no finite number, and none times zero is zero: it would reach the next row there."""
+    cache = make_cache()
+    cache.enter(dict.fromkeys(range(3), 30))
+    for layer in range(SHAPE.layers):
+        cache.row(1, layer).fill_(torch.nan)
+        cache.row(2, layer).fill_(torch.inf)
+    cache.leave(1)
+    cache.leave(2)
+    cache.enter({5: 30, 6: 30})
+    assert not any(cache.row(seat, layer).any() for seat in (0, 5, 6) for layer in range(SHAPE.layers))
+
+
 def test_an_empty_cache_takes_no_memory() -> None:
     cache = make_cache()
     cache.enter(dict.fromkeys(range(20), 500))

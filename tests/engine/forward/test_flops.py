@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine import BatchStats, Block, Bridge, Engine, Generation, Ledger, ModelShape, Plateau, Sampling, Schedule
+from engine.calibration.prompts import PromptCut, counted_prompt_bridge
 from engine.kernels.base import Kernels
 from engine.schedules import decays, orders, recipes
 from engine.shape import AttentionKind
@@ -263,6 +265,14 @@ def test_mean_active_layers_by_hand(generated: int, mean: float) -> None:
     order = (order[0] + order[1], order[3], order[2])
     schedule = Schedule.build(4, order, decays.step([(0, 0), (1, 1), (3, 2)]), horizon=3)
     assert Ledger(SHAPE, schedule).mean_active_layers(generated) == pytest.approx(mean, abs=1e-12)
+
+
+def test_the_first_token_has_not_run_what_prompts_skip() -> None:
+    """Nor has it stopped where its prompt did."""
+    bridge = counted_prompt_bridge(SHAPE, PromptCut(3, range(1, 2), keeps_skipped=True))
+    ledger = Ledger(SHAPE, replace(Schedule.full_depth(4), prompt_bridge=bridge))
+    assert ledger.mean_active_layers(1) == 3
+    assert ledger.mean_active_layers(3) == pytest.approx((3 + 4 + 4) / 3)
 
 
 def test_a_generation_reports_its_own_mean_active_layers(load: Callable[[str], Engine]) -> None:

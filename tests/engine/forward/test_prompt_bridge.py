@@ -290,6 +290,24 @@ def test_what_decode_tokens_run_has_keys_and_values(tiny: Engine) -> None:
         replace(prompts, skips=None)
 
 
+def test_prompts_and_decode_tokens_may_skip_by_one_bridge(tiny: Engine) -> None:
+    schedule = bridged(tiny, replace(SKIPPING, plateaus=(Plateau(0, 2), Plateau(3, 4))), skips=Block.of_layers(1, 3))
+    assert schedule.prompt_bridge is not None
+    assert schedule.prompt_bridge.skips is not None
+    outcomes = []
+    for prompts_own in (schedule.prompt_bridge.skips, replace(schedule.prompt_bridge.skips)):
+        bridge, plateaus = schedule.prompt_bridge.skips, (Plateau(0, 2), Plateau(3, 4, ("b",)))
+        both = replace(
+            schedule,
+            plateaus=plateaus,
+            bridges={"b": bridge},
+            prompt_bridge=replace(schedule.prompt_bridge, skips=prompts_own),
+        )
+        found = tiny.generate(random_prompts([9, 4]), SAMPLING, both)
+        outcomes.append({generation.index: generation.tokens for generation in found})
+    assert outcomes[0] == outcomes[1]
+
+
 def test_prompts_may_skip_more_than_decoding_does(tiny: Engine) -> None:
     """Beginning where it begins, or above the warm-up; keys and values of the block come from a map fitted to them."""
     prompts, full = random_prompts([30] * 40), Schedule.full_depth(LAYERS)

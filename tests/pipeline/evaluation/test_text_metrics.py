@@ -88,7 +88,7 @@ def test_a_ratio_without_a_denominator_is_no_figure() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["Собака лает громко.", "犬が吠える。", "الكلب ينبح بصوت عال", "Η γάτα κοιμάται.", "Ça a été naïf."]
+    "text", ["Собака лает громко.", "犬が吠える。", "الكلب ينبح بصوت عال", "개가 크게 짖는다.", "Ça a été naïf."]
 )
 def test_words_of_any_script_overlap(text: str) -> None:
     assert overlap(text, text) == (1, 1, 1, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from engine_double import Echo
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import BatchStats, Engine, Plateau, Sampling, Schedule, Unit
+from engine import BatchStats, Decoding, Engine, Plateau, Sampling, Schedule, Unit
 from pipeline.rows.row_generator import Generator, RowGenerator
 from pipeline.rows.shared_engine import SharedEngine
 
@@ -104,6 +105,29 @@ def test_a_caller_that_goes_away_leaves_the_others_theirs() -> None:
     next(left)
     left.close()  # type: ignore[attr-defined]
     assert ask(shared, [4] * 9) == [4] * 9
+
+
+def test_what_broke_is_gone_before_its_calls_are_done_again() -> None:
+    """The rows of a stream have memory, which the next try needs."""
+    streams: list[weakref.ref[Decoding]] = []
+    alive: list[bool] = []
+
+    @dataclass(frozen=True)
+    class Recording(Watched):
+        def decoding(
+            self, sampling: Sampling | None = None, schedule: Schedule | None = None, batch_size: int = 32
+        ) -> Decoding:
+            stream = super().decoding(sampling, schedule, batch_size)
+            streams.append(weakref.ref(stream))
+            return stream
+
+        def before(self, prompts: Sequence[str | Sequence[int]]) -> None:
+            alive.append(bool(streams) and streams[-1]() is not None)
+            super().before(prompts)
+
+    answers = at_once(Recording(bad=frozenset([7])), partial(ask, lengths=[3, 4]), partial(ask, lengths=[7, 5]))
+    assert answers[0] == [3, 4]
+    assert alive[:3] == [True, False, False]
 
 
 def test_what_loading_raises_is_raised() -> None:
