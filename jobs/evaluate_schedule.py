@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from engine import Engine, ModelShape, Schedule, describe, model_identity
+from engine import Engine, ModelShape, Schedule, describe, model_identity, resolve_dtype
 from engine.bootstrap import Bootstrap, Estimate
 from engine.calibration.prompts import check_prompt_layers
 from engine.checkpoints.tokenizer import Tokenizer
@@ -113,7 +114,7 @@ def main() -> int:
 
 
 def evaluate(config: EvaluateSchedule) -> None:
-    """Raises JobError, ModelError, ScheduleError; all before the model is loaded."""
+    """Raises JobError, ModelError, ScheduleError; before the model is loaded, but for rivals that cannot be solved."""
     claim_directory(config.output, PROGRAM, [config.input])
     shape = describe(config.model)
     for layers in config.prompt_layers:
@@ -124,8 +125,10 @@ def evaluate(config: EvaluateSchedule) -> None:
     prompts = read_prompts(config, config.part, config.rows, tokenizer, shape)
     needed = max(config.bridge_rows * config.needs_bridges, config.calibration_rows * bool(config.rivals))
     held_back = read_prompts(config, "calibrate", needed, tokenizer, shape) if needed else []
-    sampling, identity = config.sampling(), model_identity(config.model)
     engine = Engine.load(config.model, config.device, config.dtype, config.threads)
+    sampling, identity = config.sampling(), model_identity(config.model)
+    if (where := f"{engine.device.type} {resolve_dtype(config.device, config.dtype)}") != "cpu float32":
+        identity += f" {where}"  # tokens of another precision are another study's
     engine.share_prefix(config.template().shared_prefix(engine.tokenizer))  # as jobs do
     contenders = [Contender.full_depth(shape.layers), *named]
     if config.prompt_layers:
@@ -133,8 +136,9 @@ def evaluate(config: EvaluateSchedule) -> None:
             contenders, config.prompt_layers, engine, [prompt.tokens for prompt in held_back[: config.bridge_rows]]
         )
     if config.bridged_rivals or config.target_sample_speedup is not None:
-        log.info("fitting the rivals' bridges on %d calibration prompts", len(held_back))
-        calibration = RivalCalibration.measure(engine, sampling, [prompt.tokens for prompt in held_back])
+        fitted_to = [prompt.tokens for prompt in held_back[: config.bridge_rows]]
+        log.info("fitting the rivals' bridges on %d calibration prompts", len(fitted_to))
+        calibration = RivalCalibration.measure(engine, sampling, fitted_to)
         if config.bridged_rivals:
             contenders += bridged_rivals(config.target_speedups, calibration)
         if config.target_sample_speedup is not None:
@@ -188,8 +192,13 @@ def read_contenders(paths: Sequence[Path], shape: ModelShape) -> list[Contender]
             target = schedule.provenance.get("target_speedup")
             target = None if target is None else float(target)
             name = str(schedule.provenance.get("name") or (path / folder).name.removesuffix(".json"))
-            found.append(Contender(name.removesuffix(ending(target)), target, schedule))
-    return found
+            found.append((path / folder, Contender(name.removesuffix(ending(target)), target, schedule)))
+    often = Counter(contender.label for _, contender in found)
+    # Two calibrations of one target have one name: then where they lie is part of it.
+    return [
+        contender if often[contender.label] == 1 else replace(contender, name=f"{contender.name} ({path})")
+        for path, contender in found
+    ]
 
 
 def read_prompts(
@@ -216,7 +225,9 @@ def read_prompts(
 
 
 def warn_of_seen_rows(config: EvaluateSchedule, contenders: Sequence[Contender]) -> None:
-    """Say which schedules may have been made from rows that they are judged on."""
+    """Say which contenders may have been made from rows that they are judged on."""
+    if config.part in ("all", "calibrate") and (config.rivals or config.needs_bridges):
+        log.warning("rivals and bridges are made from the calibrate part, and judged on the %s part", config.part)
     for contender in contenders:
         for made, what in (("calibrated_on", "calibrated"), ("adapted_on", "trained")):
             record = getattr(contender.method, "provenance", {}).get(made)

@@ -10,7 +10,6 @@ from threading import Lock
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from engine.decoding.generation import Generation, generation_of
 from engine.decoding.sample import Sample
@@ -281,12 +280,11 @@ class Stream:
         x = one.run()
         self._ran(one, running)
         self.held_bytes = self._cache.bytes
-        with record_function("head"):
-            exact, ours = context.decoder.logits, context.compiled.head(schedule, context.decoder)
-            if schedule.head_preview is None or not running:
-                return exact(x), flops, one.padding
-            parts = ([exact(x[: one.last])] if entering else []) + [ours(x[one.last :])]
-            return torch.cat(parts), flops, one.padding
+        exact, ours = context.decoder.logits, context.compiled.head(schedule, context.decoder)
+        if schedule.head_preview is None or not running:
+            return exact(x), flops, one.padding
+        parts = ([exact(x[: one.last])] if entering else []) + [ours(x[one.last :])]
+        return torch.cat(parts), flops, one.padding
 
     def _make_pass(self, prompts: Sequence[EnteringPrompt], newest: Sequence[NewestToken]) -> OnePass:
         context = self._context
@@ -332,9 +330,8 @@ class Stream:
 
     def _choose(self, rows: Sequence[Sample], logits: Tensor) -> list[Generation]:
         """Take rows on by a token, from logits [rows, vocab], which are overwritten; those that ended by it."""
-        with record_function("sampling"):
-            steps = [len(sample.tokens) for sample in rows]
-            tokens = self._sampler.choose(logits, [sample.seat for sample in rows], steps).tolist()
+        steps = [len(sample.tokens) for sample in rows]
+        tokens = self._sampler.choose(logits, [sample.seat for sample in rows], steps).tolist()
         done = []
         for sample, token in zip(rows, tokens, strict=True):
             sample.tokens.append(token)

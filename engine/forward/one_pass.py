@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from engine.forward.cache import KVCache, RowBlock
 from engine.forward.compiled_parts import PromptMaps
@@ -189,18 +188,17 @@ class OnePass:
     def run(self) -> Tensor:
         """Hidden states [last + decoding, hidden] after all layers, of the prompts' last tokens and the newest ones."""
         x = self.embedded
-        with record_function("layers"):
-            for operation, start, end in self.slices:
-                if start >= end:
-                    continue
-                if isinstance(operation, RunUnit) and self._stopped is None:
-                    self._stopped = x[: self.bulk] if operation.unit.layer >= self._plans.stop else None
-                ours = x[start:end]
-                done = self.apply(operation, ours, start, end)
-                if len(done) == len(x):
-                    x = done
-                else:
-                    x[start:end] = done
+        for operation, start, end in self.slices:
+            if start >= end:
+                continue
+            if isinstance(operation, RunUnit) and self._stopped is None:
+                self._stopped = x[: self.bulk] if operation.unit.layer >= self._plans.stop else None
+            ours = x[start:end]
+            done = self.apply(operation, ours, start, end)
+            if len(done) == len(x):
+                x = done
+            else:
+                x[start:end] = done
         return x[self.bulk + self.whole :]
 
     def apply(self, operation: Operation, x: Tensor, start: int, end: int) -> Tensor:

@@ -32,8 +32,7 @@ from jobs import command_line
 from jobs.benchmarks.floor import MachineRates, decode_floor, measure_rates
 from jobs.benchmarks.one_batch.ablation import ALL, Ablation
 from jobs.benchmarks.one_batch.contenders import CTranslate2, run_engine, time_engine, time_transformers
-from jobs.benchmarks.one_batch.figures import ablation_table, cache_line, split_line, table, write_chart
-from jobs.benchmarks.one_batch.split import time_split
+from jobs.benchmarks.one_batch.figures import ablation_table, cache_line, table, write_chart
 from jobs.benchmarks.one_batch.timing import TimedContender, compare, take_turns
 from jobs.prompts import PACKAGES
 from pipeline.errors import JobError
@@ -95,8 +94,6 @@ def benchmark(config: BenchmarkEngine) -> None:
             mean_prompt = results[-1]["mean_prompt_tokens"]
             title = f"batch {len(prompts)}, prompts of {mean_prompt:.0f} tokens on average, {config.new_tokens} new"
             console.print(table(f"{title}, median of {config.rounds} rounds", results[-1]["contenders"]))
-            for name, split in results[-1]["time_split"].items():
-                console.print(split_line(name, split))
             for name, course in results[-1]["cache_bytes"].items():
                 console.print(cache_line(name, course))
             if ablation is not None:
@@ -160,12 +157,11 @@ def _measure(
         "batch_size": len(prompts),
         "mean_prompt_tokens": sum(map(len, prompts)) / len(prompts),
         "contenders": compare(contenders, FULL_DEPTH),
-        "time_split": {},
-        "cache_bytes": {},  # by schedule, over the decode passes
+        "cache_bytes": {  # by schedule, over the decode passes
+            name: run_engine(engine, prompts, config.new_tokens, schedule).cache_course
+            for name, schedule in schedules.items()
+        },
     }
-    for name, schedule in schedules.items():
-        split, stats = time_split(partial(run_engine, engine, prompts, config.new_tokens, schedule))
-        results["time_split"][name], results["cache_bytes"][name] = split, stats.cache_course
     return results
 
 

@@ -12,11 +12,11 @@ import torch
 from engine import Ledger, ModelShape, Schedule
 from engine.kernels.base import kernels_for
 
-# By device: a buffer far beyond any cache, a matrix large enough to keep every unit busy.
-BUFFER_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}
-MATRIX = {"cpu": 2048, "cuda": 8192}
+BUFFER_BYTES = 512 << 20  # far beyond any CPU's cache
+MATRIX = {"cpu": 2048, "cuda": 8192}  # large enough to keep every unit busy
 REPEATS = 7
 CPU = torch.device("cpu")
+ELEMENT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +27,13 @@ class MachineRates:
     flops_per_second: float  # matrix product of large squares
 
 
-def measure_rates(device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> MachineRates:
-    """What the device does at best, in a dtype."""
-    size = BUFFER_BYTES[device.type]
-    buffer = torch.ones(size // 4, device=device)
-    return MachineRates(size / _seconds(lambda: buffer.sum(), device), multiply_rate(device, dtype))
+def measure_rates() -> MachineRates:
+    """What the CPU does at best, in float32."""
+    buffer = torch.ones(BUFFER_BYTES // 4)
+    return MachineRates(BUFFER_BYTES / _seconds(lambda: buffer.sum(), CPU), multiply_rate(CPU, torch.float32))
 
 
-def multiply_rate(device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> float:
+def multiply_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a product of large square matrices, one of them packed as the engine's weights are.
 
     On some CPUs plain products run at half of that: the library behind them has no code for these.
@@ -45,10 +44,9 @@ def multiply_rate(device: torch.device = CPU, dtype: torch.dtype = torch.float32
     return 2 * width**3 / _seconds(lambda: product(matrix), device)
 
 
-def decode_floor(
-    rates: MachineRates, shape: ModelShape, schedule: Schedule, lengths: list[tuple[int, int]], element_bytes: int = 4
-) -> float:
-    """Seconds. Each pass reads the active weights once and every row's cache in the active layers, and computes both.
+def decode_floor(rates: MachineRates, shape: ModelShape, schedule: Schedule, lengths: list[tuple[int, int]]) -> float:
+    """Seconds in float32. Each pass reads the active weights once and every row's cache in the active layers, and
+    computes both.
 
     The two overlap at best: a pass takes the longer of them.
 
@@ -62,7 +60,7 @@ def decode_floor(
         contexts = [prompt + step + 1 for prompt, generated in lengths if step < generated - 1]
         layers = sum(unit.kind == "a" for unit in schedule.active(step))
         cache = 2 * shape.kv_heads * shape.head_dim * layers * sum(contexts)
-        read = (cost.weights // 2 + cache) * element_bytes
+        read = (cost.weights // 2 + cache) * ELEMENT_BYTES
         computed = sum(cost.tokens(context, context) for context in contexts)
         seconds += max(read / rates.bytes_per_second, computed / rates.flops_per_second)
     return seconds

@@ -13,6 +13,7 @@ import json
 import platform
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,7 +24,7 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from rich.console import Console
 
 from engine import Schedule, Tokenizer, checkpoint_directory, describe
@@ -48,10 +49,11 @@ class BenchmarkJob(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    contenders: list[Literal["engine", "lock-step", "transformers", "ctranslate2", "openvino", "vllm"]] = Field(
-        ["engine", "transformers", "ctranslate2", "openvino", "vllm"],
-        description="who runs; the first one's full depth is what all are compared with; lock-step: our engine in "
-        "batches that nobody enters before all rows have ended",
+    contenders: list[str] = Field(
+        [name for name in RUNNERS if name != "lock-step"],
+        min_length=1,
+        description=f"who runs, of {', '.join(RUNNERS)}; the first one's full depth is what all are compared with; "
+        "lock-step: our engine in batches that nobody enters before all rows have ended",
     )
     schedules: list[Path] = Field(
         [DEMO / "adapted", DEMO / "whole_sample_2x"],
@@ -78,6 +80,13 @@ class BenchmarkJob(BaseModel):
     )
     vllm_python: str = Field(".venv-vllm/bin/python", description="interpreter of vLLM; make vllm-env")
     output: Path = Field(Path("out/benchmark-job"), description="directory for job.json, job.svg and logs")
+
+    @field_validator("contenders")
+    @classmethod
+    def _are_known(cls, names: list[str]) -> list[str]:
+        if unknown := [name for name in names if name not in RUNNERS]:
+            raise ValueError(f"{unknown[0]!r} is not known: known are {', '.join(RUNNERS)}")
+        return names
 
 
 def main() -> int:
@@ -151,16 +160,16 @@ def _loaded(config: BenchmarkJob, job: Job, workers: ExitStack, console: Console
 
 def _contenders(config: BenchmarkJob, job: Job, console: Console) -> Iterator[tuple[Measured, Worker]]:
     """Those that are installed, full depth first; says who isn't. Raises JobError, ScheduleError."""
-    pythons = {"engine": sys.executable, "lock-step": sys.executable, "vllm": config.vllm_python}
-    schedules = _schedules(config.schedules)
+    pythons = {"own": sys.executable, "peers": config.peers_python, "vllm": config.vllm_python}
+    schedules = named_schedules(config.schedules)
     for kind in config.contenders:
-        runner, python = RUNNERS[kind], str(Path(pythons.get(kind, config.peers_python)).absolute())
+        runner, python = RUNNERS[kind], str(Path(pythons[RUNNERS[kind].environment]).absolute())
         if (reason := runner.missing(python)) is not None:
             if kind == config.contenders[0]:
                 raise JobError(reason)
             console.print(reason, soft_wrap=True)
             continue
-        under: dict[str, tuple[Path, Schedule]] = schedules if kind in ("engine", "lock-step", "vllm") else {}
+        under: dict[str, tuple[Path, Schedule]] = schedules if runner.takes_schedules else {}
         if kind == "vllm" and under and (reason := VLLM_PLUGIN.missing(python)) is not None:
             console.print(reason, soft_wrap=True)
             under = {}
@@ -173,13 +182,15 @@ def _contenders(config: BenchmarkJob, job: Job, console: Console) -> Iterator[tu
             yield Measured(label, kind, run), Worker(label, runner, python, its_job, log)
 
 
-def _schedules(paths: Sequence[Path]) -> dict[str, tuple[Path, Schedule]]:
-    """By name: where a schedule lies, and what it is. Raises ScheduleError."""
-    return {
-        f"{path.name}/{folder}" if folder else path.name: (path / folder, schedule)
+def named_schedules(paths: Sequence[Path]) -> dict[str, tuple[Path, Schedule]]:
+    """By name, or by path where names are alike: where a schedule lies, and what it is. Raises ScheduleError."""
+    found = [
+        (f"{path.name}/{folder}" if folder else path.name, path / folder, schedule)
         for path in paths
         for folder, schedule in read_schedules(str(path)).items()
-    }
+    ]
+    often = Counter(name for name, _, _ in found)
+    return {name if often[name] == 1 else str(path): (path, schedule) for name, path, schedule in found}
 
 
 def _note(measured: Measured, run: dict[str, Any], tokenizer: Tokenizer, new_tokens: int) -> None:

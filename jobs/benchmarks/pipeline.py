@@ -23,7 +23,8 @@ from rich.console import Console
 from engine import Engine
 from jobs import command_line
 from jobs.summarize_corpus import SummarizeCorpus
-from pipeline.preparing.fit import choose_schedule
+from pipeline.errors import JobError
+from pipeline.preparing.fit import choose_schedule, longest_prompt
 from pipeline.run import run_job
 
 PROGRAM = "jobs.benchmarks.pipeline"
@@ -46,12 +47,15 @@ def main() -> int:
 
 
 def benchmark(config: BenchmarkPipeline) -> None:
+    if config.plan:
+        raise JobError("a benchmark is no plan: leave out --plan")
     console = Console()
-    engine = Engine.load(config.model, threads=config.threads_per_replica)
+    engine = Engine.load(config.model, config.device, config.dtype, config.threads_per_replica)
     schedule = choose_schedule(config, engine.shape)
     texts = pq.read_table(config.input, columns=[config.text_column])[config.text_column].to_pylist()[: config.limit]
     template = config.template()
-    prompts = [template.encode({"text": text}, engine.tokenizer, engine.shape.context).tokens for text in texts]
+    longest = longest_prompt(config, engine.shape)
+    prompts = [template.encode({"text": text}, engine.tokenizer, longest).tokens for text in texts]
     engine.share_prefix(template.shared_prefix(engine.tokenizer))
     list(engine.generate(prompts[:2], config.sampling(), schedule))  # warm-up
     ratios = []

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
@@ -31,6 +31,7 @@ from engine.models.families import family_of
 from engine.parts.unit import Unit, all_units
 from engine.schedules.schedule import Plateau
 from jobs import command_line
+from pipeline.errors import JobError
 
 PROGRAM = "jobs.benchmarks.simulated_gpu"
 # An H100 SXM's dense bfloat16 FLOP/s and bytes/s, and the shares of them that matrix products of served models reach.
@@ -57,6 +58,8 @@ MODELS: dict[str, PretrainedConfig] = {
 class SimulateGpu(BaseModel):
     """What a schedule should gain inside vLLM on an H100: a simulation on vLLM's scheduler."""
 
+    model_config = ConfigDict(extra="forbid")
+
     batch_sizes: list[int] = Field([64, 128, 256, 512], description="rows that decode together")
     prompt_tokens: list[int] = Field([128, 1024, 4096], description="lengths of prompts")
     new_tokens: int = Field(
@@ -64,7 +67,7 @@ class SimulateGpu(BaseModel):
     )
     decode_skipped: float = Field(1 / 3, gt=0, lt=1, description="share of the layers that decoding skips")
     prompt_skipped: float = Field(1 / 2, gt=0, lt=1, description="share of the layers that prompts are spared")
-    output: str | None = Field(None, description="file for all figures, as JSON; default none")
+    output: Path | None = Field(None, description="new file for all figures, as JSON; default none")
 
 
 @dataclass
@@ -146,7 +149,9 @@ def main() -> int:
 
 
 def simulate(config: SimulateGpu) -> None:
-    """Print a table, and write the figures."""
+    """Print a table, and write the figures. Raises JobError if a file would be written over."""
+    if config.output is not None and config.output.exists():
+        raise JobError(f"{str(config.output)!r} is there already: name a new file")
     table = Table(title="SIMULATED H100, bfloat16: whole jobs, times full depth's rows/s")
     names = ["decode", "decode, graphs", "both", "both, graphs"]
     for column in ("model", "rows", "prompt", "prompts' share", *names):
@@ -173,7 +178,8 @@ def simulate(config: SimulateGpu) -> None:
                 table.add_row(model, str(rows), str(prompt), f"{share:.2f}", *shown)
     Console().print(table)
     if config.output is not None:
-        Path(config.output).write_text(json.dumps(figures, indent=1))
+        with config.output.open("x") as file:
+            json.dump(figures, file, indent=1)
 
 
 def _schedule(shape: ModelShape, skipped: float) -> Schedule:

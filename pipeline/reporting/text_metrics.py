@@ -80,7 +80,7 @@ def _is_claim(word: str, begins_sentence: bool) -> bool:
     return len(word) > 1 and any(character.isupper() for character in (word[1:] if begins_sentence else word))
 
 
-class _AnyScript(Tokenizer):  # type: ignore[misc]  # rouge-score has no types
+class _AnyScript(Tokenizer):
     """rouge-score's own tokens of words in ASCII; it would drop all others, and an answer in Russian with them."""
 
     def __init__(self) -> None:

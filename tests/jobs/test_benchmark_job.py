@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from engine import Ledger, Schedule, describe
 from engine.schedules import recipes
-from jobs.benchmarks.job import BenchmarkJob, benchmark
+from jobs.benchmarks.job import BenchmarkJob, benchmark, named_schedules
 from jobs.benchmarks.peers.protocol import Job
 from jobs.benchmarks.whole_job.figures import Measured, WholeJob, figures, flops
 from jobs.benchmarks.whole_job.worker import RUNNERS, Runner, Worker
@@ -105,6 +106,18 @@ def test_a_job_costs_what_the_ledger_says_and_its_shared_tokens_once(make_checkp
     cost = flops(task, None, [3, 1])
     assert cost.prompts == ledger.prefix(8) + ledger.prompt(40, 8) + ledger.prompt(60, 8)
     assert cost.decoding == ledger.decode(40, 3)
+
+
+def test_schedules_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
+    for folder in ("calibrated/2x", "adapted/2x", "half"):
+        half_depth().write(tmp_path / folder)
+    paths = [tmp_path / "calibrated" / "2x", tmp_path / "adapted" / "2x", tmp_path / "half"]
+    assert list(named_schedules(paths)) == [str(paths[0]), str(paths[1]), "half"]
+
+
+def test_a_contender_that_nobody_knows_is_named() -> None:
+    with pytest.raises(ValidationError, match=r"'llama\.cpp' is not known: known are engine, lock-step, transformers"):
+        BenchmarkJob(contenders=["llama.cpp"])
 
 
 def test_a_contender_that_dies_is_named_with_its_last_words(tmp_path: Path) -> None:

@@ -74,6 +74,25 @@ def test_a_rerun_extends_what_is_there_and_the_report_stands_alone(
         assert outside not in html
 
 
+def test_another_precision_is_another_study(
+    tmp_path: Path, schedules: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else what one computed would be shown as the other's, or beside it."""
+    arguments = [*judging(schedules / "1.6x", tmp_path / "out"), "--rows", "2"]
+    for dtype in ("float32", "bfloat16"):
+        assert run(monkeypatch, *arguments, "--dtype", dtype) == 0
+    files = [file for file in (tmp_path / "out" / "work").rglob("*.parquet") if "likelihoods" not in file.name]
+    assert len(files) == 2 * 2  # contenders, precisions
+
+
+def test_two_schedules_of_one_name_are_told_apart_by_where_they_lie(tmp_path: Path, schedules: Path) -> None:
+    other = tmp_path / "again"
+    Schedule.read(schedules / "1.6x").write(other)
+    found = read_contenders([schedules, other], describe("smollm2-135m-instruct"))
+    names = [f"plain ({path}), 1.6x" for path in (schedules / "1.6x", other)]
+    assert [each.label for each in found] == ["plain, 1.1x", *names]
+
+
 def test_a_schedule_without_a_name_is_called_as_its_file_or_directory(tmp_path: Path) -> None:
     shape = describe("smollm2-135m-instruct")
     recipe = recipes.skipdecode(shape.layers, warmup=4, max_active=26, min_active=26, horizon=1)

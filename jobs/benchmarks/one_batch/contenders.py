@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedModel, StoppingCriteriaList
 
 from engine import BatchStats, Engine, Sampling, Schedule
 from jobs.benchmarks.one_batch.timing import Timing
+from jobs.benchmarks.peers.transformers import FirstToken
 
 Prompts = Sequence[Sequence[int]]
 
@@ -28,25 +29,11 @@ def time_engine(engine: Engine, prompts: Prompts, new_tokens: int, schedule: Sch
     return Timing(batch.prefill_seconds, batch.decode_seconds, len(prompts), new_tokens)
 
 
-class FirstToken(StoppingCriteria):
-    """Stops nothing; notes when `generate` has its first token."""
-
-    def __init__(self) -> None:
-        self.at: float | None = None
-
-    def __call__(self, input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
-        if self.at is None:
-            _wait(input_ids.device)
-            self.at = time.perf_counter()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
 def time_transformers(reference: PreTrainedModel, prompts: Prompts, new_tokens: int) -> Timing:
     """Left-padded, as its users do."""
     longest = max(map(len, prompts))
-    where = reference.device
-    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=where)
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=where)
+    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     first = FirstToken()
     start = time.perf_counter()
     with torch.inference_mode():
@@ -58,16 +45,9 @@ def time_transformers(reference: PreTrainedModel, prompts: Prompts, new_tokens: 
             min_new_tokens=new_tokens,
             stopping_criteria=StoppingCriteriaList([first]),
         )
-    _wait(where)
     end = time.perf_counter()
     assert first.at is not None
     return Timing(first.at - start, end - first.at, len(prompts), new_tokens)
-
-
-def _wait(device: torch.device) -> None:
-    """For all that has been started."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class CTranslate2:

@@ -55,10 +55,6 @@ def ablation_table(title: str, by_schedule: dict[str, dict[str, Any]]) -> Table:
     return found
 
 
-def split_line(name: str, split: dict[str, float]) -> str:
-    return f"time at {name}: " + ", ".join(f"{part} {share:.0%}" for part, share in split.items())
-
-
 def cache_line(name: str, course: Sequence[int]) -> str:
     return f"cache at {name}: {max(course) / 1e6:.0f} MB at most, {course[-1] / 1e6:.0f} MB at the end"
 

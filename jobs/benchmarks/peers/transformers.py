@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteri
 from jobs.benchmarks.peers.protocol import Job, Peer, Prompts, Run, longest_first, serve
 
 
-class _FirstToken(StoppingCriteria):
+class FirstToken(StoppingCriteria):
     """Stops nothing; notes when `generate` has its first tokens."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Transformers(Peer):
         longest, padding = max(map(len, batch)), (self._job.eos or [0])[0]
         ids = [[padding] * (longest - len(prompt)) + list(prompt) for prompt in batch]
         mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in batch]
-        first = _FirstToken()
+        first = FirstToken()
         with torch.inference_mode():
             found = self._model.generate(
                 torch.tensor(ids, device=self._job.device),

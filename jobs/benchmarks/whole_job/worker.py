@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jobs.benchmarks.peers.protocol import Job
 from pipeline.errors import JobError
@@ -25,6 +25,8 @@ class Runner:
     label: str
     needs: tuple[str, ...]  # modules
     remedy: str  # how to get them
+    environment: Literal["own", "peers", "vllm"] = "own"
+    takes_schedules: bool = False
 
     def missing(self, python: str) -> str | None:
         """Why it can't run under an interpreter, in one sentence; None if it can."""
@@ -39,12 +41,12 @@ class Runner:
 
 
 RUNNERS = {
-    "engine": Runner("own_engine", "our engine", ("engine",), "make install"),
-    "lock-step": Runner("lock_step", "our engine in lock-step", ("engine",), "make install"),
-    "transformers": Runner("transformers", "transformers", ("transformers",), "make peers"),
-    "ctranslate2": Runner("ctranslate2", "CTranslate2", ("ctranslate2", "transformers"), "make peers"),
-    "openvino": Runner("openvino", "OpenVINO GenAI", ("openvino_genai", "optimum"), "make peers"),
-    "vllm": Runner("vllm", "vLLM", ("vllm",), "make vllm-env"),
+    "engine": Runner("own_engine", "our engine", ("engine",), "make install", takes_schedules=True),
+    "lock-step": Runner("lock_step", "our engine in lock-step", ("engine",), "make install", takes_schedules=True),
+    "transformers": Runner("transformers", "transformers", ("transformers",), "make peers", "peers"),
+    "ctranslate2": Runner("ctranslate2", "CTranslate2", ("ctranslate2", "transformers"), "make peers", "peers"),
+    "openvino": Runner("openvino", "OpenVINO GenAI", ("openvino_genai", "optimum"), "make peers", "peers"),
+    "vllm": Runner("vllm", "vLLM", ("vllm",), "make vllm-env", "vllm", takes_schedules=True),
 }
 # What vLLM needs beyond itself to run a schedule.
 VLLM_PLUGIN = Runner("vllm", "vLLM under schedules", ("vllm", "engine.vllm"), RUNNERS["vllm"].remedy)
