@@ -22,10 +22,10 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import AttentionGroup
 
 from engine.schedules.schedule import Schedule
+from engine.vllm.plugin import FULL_DEPTH
 
 # Groups of rows, each further plateau the next one. Prompts that begin stand side by side, and so do those that end.
 GOES_ON, BEGINS, BEGINS_AND_ENDS, ENDS, WHOLE, PLATEAU = range(6)
-FULL_DEPTH = "skipdecode_full_depth"  # of a request's `extra_args`
 
 
 class Rows(NamedTuple):
