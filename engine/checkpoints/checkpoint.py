@@ -7,7 +7,6 @@ import importlib.util
 import json
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -82,10 +81,9 @@ def prepare(model: str) -> Path:
         if not target.exists():
             log.info("converting %s, once, a minute or so; later starts read %s", path.name, target)
             with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-                _convert_gguf(path, Path(scratch))
+                _convert_gguf(path, Path(scratch) / "model")
                 # The directory appears under its name whole or not at all.
-                shutil.copytree(scratch, f"{target}.new", dirs_exist_ok=True)
-            os.rename(f"{target}.new", target)
+                os.rename(Path(scratch) / "model", target)
     return target
 
 
@@ -100,7 +98,7 @@ def read_config(model: str) -> PreTrainedConfig:
         check_gguf(path)
     try:
         if path.is_file():
-            return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+            return AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # libraries raise much at a damaged file
         raise ModelError(f"the config of model {model!r} cannot be read: {_one_line(error)}") from error
@@ -230,7 +228,8 @@ def _convert_gguf(gguf: Path, directory: Path) -> None:
     disable_progress_bar()
     modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: tensors
     check_gguf(gguf)
-    where = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    # Files beside it are read too, and may name code.
+    where = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name, "trust_remote_code": False}
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(**where)

@@ -92,8 +92,9 @@ class _Header:
             raise _Damaged(f"a value is of type {kind}, which is not known")
         of, count = self._number("I"), self._number("Q")
         if of in SCALARS:
-            width = struct.calcsize(f"<{SCALARS[of]}")
-            return struct.unpack(f"<{count}{SCALARS[of]}", self._bytes(count * width))
+            # Nothing that is looked at is an array of numbers.
+            self._stream.seek(self._end(count * struct.calcsize(f"<{SCALARS[of]}")))
+            return None
         if of != STRING or count > self._size // 8:
             raise _Damaged(f"an array claims {count} values of type {of}")
         return [self._string() for _ in range(count)]
@@ -105,12 +106,17 @@ class _Header:
         return struct.unpack(f"<{kind}", self._bytes(struct.calcsize(f"<{kind}")))[0]
 
     def _bytes(self, count: int) -> bytes:
+        self._end(count)
+        return self._stream.read(count)
+
+    def _end(self, count: int) -> int:
+        """Where so many bytes from here on end."""
         end = self._stream.tell() + count
         if end > self._size:
             raise _Damaged(f"it ends within its header, after {self._size} bytes")
         if end > LONGEST_HEADER:
             raise _Damaged(f"its header is longer than {LONGEST_HEADER} bytes")
-        return self._stream.read(count)
+        return end
 
 
 def _check_sizes(values: dict[str, Any], tensors: dict[str, tuple[int, ...]]) -> None:

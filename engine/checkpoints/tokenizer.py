@@ -35,19 +35,23 @@ class Tokenizer:
         return cls(checkpoint.prepare(model), now)
 
     def _read_eos_ids(self, directory: Path) -> tuple[int, ...]:
-        ids: object = None
-        if (directory / "generation_config.json").is_file():
+        file = directory / "generation_config.json"
+        if file.is_file():
             from transformers import GenerationConfig
 
             try:
                 ids = GenerationConfig.from_pretrained(directory).eos_token_id
             except (OSError, ValueError, TypeError) as error:
                 raise ModelError(f"the generation config in {str(directory)!r} cannot be read: {error}") from error
-        if ids is None:
-            ids = self._tokenizer.eos_token_id
-        if ids is None:
-            return ()
-        return (ids,) if isinstance(ids, int) else tuple(ids)  # type: ignore[arg-type]
+            several = ids if isinstance(ids, list) else [] if ids is None else [ids]
+            if not all(type(each) is int and each >= 0 for each in several):
+                raise ModelError(
+                    f"{str(file)!r} names {ids!r} as eos_token_id: a token's number belongs there, or a list"
+                )
+            if ids is not None:
+                return tuple(several)
+        own: int | None = self._tokenizer.eos_token_id
+        return () if own is None else (own,)
 
     @property
     def has_chat_template(self) -> bool:

@@ -98,6 +98,7 @@ class VllmEngine:
         # On CPUs vLLM would bind its threads to the first cores, and every replica on a machine to the same ones.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # what goes wrong is raised here
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # V2 refuses logits processors such as ours, full depth or not
         try:
             import vllm.config  # noqa: F401
         except ImportError as error:
@@ -323,7 +324,7 @@ class VllmDecoding:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        from engine.vllm.passes import FULL_DEPTH
+        from engine.vllm.plugin import FULL_DEPTH
         from engine.vllm.sampling import SAMPLED, describe
 
         eos_ids = list(self._stopping.eos_ids)

@@ -78,13 +78,13 @@ class Skipping:
         """The pass over rows sorted by their groups, each with so many tokens: what its attention needs to know."""
         ends = [sum(group <= last for group in groups) for last in range(PLATEAU + len(self.schedule.plateaus))]
         starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
-        draft = Pass(tuple(ends), starts, (), self._device)
-        wanted = {rows: None for unit in self._running if unit.kind == "a" for rows, _ in self._spans(unit, draft)}
-        if self._maps is not None and draft.beginning.first < draft.beginning.end:
-            wanted[draft.beginning] = None
+        current = self.current = Pass(tuple(ends), starts, self._device)
+        wanted = {rows: None for unit in self._running if unit.kind == "a" for rows, _ in self._spans(unit, current)}
+        if self._maps is not None and current.beginning.first < current.beginning.end:
+            wanted[current.beginning] = None
         whole = Rows(0, ends[-1])
-        self.current = Pass(draft.rows, starts, tuple(rows for rows in wanted if rows != whole), self._device)
-        return self.current
+        current.wanted = tuple(rows for rows in wanted if rows != whole)
+        return current
 
     def forward(
         self,
@@ -122,14 +122,9 @@ class Skipping:
         for unit in units:
             above = self._is_above(unit)
             if self._skips is not None and unit == self._skips.block.first:
-                prompts, begins = slice(0, current.token(current.rows[ENDS])), current.begins()
-                assert self._maps is not None
-                for layer in self._maps.within:
-                    self._write(layer, x[prompts], positions[prompts], prompts)
-                # After what was written, which was not for them.
-                whole = self._run_first(self._skips.block.units, current, positions[begins], x[begins])
-                x[prompts] = self._bridges[self._skips](x[prompts])
-                x[begins] = whole
+                prompts = slice(0, current.token(current.rows[ENDS]))
+                if prompts.stop:
+                    self._skip_block(self._skips, current, prompts, positions, x)
             for plateau, bridge in self._standing.get(unit, ()):
                 first, end = current.rows[PLATEAU + plateau - 1 : PLATEAU + plateau + 1]
                 tokens = _tokens(current, Rows(first, end, above))
@@ -141,6 +136,17 @@ class Skipping:
                     part = self.run(unit, layer, positions[tokens], x[tokens])
                 x = _with(x, tokens, part)
         return x
+
+    def _skip_block(self, skips: Bridge, current: Pass, prompts: slice, positions: Tensor, x: Tensor) -> None:
+        """Take prompts over the block that they skip, in x itself: all of their tokens but the first ones."""
+        assert self._maps is not None
+        begins = current.begins()
+        for layer in self._maps.within:
+            self._write(layer, x[prompts], positions[prompts], prompts)
+        # After what was written, which was not for them.
+        whole = self._run_first(skips.block.units, current, positions[begins], x[begins])
+        x[prompts] = self._bridges[skips](x[prompts])
+        x[begins] = whole
 
     def _run_first(self, units: Iterable[Unit], current: Pass, positions: Tensor, x: Tensor) -> Tensor:
         """Hidden states of the first tokens of prompts that begin, which run every layer, by themselves."""

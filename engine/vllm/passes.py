@@ -22,10 +22,10 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import AttentionGroup
 
 from engine.schedules.schedule import Schedule
+from engine.vllm.plugin import FULL_DEPTH
 
 # Groups of rows, each further plateau the next one. Prompts that begin stand side by side, and so do those that end.
 GOES_ON, BEGINS, BEGINS_AND_ENDS, ENDS, WHOLE, PLATEAU = range(6)
-FULL_DEPTH = "skipdecode_full_depth"  # of a request's `extra_args`
 
 
 class Rows(NamedTuple):
@@ -43,8 +43,8 @@ class Pass:
 
     rows: tuple[int, ...]  # where each group of rows ends
     starts: Tensor  # [rows + 1] where each row's tokens start, on the host
-    wanted: tuple[Rows, ...]  # those that attention needs metadata of
     device: torch.device
+    wanted: tuple[Rows, ...] = ()  # those that attention needs metadata of
     metadata: dict[Rows, dict[str, Any]] = field(default_factory=dict)  # by layer's name
     slots: dict[Rows, dict[str, Tensor]] = field(default_factory=dict)
 
@@ -118,8 +118,8 @@ def groups_of(schedule: Schedule, batch: Any, scheduled: Sequence[int], requests
     return groups
 
 
-def sort_rows(batch: Any, groups: Sequence[int]) -> None:
-    """Put the rows of vLLM's persistent batch in the order of their groups."""
+def sort_rows(batch: Any, groups: Sequence[int]) -> list[int]:
+    """Put the rows of vLLM's persistent batch in the order of their groups, which are returned so."""
     order = sorted(range(len(groups)), key=groups.__getitem__)  # new place -> old row
     at = list(range(len(groups)))  # place -> old row that stands there now
     place = list(range(len(groups)))  # old row -> where it stands now
@@ -129,6 +129,7 @@ def sort_rows(batch: Any, groups: Sequence[int]) -> None:
             other = at[target]
             at[target], at[source] = row, other
             place[row], place[other] = target, source
+    return [groups[row] for row in order]
 
 
 def part_of(common: Any, rows: Rows, current: Pass) -> Any:
@@ -186,10 +187,13 @@ def install() -> None:
             return
         if runner.reorder_batch_threshold is not None:
             names = {group.backend.get_name() for groups in runner.attn_groups for group in groups}
-            raise RuntimeError(f"attention backend {', '.join(names)} sorts rows its own way: choose another one")
+            raise RuntimeError(
+                f"attention backend {', '.join(names)} sorts rows its own way: choose another one, "
+                "--attention-backend FLASH_ATTN or TRITON_ATTN"
+            )
         batch = runner.input_batch
         scheduled = [scheduler_output.num_scheduled_tokens[request] for request in batch.req_ids]
-        sort_rows(batch, groups_of(model.schedule, batch, scheduled, runner.requests))
+        runner.row_groups = sort_rows(batch, groups_of(model.schedule, batch, scheduled, runner.requests))
 
     def built_by_depth(runner: Any, *args: Any, **kwargs: Any) -> Any:
         global _building
@@ -199,10 +203,8 @@ def install() -> None:
         model.current = None
         if scheduled is None:  # a dummy pass: all tokens run all layers
             return build(runner, *args, **kwargs)
-        batch = runner.input_batch
-        counts = [scheduled[request] for request in batch.req_ids]
-        groups = groups_of(model.schedule, batch, counts, runner.requests)
-        _building = model.begin_pass(groups, counts)
+        counts = [scheduled[request] for request in runner.input_batch.req_ids]
+        _building = model.begin_pass(runner.row_groups, counts)
         try:
             return build(runner, *args, **kwargs)
         finally:

@@ -11,12 +11,15 @@ import os
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from engine.errors import ScheduleError
 from engine.schedules.schedule import Schedule
 
 log = logging.getLogger(__name__)
 
 SETTING = "skipdecode_schedule"
+FULL_DEPTH = "skipdecode_full_depth"  # of a request's `extra_args`
 PREFIX = "Skipdecode"
 # vLLM's architectures whose layers are units of ours, and the class that runs them.
 MODELS = {
@@ -29,12 +32,16 @@ MODELS = {
     "GraniteForCausalLM": "SkippingGranite",
     "OPTForCausalLM": "SkippingOPT",
 }
+# Load formats that do not call a model's `load_weights`, where an adapter's copies are made.
+UNADAPTED_FORMATS = ("dummy", "ipc_cache", "runai_streamer_sharded", "sharded_state", "tensorizer")
 
 
 def register() -> None:
     """The entry point. vLLM may call it several times in a process."""
     from vllm.config import VllmConfig
     from vllm.model_executor.models import ModelRegistry
+
+    from engine.vllm import admission
 
     for architecture, name in MODELS.items():
         ModelRegistry.register_model(PREFIX + architecture, f"engine.vllm.models:{name}")
@@ -48,6 +55,7 @@ def register() -> None:
         apply(config)
 
     VllmConfig.try_verify_and_update_config = verify_and_apply
+    admission.install()
 
 
 def schedule_of(config: Any) -> Schedule | None:
@@ -78,6 +86,13 @@ def apply(config: Any) -> None:
     # Which tokens run a layer changes from pass to pass: a recorded graph would have it frozen.
     model.enforce_eager = True
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    if config.use_v2_model_runner:  # a watermark wants it, or vLLM has read its environment before
+        raise ScheduleError(
+            "a schedule does not run in vLLM's Model Runner V2: set VLLM_USE_V2_MODEL_RUNNER=0 before vLLM starts, and "
+            "no watermark"
+        )
+    if config.attention_config.backend is None:
+        config.attention_config.backend = _attention_backend(config)
     config.scheduler_config.scheduler_cls = "engine.vllm.scheduler.keeper"
     model.hf_config.architectures = [PREFIX + model.architecture]
     log.info("decoding under the schedule %s", config.additional_config[SETTING])
@@ -85,7 +100,9 @@ def apply(config: Any) -> None:
 
 def _unsupported(config: Any, schedule: Schedule) -> dict[str, bool]:
     """What has not been proven to give the schedule's tokens, and whether this configuration asks for it."""
-    parallel, scheduler = config.parallel_config, config.scheduler_config
+    parallel, scheduler, model = config.parallel_config, config.scheduler_config, config.model_config
+    adapter, bridge = schedule.adapter is not None, schedule.prompt_bridge is not None
+    load_format = config.load_config.load_format
     return {
         "speculative decoding": config.speculative_config is not None,
         "LoRA": config.lora_config is not None,
@@ -93,8 +110,28 @@ def _unsupported(config: Any, schedule: Schedule) -> dict[str, bool]:
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "microbatches": parallel.use_ubatching,
         "a cache shared with other servers": config.kv_transfer_config is not None,
+        "a cache offloaded to the host": config.cache_config.kv_offloading_size is not None,
+        "sleep mode": model.enable_sleep_mode,
+        "pooling": model.runner_type != "generate",
         "a scheduler class of your own": scheduler.scheduler_cls is not None,
-        "an adapter and tensor parallelism": schedule.adapter is not None and parallel.tensor_parallel_size > 1,
-        "an adapter and quantised weights": schedule.adapter is not None
-        and config.model_config.quantization is not None,
+        "a prompt bridge and tensor parallelism": bridge and parallel.tensor_parallel_size > 1,
+        "an adapter and tensor parallelism": adapter and parallel.tensor_parallel_size > 1,
+        "an adapter and quantised weights": adapter and model.quantization is not None,
+        f"an adapter and load format {load_format}": adapter and load_format in UNADAPTED_FORMATS,
     }
+
+
+def _attention_backend(config: Any) -> Any:
+    """On CUDA one that takes rows in any order, which vLLM's own choice may not; None leaves the choice to it."""
+    from vllm.platforms import current_platform
+    from vllm.utils.torch_utils import is_quantized_kv_cache
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if not current_platform.is_cuda():
+        return None
+    is_flash = (
+        current_platform.has_device_capability(80)
+        and config.model_config.dtype in (torch.float16, torch.bfloat16)
+        and not is_quantized_kv_cache(config.cache_config.cache_dtype)
+    )
+    return AttentionBackendEnum.FLASH_ATTN if is_flash else AttentionBackendEnum.TRITON_ATTN

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import sys
@@ -216,8 +217,17 @@ def test_the_end_of_sequence_is_the_generation_configs_else_the_tokenizers(copie
     assert Tokenizer.load(str(copied)).eos_ids == (7, 9)
     file.write_text(json.dumps({"eos_token_id": 5}))
     assert Tokenizer.load(str(copied)).eos_ids == (5,)
+    file.write_text(json.dumps({"eos_token_id": None}))
+    assert Tokenizer.load(str(copied)).eos_ids == (0,)
     file.unlink()
     assert Tokenizer.load(str(copied)).eos_ids == (0,)
+
+
+@pytest.mark.parametrize("said", ["abc", [None], [7, "9"], True, 2.0, -1])
+def test_an_end_token_that_is_no_number_of_a_token_is_refused_naming_file_and_value(copied: Path, said: object) -> None:
+    (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": said}))
+    with pytest.raises(ModelError, match=rf"generation_config\.json' names {re.escape(repr(said))} as eos_token_id"):
+        Tokenizer.load(str(copied))
 
 
 # --- GGUF ---
@@ -321,11 +331,35 @@ def test_a_conversion_that_died_halfway_is_done_again(
 ) -> None:
     monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
     file, directory = gguf_file
-    converted = checkpoint.prepare(str(file))
-    half = converted.with_name(converted.name + ".new")
-    converted.rename(half)
-    (half / "model.safetensors").write_bytes(b"half")
+
+    def die(_tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+        assert (folder / "model.safetensors").is_file()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PreTrainedTokenizerFast, "save_pretrained", die)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.prepare(str(file))
+    assert [path.suffix for path in (tmp_path / "cache" / "converted").iterdir()] == [".lock"]
     assert tokens_of(str(file)) == tokens_of(str(directory))
+
+
+def test_code_beside_a_gguf_file_is_never_run_nor_asked_about(
+    gguf_file: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked whether to run it"))
+    file, trace = gguf_file[0], tmp_path / "trace"
+    (file.parent / "custom.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n"
+        f"open({str(trace)!r}, 'w')\n"
+        "class Custom(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    said = {"tokenizer_class": "Custom", "auto_map": {"AutoTokenizer": [None, "custom.Custom"]}}
+    (file.parent / "tokenizer_config.json").write_text(json.dumps(said))
+    with pytest.raises(ModelError, match=r"tiny\.gguf' cannot be converted"):
+        checkpoint.prepare(str(file))
+    assert not trace.exists()
 
 
 # --- the hub ---

@@ -6,10 +6,12 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from engine import BatchStats, Generation, Sampling, Schedule
 from engine.errors import PromptError, ScheduleError
@@ -18,6 +20,7 @@ from tests.engine.prompts import random_prompts
 
 pytest.importorskip("vllm.config", exc_type=ImportError)
 
+from engine.vllm.models import Skipping
 from tests.engine.vllm.both_engines import LAYERS, LENGTHS, VARIANTS, WIDTH, Pair, generations, pair, schedule, whole
 
 EXAMPLES = int(os.environ.get("SKIPDECODE_VLLM_EXAMPLES", "2"))  # of schedules; vLLM starts anew for each
@@ -97,6 +100,22 @@ def test_prompts_are_adapted_and_skip_what_decoding_runs_beside_rows_at_full_dep
         found[False] += full.step()
     for is_scheduled, expected in ((True, wanted), (False, generations(own, prompts, SAMPLING))):
         assert sorted(found[is_scheduled], key=lambda each: each.index) == expected
+
+
+def test_passes_of_decode_tokens_alone_write_nothing_for_prompts(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a kernel that is given no tokens fails."""
+    own, vllm = llama
+    under = replace(schedule(), prompt_bridge=random_prompt_bridge(own.shape, 3, kept=range(1, 3)))
+    written, write = list[int](), Skipping._write
+
+    def noted(model: Skipping, layer: int, states: Tensor, *where: Any) -> None:
+        written.append(len(states))
+        write(model, layer, states, *where)
+
+    monkeypatch.setattr(Skipping, "_write", noted)
+    assert max(each.generated_tokens for each in generations(vllm, random_prompts(LENGTHS), SAMPLING, under)) > 1
+    assert written
+    assert min(written) > 0
 
 
 def test_a_prompt_may_begin_with_another_and_its_answer(llama: Pair) -> None:

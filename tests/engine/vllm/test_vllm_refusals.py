@@ -1,0 +1,132 @@
+"""What vLLM cannot do under a schedule is refused by name, before it runs; what it would choose wrongly is set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import Engine, Schedule
+from engine.errors import ScheduleError
+from tests.engine.conftest import random_prompt_bridge
+
+pytest.importorskip("vllm.config", exc_type=ImportError)
+
+from vllm import EngineArgs, SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.engine.input_processor import InputProcessor
+
+from engine.vllm.engine import VllmEngine
+from engine.vllm.plugin import FULL_DEPTH, SETTING, apply, register
+from tests.engine.vllm.both_engines import VARIANTS, schedule, whole
+
+
+@pytest.fixture(scope="module")
+def llama(make_checkpoint: Callable[..., Path]) -> Path:
+    return make_checkpoint(**VARIANTS["llama"])
+
+
+@pytest.fixture
+def config(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """One that vLLM has made, before a schedule is applied to it: one with an adapter and a prompt bridge."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    register()
+    whole(Engine.load(str(llama), device="cpu")).write(tmp_path / "whole")
+    made = EngineArgs(str(llama), skip_tokenizer_init=True, dtype="float32", max_model_len=160).create_engine_config()
+    made.additional_config = {SETTING: str(tmp_path / "whole")}
+    return made
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "what"),
+    [
+        ("cache_config", "kv_offloading_size", 1.0, "a cache offloaded to the host"),
+        ("model_config", "enable_sleep_mode", True, "sleep mode"),
+        ("model_config", "runner_type", "pooling", "pooling"),
+        ("parallel_config", "tensor_parallel_size", 2, "a prompt bridge and tensor parallelism"),
+        ("load_config", "load_format", "dummy", "an adapter and load format dummy"),
+        ("load_config", "load_format", "sharded_state", "an adapter and load format sharded_state"),
+    ],
+)
+def test_a_feature_that_would_spoil_a_schedule_is_refused_by_name(
+    config: Any, part: str, name: str, value: object, what: str
+) -> None:
+    setattr(getattr(config, part), name, value)
+    with pytest.raises(ScheduleError, match=f"does not run together with {what}"):
+        apply(config)
+
+
+def test_a_schedule_is_refused_where_vllm_runs_its_second_model_runner(config: Any) -> None:
+    config.watermark_config = object()
+    with pytest.raises(ScheduleError, match="set VLLM_USE_V2_MODEL_RUNNER=0 before vLLM starts, and no watermark"):
+        apply(config)
+
+
+def test_vllm_starts_with_its_first_model_runner_at_full_depth_too(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    VllmEngine(str(llama), "float32", "cpu")
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "cache", "backend"),
+    [
+        (100, torch.bfloat16, "auto", "FLASH_ATTN"),
+        (90, torch.bfloat16, "fp8", "TRITON_ATTN"),
+        (90, torch.float32, "auto", "TRITON_ATTN"),
+        (75, torch.float16, "auto", "TRITON_ATTN"),
+    ],
+)
+def test_on_cuda_attention_takes_rows_in_any_order(
+    config: Any, monkeypatch: pytest.MonkeyPatch, capability: int, dtype: torch.dtype, cache: str, backend: str
+) -> None:
+    config.model_config.dtype, config.cache_config.cache_dtype = dtype, cache
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: True)
+    monkeypatch.setattr(type(current_platform), "has_device_capability", lambda _, least: capability >= least)
+    apply(config)
+    assert config.attention_config.backend == AttentionBackendEnum[backend]
+
+
+def test_on_cuda_an_attention_backend_of_your_own_stays(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: True)
+    config.attention_config.backend = AttentionBackendEnum.FLEX_ATTENTION
+    apply(config)
+    assert config.attention_config.backend == AttentionBackendEnum.FLEX_ATTENTION
+
+
+def admit(config: Any, under: Schedule | None, folder: Path, params: SamplingParams, **how: Any) -> None:
+    """A request, under a schedule whose directory is gone by then."""
+    config.additional_config = {}
+    if under is not None:
+        under.write(folder)
+        config.additional_config = {SETTING: str(folder)}
+    processor = InputProcessor(config)
+    config.additional_config = {}
+    processor.process_inputs("0", {"type": "token", "prompt_token_ids": [5, 6]}, params, ("generate",), **how)
+
+
+def test_prompts_have_log_probabilities_but_under_a_prompt_bridge(config: Any, llama: Path, tmp_path: Path) -> None:
+    asked, plain = SamplingParams(prompt_logprobs=0), SamplingParams(logprobs=0)
+    shape = Engine.load(str(llama), device="cpu").shape
+    bridged = replace(schedule(), prompt_bridge=random_prompt_bridge(shape, 3))
+    with pytest.raises(VLLMValidationError, match="under a prompt bridge prompts have no log-probabilities"):
+        admit(config, bridged, tmp_path / "bridged", asked)
+    admit(config, bridged, tmp_path / "bridged", plain)
+    admit(config, bridged, tmp_path / "bridged", SamplingParams(prompt_logprobs=0, extra_args={FULL_DEPTH: True}))
+    admit(config, schedule(), tmp_path / "plain", asked)
+    admit(config, None, tmp_path, asked)
+
+
+def test_streaming_input_is_refused_under_a_schedule(config: Any, tmp_path: Path) -> None:
+    with pytest.raises(VLLMValidationError, match="does not run together with streaming input"):
+        admit(config, schedule(), tmp_path / "plain", SamplingParams(), resumable=True)
+    admit(config, None, tmp_path, SamplingParams(), resumable=True)
