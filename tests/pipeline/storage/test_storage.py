@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import http.client
 import os
 import pickle
 import subprocess
@@ -174,6 +175,33 @@ def test_a_refusal_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(StorageRefused, match="cannot be written to"):
         Storage(str(tmp_path)).write("data/unit", b"")
     assert time.monotonic() - began < 2.0
+
+
+def test_an_answer_that_stays_cut_short_is_a_resumable_end(tmp_path: Path) -> None:
+    def cut_short() -> bytes:
+        raise http.client.IncompleteRead(b"half")
+
+    with pytest.raises(StorageGone, match=r"reading .* has not worked .*start the job again to resume"):
+        Storage(str(tmp_path), StorageSettings(patience_s=0.1)).attempt("reading", cut_short)
+
+
+def test_of_hidden_files_those_are_told_that_have_not_changed_for_long(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    for name in (".old", ".new", "seen"):
+        storage.write(f"data/{name}", b"")
+    (tmp_path / "data/.folder").mkdir()
+    for name in (".old", "seen", ".folder"):
+        os.utime(tmp_path / "data" / name, (0, 0))
+    assert storage.hidden("data", 60.0) == ["data/.old"]
+    assert storage.hidden("elsewhere", 60.0) == []
+
+
+def test_a_folder_is_empty_if_no_file_lies_in_it_however_deep_and_hidden(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    (tmp_path / "data/a/.b").mkdir(parents=True)
+    assert storage.is_empty("data")
+    (tmp_path / "data/a/.b/.c").touch()
+    assert not storage.is_empty("data")
 
 
 def test_a_disk_without_hard_links_is_no_place_for_an_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
