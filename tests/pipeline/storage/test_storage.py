@@ -97,12 +97,19 @@ def test_an_unknown_scheme_is_refused_by_name() -> None:
     [
         "s3://key:secret@bucket/folder",
         "https://user:secret@host/folder",
+        "s3://AKIA:sec/secret/bPx@bucket/folder",
+        "s3://AKIA:/secret@bucket/folder",
+        "s3a://AKIA:9secret/b@bucket/fol:der",
+        "https://user:word?secret#secret@host/folder",
+        "abfs://container:sec/secret@account.dfs.core.windows.net/folder",
         "abfs://container:secret@account.dfs.core.windows.net/folder",
         "https://secret@host/folder",
         "https://account.blob.core.windows.net/container/a.parquet?sv=2026-01-01&sig=secret",
         "abfs://container@account.dfs.core.windows.net/folder?sig=secret",
         "https://bucket.s3.amazonaws.com/a.parquet?X-Amz-Credential=AKIA&X-Amz-Signature=secret",
         "https://storage.googleapis.com/bucket/a.parquet?X-Goog-Signature=secret",
+        "https://host/a.parquet?api_key=secret",
+        "https://host/a.parquet?part=1&access_token=se@secret",
     ],
 )
 def test_credentials_in_a_url_are_refused_and_not_repeated(url: str) -> None:
@@ -116,7 +123,22 @@ def test_the_address_that_azure_gives_is_no_credential(scheme: str) -> None:
     refuse_credentials(f"{scheme}://container@account.dfs.core.windows.net/folder")
 
 
-@pytest.mark.parametrize("endpoint", ["https://key:secret@host", "host:9000", "ftp://host"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://host:9000/folder/part@2", "s3://arn:aws:s3:eu-x-1:123456789012:accesspoint/name/a@b", "s3://bucket/a:b@c",
+        "https://[::1]:9000/a@b", "s3://bucket/part-?.parquet",
+        "abfs://container@account.dfs.core.windows.net/a:b@c", "abfs://container@localhost:10000/a@b",
+    ],
+)  # fmt: skip
+def test_a_port_an_arn_and_a_name_with_a_colon_are_no_credentials(url: str) -> None:
+    refuse_credentials(url)
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["https://key:secret@host", "https://key:s/secret@host", "key:secret@host:9000", "host:9000", "ftp://host"],
+)
 def test_an_endpoint_is_a_url_without_credentials(endpoint: str) -> None:
     with pytest.raises(JobError, match="endpoint") as refused:
         StorageSettings(endpoint=endpoint)
