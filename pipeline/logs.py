@@ -92,3 +92,5 @@ def set_up_worker(format: LogFormat, run: str) -> None:
     if format == "json":
         set_up(format)
         name_lines(run=run, replica=str(os.getpid()), host=socket.gethostname())
+    elif logging.lastResort is not None:  # where lines go in a process that has no handlers
+        logging.lastResort.setFormatter(_Text())

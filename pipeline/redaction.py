@@ -12,7 +12,8 @@ _SECRET = re.compile(
     r"=[^&\s'\"<>]*",
     re.IGNORECASE,
 )
-_USER = re.compile(r"(://)[^/\s@'\"]+:[^/\s@'\"]+@")
+# A user and a password, which may hold slashes, as secrets of AWS do; a port is no password, "arn" of S3 no user.
+_USER = re.compile(r"(://)(?!arn:)[^/\s@'\"\[]+:(?!\d+[/?#])[^\s@'\"]+@")
 _CUT = "\0"
 
 

@@ -85,6 +85,8 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
     """`run_job` under a lease that is held for longer than the run itself. Raises as `run_job`."""
     start = time.monotonic()
     job = prepare_run(config, backend)  # under the lease: an older plan might not know what another job has done since
+    if lease is not None:
+        lease.check()  # planning may take longer than a lease lasts, and what comes next removes
     storage = job.config.output_storage()
     begun = _begin(job, storage)
     unreadable = [record_failure(storage, unit, 1, f"read: {why}") for unit, why in job.plan.unreadable]
@@ -104,6 +106,8 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
         raise UnitsFailed(_say_failed(session.failed, begun.work, job.config.output))
     _check_complete(job.plan, commits, storage)
     begun.claim.check(storage)
+    if lease is not None:
+        lease.check()
     swept = sweep_orphans(storage, commits, begun.history.is_replaced if begun.history is not None else None)
     if swept:
         log.info("removed %d data files that no commit names", swept)

@@ -23,7 +23,7 @@ from pipeline.commits.flop_sums import FlopSums
 from pipeline.errors import JobError, one_line
 from pipeline.redaction import redacted
 from pipeline.rows.unit import WorkUnit
-from pipeline.storage.ownership import Kind, own, remove
+from pipeline.storage.ownership import Kind, own, remove, unfinished
 from pipeline.storage.records import SMALL, Amount, Count, DataFile, Flops, Record, RecordDamaged, UnitName
 from pipeline.storage.storage import Storage
 from pipeline.storage.stores import Unfit
@@ -282,7 +282,8 @@ def _foreign(storage: Storage, commit: Commit, run: str) -> JobError:
 
 
 def sweep_orphans(storage: Storage, commits: Collection[Commit], is_over: Callable[[str], bool] | None = None) -> int:
-    """Remove data files of ours that no commit names: what attempts left that died or came second. Returns how many.
+    """Remove data files of ours that no commit names: what attempts left that died, also while they wrote it, or came
+    second. Returns how many.
 
     With `is_over`, only those of units that are committed, so that no other attempt can be any more, and those of which
     it says that they never will be.
@@ -292,6 +293,7 @@ def sweep_orphans(storage: Storage, commits: Collection[Commit], is_over: Callab
     if is_over is not None:
         unit_of = {name: name.removeprefix(f"{DATA}/").rpartition("-")[0] for name in orphans}
         orphans = [name for name, unit in unit_of.items() if unit in units or is_over(unit)]
+    orphans += unfinished(storage)
     remove(storage, Kind.RUN, orphans)
     return len(orphans)
 

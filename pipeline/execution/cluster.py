@@ -79,19 +79,28 @@ def _knock(address: str | None) -> None:
         socket.create_connection((host.strip("[]"), int(port)), PATIENCE_S).close()
 
 
-def replica_resources(config: JobConfig) -> ReplicaResources:
-    """Resources of each replica on the connected cluster. Raises JobError if the cluster cannot carry them."""
+def replica_resources(config: JobConfig, before: ReplicaResources | None = None) -> ReplicaResources:
+    """Resources of each replica on the connected cluster. Raises JobError if the cluster cannot carry them.
+
+    With `before`, what replicas had earlier in the session, nothing is raised: nodes may have come or gone. They go on
+    claiming as many GPUs, for without one they would have another engine; of fewer that are left, fewer begin.
+    """
     cluster = ray.cluster_resources()
     all_gpus, all_cpus = cluster.get("GPU", 0.0), max(1.0, cluster.get("CPU", 1.0))
-    gpus = config.gpus_per_replica if config.gpus_per_replica is not None else (1.0 if all_gpus else 0.0)
+    if before is not None:
+        gpus = before.gpus
+    else:
+        gpus = config.gpus_per_replica if config.gpus_per_replica is not None else (1.0 if all_gpus else 0.0)
     count = config.replicas or (max(1, int(all_gpus / gpus)) if gpus else 1)
     count = max(count, config.min_replicas or 1)
     minimum = config.min_replicas or count
     if gpus * minimum > all_gpus:
-        raise JobError(
-            f"{minimum} replicas of {gpus:g} GPUs need {gpus * minimum:g}, the cluster has {all_gpus:g}: "
-            "lower replicas or gpus_per_replica, or set min_replicas to start with fewer"
-        )
+        if before is None:
+            raise JobError(
+                f"{minimum} replicas of {gpus:g} GPUs need {gpus * minimum:g}, the cluster has {all_gpus:g}: "
+                "lower replicas or gpus_per_replica, or set min_replicas to start with fewer"
+            )
+        minimum = max(1, int(all_gpus / gpus))
     threads = config.threads_per_replica or max(1, int(all_cpus / count))
     # Half its threads: replicas that hold every core would keep the reads that feed them from ever starting.
     cpus = round(min(threads, all_cpus / count) / 2, 2)

@@ -12,15 +12,17 @@ from typing import Any
 
 import pyarrow as pa
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayError, RayTaskError
 
 from pipeline.commits.commit import commit_unit
 from pipeline.errors import one_line
 from pipeline.execution.cluster import TASK_CPUS, ReplicaResources
 from pipeline.execution.stages import Task, UnitGenerator
 from pipeline.execution.wire import Failure, Parcel, from_bytes
+from pipeline.logs import set_up_worker
 from pipeline.monitoring.board import Board
 from pipeline.rows.read import read_units
+from pipeline.rows.row_generator import TooManyRowsFailed
 from pipeline.rows.rows import quarantine
 from pipeline.rows.unit import WorkUnit
 
@@ -28,6 +30,7 @@ log = logging.getLogger(__name__)
 
 LONE_DEATHS = 2  # of processes with nothing but one row in them: no coincidence
 MOST_DEATHS = 40  # for one unit; one killer among 256 rows takes 10
+MOST_SPLITS = MOST_DEATHS  # for one unit, of ranges in which all rows raise
 POLL_S = 1.0
 
 
@@ -39,6 +42,7 @@ class _Cell:
     """An actor that reads, generates, and may die."""
 
     def __init__(self, task: Task, threads: int, board: Board) -> None:
+        set_up_worker(task.config.log_format, task.run)
         self._task = task
         self._generator = UnitGenerator(task, threads, board)
 
@@ -84,7 +88,7 @@ class Isolation:
         parts: list[Any] = []
         killers: dict[int, str] = {}
         lone: Counter[int] = Counter()  # deaths by row, of processes that had only it
-        deaths = 0
+        deaths = splits = 0
         ranges = _halves(unit)  # of rows still to do; as a whole the unit has killed before
         while ranges:
             part = ranges.pop()
@@ -94,7 +98,14 @@ class Isolation:
                 ray.get(fate)
                 parts.append(parcel)
                 continue
-            except (ActorDiedError, ActorUnavailableError) as error:
+            except RayTaskError as error:
+                # All rows of a range may raise where not all of the unit do: narrowed down, each has its own error.
+                splits += 1
+                if not isinstance(error.cause, TooManyRowsFailed) or part.rows == 1 or splits > MOST_SPLITS:
+                    raise
+                ranges += _halves(part)
+                continue
+            except (ActorDiedError, ActorUnavailableError, OutOfMemoryError) as error:
                 death = _detail(error)
             self._end_cell()
             deaths += 1
@@ -138,6 +149,7 @@ def _halves(unit: WorkUnit) -> list[WorkUnit]:
 
 def _assemble(task: Task, unit: WorkUnit, killers: Sequence[tuple[int, str]], *parts: Parcel) -> Parcel:
     """Commit a unit whose ranges were done apart."""
+    set_up_worker(task.config.log_format, task.run)
     tables: dict[int, pa.Table] = {}
     cost = Counter[str]()
     for part in parts:

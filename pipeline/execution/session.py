@@ -103,7 +103,7 @@ class Session:
         again = [unit for unit in self._pending.values() if self._attempts.next(unit.id) is Next.AGAIN]
         if not again:
             return
-        self._resources = replica_resources(self._task.config)  # nodes may have come or gone
+        self._resources = replica_resources(self._task.config, self._resources)  # nodes may have come or gone
         units = stream(list(self._plan.spans(again)), self._task, self._resources, self._board)
         seen = set()
         try:

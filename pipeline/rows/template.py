@@ -67,6 +67,8 @@ class PromptTemplate:
                     # Attributes and indices would let a template reach into Python objects.
                     if spec or conversion or not field or any(mark in field for mark in ".["):
                         raise ValueError(f"{{{field}}} is not a column name")
+                    if field.isdecimal():  # to Python a position among arguments, of which there are none
+                        raise ValueError(f"{{{field}}} is a number, which cannot name a column: rename the column")
                     names.add(field)
         except ValueError as error:
             raise JobError(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from fsspec.utils import glob_translate
 
+from engine import parse_json
 from pipeline.errors import JobError
 from pipeline.storage.patterns import fixed_part, without_braces
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:  # benchmarks claim their directories on machines without what
 
 CLAIM_FILE = "_job.json"
 _UNIT = r"([0-9a-f]{32}|[0-9]{5,})-[0-9]{9,}(-[0-9]{3,})?"
+_DATA = rf"{_UNIT}-[0-9a-f]{{12}}\.parquet"
+_RUN_FILE = "_run.json"
+_RUN_FOLDERS = ("_commits", "_failed", "data", "_input")  # commits before the data they name
+DEAD_S = 3600.0  # since the last byte of an unfinished file was written: no write takes so long
 _WAY_OUT = "name a new or an empty directory; nothing was written or removed there"
 
 
@@ -32,14 +37,14 @@ class Kind(Enum):
 
     RUN = (
         rf"_run\.json|_SUCCESS\.json|_snapshot\.json\.gz|_inputs\.json|_plan\.json|report\.html|_input/[0-9]+\.json|"
-        rf"(_commits|_failed)/{_UNIT}\.json|_lease/[0-9]{{9}}\.json|data/{_UNIT}-[0-9a-f]{{12}}\.parquet",
-        ("_run.json",),
+        rf"(_commits|_failed)/{_UNIT}\.json|_lease/[0-9]{{9}}\.json|data/({_DATA}|\.{_DATA}\.[0-9a-f]{{32}})",
+        (_RUN_FILE,),
         r"_lease/|_plan\.json|_probe-[0-9a-f]{12}\.json",
     )
     DATA_SET = (
         r"_DATASET\.json|_?README\.md|data/train-[0-9]{5}\.parquet|(output|errors)\.jsonl|"
         r"_requests/[0-9a-f]{16}\.parquet",
-        ("_DATASET.json", "_generation/_run.json"),
+        ("_DATASET.json", f"_generation/{_RUN_FILE}"),
         r"_generation/|_requests/",
     )
 
@@ -65,9 +70,12 @@ def check_place(output: Storage, kind: Kind, source: Storage | None = None) -> N
             "it reads; name an output that lies elsewhere"
         )
     entries = output.entries()
-    if any(output.exists(mark) if "/" in mark else mark in entries for mark in kind.marks):
-        return
-    _refuse_strangers([name for name in entries if not kind.before.fullmatch(name)], output.url)
+    for mark in kind.marks:
+        if (output.exists(mark) if "/" in mark else mark in entries) and not _is_anothers(output, mark):
+            return
+    strangers = [name for name in entries if not kind.before.fullmatch(name)]
+    # A --fresh that was killed may have left folders on a disk with nothing in them.
+    _refuse_strangers([name for name in strangers if not _is_left_empty(output, name)], output.url)
 
 
 def check_files(output: Storage, source: Storage, paths: Iterable[str]) -> None:
@@ -103,9 +111,15 @@ def remove(storage: Storage, kind: Kind, names: Collection[str]) -> None:
 def discard_run(storage: Storage) -> None:
     """Remove whatever run an output holds, so that dying on the way leaves nothing that looks committed."""
     remove(storage, Kind.RUN, ["_SUCCESS.json", "_snapshot.json.gz"])
-    for folder in ("_commits", "_failed", "data", "_input"):  # commits before the data they name
+    for folder in _RUN_FOLDERS:
         remove(storage, Kind.RUN, own(Kind.RUN, storage.names(folder)))
-    remove(storage, Kind.RUN, ["report.html", "_inputs.json", "_run.json"])
+    remove(storage, Kind.RUN, unfinished(storage))
+    remove(storage, Kind.RUN, ["report.html", "_inputs.json", _RUN_FILE])
+
+
+def unfinished(storage: Storage) -> list[str]:
+    """Data files of a run that writers on a disk began and did not live to finish."""
+    return own(Kind.RUN, storage.hidden("data", DEAD_S))
 
 
 def claim_directory(path: str | Path, job: str, sources: Iterable[str | Path] = ()) -> Path:
@@ -136,6 +150,26 @@ def claim_directory(path: str | Path, job: str, sources: Iterable[str | Path] = 
     except OSError as error:
         raise JobError(f"output {str(path)!r} cannot be written: {error}") from error
     return directory
+
+
+def _is_anothers(output: Storage, mark: str) -> bool:
+    """Whether what is named as a run's record is JSON of another program's; what is damaged may be ours."""
+    from pipeline.storage.records import LARGE  # which need what storages do
+    from pipeline.storage.stores import Unfit
+
+    if not mark.endswith(_RUN_FILE):
+        return False
+    try:
+        record = parse_json(output.read(mark, LARGE) or b"")
+    except (Unfit, ValueError):
+        return False
+    return isinstance(record, dict) and "fingerprint" not in record
+
+
+def _is_left_empty(output: Storage, name: str) -> bool:
+    """Whether an entry is a folder of a run with nothing in it."""
+    folder, slash, _ = name.partition("/")
+    return slash != "" and folder in _RUN_FOLDERS and output.is_empty(folder)
 
 
 def _refuse_strangers(names: list[str], url: str) -> None:

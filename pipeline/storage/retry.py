@@ -57,6 +57,7 @@ _CONNECTION_NAMES = {
     "requests.exceptions.ConnectionError",
     "requests.exceptions.Timeout",
 }
+_CUT_SHORT = "azure.core.exceptions.IncompleteReadError"
 
 
 def is_storage_error(error: BaseException) -> bool:
@@ -79,6 +80,9 @@ def is_transient(error: BaseException) -> bool:
     if status is not None:
         return _passes(status)
     if not _CONNECTION_NAMES.isdisjoint(_names(error)):
+        return True
+    # Azure asks again for what was cut short, and in the end raises an error without a status because of it.
+    if any(_CUT_SHORT in _names(cause) for cause in _causes(error)):
         return True
     return isinstance(error, OSError) and error.errno in _ERRNOS
 

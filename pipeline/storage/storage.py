@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -110,13 +111,13 @@ class Storage:
         except NoPutIfAbsent as error:
             raise _without_condition(self.url, str(error)) from error
         except Exception as error:
-            if not is_storage_error(error):
-                raise
             if is_transient(error):
                 raise StorageGone(
                     f"{what} in storage {self.url!r} has not worked for {self.settings.patience_s:.0f} s "
                     f"({one_line(error)}): what is committed stays, start the job again to resume"
                 ) from error
+            if not is_storage_error(error):
+                raise
             raise StorageRefused(
                 f"storage {self.url!r} refuses {what} ({one_line(error)}): check its name, its permissions and the "
                 "credentials in the environment, profile or role"
@@ -133,6 +134,23 @@ class Storage:
     def names(self, folder: str, suffix: str = "") -> list[str]:
         """Names (with their folder) of the objects in a folder, sorted; [] if there is no such folder."""
         return list(self._objects(folder, suffix))
+
+    def hidden(self, folder: str, older_than_s: float) -> list[str]:
+        """Names (with their folder) of hidden files in a folder on a disk that have not changed for so long, sorted.
+
+        [] on other stores, where nothing stands in its folder before it is whole.
+        """
+        if not self.is_local:
+            return []
+        latest = time.time() - older_than_s
+        infos = self._infos(folder)
+        return [f"{folder}/{name}" for name in sorted(infos) if name.startswith(".") and infos[name]["mtime"] < latest]
+
+    def is_empty(self, folder: str) -> bool:
+        """Whether no object lies in a folder, at any depth, hidden ones included."""
+        path = self.path(folder)
+        found = self.attempt("listing", lambda: self.fs.find(path))
+        return all(name.rstrip("/") == path for name in found)  # some stores list the folder itself
 
     def entries(self) -> list[str]:
         """Names of what lies right below the root, sorted, folders with a "/" behind; [] if there is nothing.
@@ -210,14 +228,18 @@ class Storage:
 
     def _objects(self, folder: str, suffix: str) -> dict[str, dict[str, Any]]:
         """What the file system says of the objects in a folder, by name, sorted."""
+        infos = self._infos(folder)
+        return {f"{folder}/{name}": infos[name] for name in sorted(infos) if _is_visible(name, suffix)}
+
+    def _infos(self, folder: str) -> dict[str, dict[str, Any]]:
+        """Likewise with hidden ones, by name within the folder."""
         try:
             found = self.attempt("listing", lambda: self.fs.ls(self.path(folder), detail=True, refresh=True))
         except FileNotFoundError:
             return {}
         # A folder's own marker is listed with what is in it, and a folder may be named like an object.
         below = f"{self.path(folder)}/"
-        infos = {i["name"].removeprefix(below): i for i in found if i["type"] != "directory" and below in i["name"]}
-        return {f"{folder}/{name}": infos[name] for name in sorted(infos) if _is_visible(name, suffix)}
+        return {i["name"].removeprefix(below): i for i in found if i["type"] != "directory" and below in i["name"]}
 
     def _write(self, operation: Callable[[], Result]) -> Result:
         try:

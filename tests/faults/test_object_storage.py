@@ -42,7 +42,7 @@ def test_what_a_run_and_its_resumption_ask_of_the_storage(trial: Trial) -> None:
     counts = trial.proxy.arm(trial.name)
     run_job(trial.config(), NoEngineBackend())
     planning = {"LIST in": 2, "HEAD in": 1 + FILES, "GET in": FILES}
-    claim = {"GET _run.json": 2, "GET _input": 1}
+    claim = {"GET _run.json": 3, "GET _input": 1}  # first, whether the record is one of ours
     resuming = {
         "LIST _commits": 1,
         "GET _snapshot.json.gz": 1,

@@ -61,6 +61,17 @@ def test_a_worker_names_run_and_replica_and_for_a_while_its_unit(capsys: pytest.
     assert "unit" not in after
 
 
+def test_a_worker_without_handlers_says_nothing_secret(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert logging.lastResort is not None
+    monkeypatch.setattr(logging.lastResort, "formatter", None)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as Ray starts one
+    logs.set_up_worker("text", "run7")
+    log.warning("reading %s", "s3://key:5ecret@bucket/in?sig=5ecret")
+    assert capsys.readouterr().err == "reading s3://bucket/in\n"
+
+
 def test_text_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     logs.set_up("text")
     log.info("plain", extra={"unit": "00000-000000000"})

@@ -866,6 +866,51 @@ def test_a_job_that_lost_its_lease_with_its_last_unit_takes_nothing_out_and_fini
     assert generations(config.output) == texts("two", "a", 6, "v2")
 
 
+@pytest.mark.usefixtures("inline")
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_job_that_lost_its_lease_while_it_planned_leaves_its_successors_output_as_it_is(
+    nightly: Job, put: Put, monkeypatch: pytest.MonkeyPatch, fresh: bool
+) -> None:
+    config = nightly()
+    put("a", 6)
+    run_job(config, by("one"))
+    put("a", 6, "v2")
+    before = snapshot(config.output)
+    overtaken_at("prepare_run", config, monkeypatch)
+    with pytest.raises(JobStopped, match="process 7 on elsewhere has taken over output"):
+        run_job(nightly(fresh=fresh), NoEngineBackend())
+    assert snapshot(config.output) == before
+
+
+@pytest.mark.usefixtures("inline")
+def test_a_job_that_loses_its_lease_at_its_end_sweeps_nothing(
+    nightly: Job, put: Put, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = nightly()
+    put("a", 6)
+    run_job(config, by("one"))
+    (commit, _) = read_commits(Storage(config.output))
+    Path(config.output, f"data/{commit.unit}-0123456789ab.parquet").write_bytes(b"came second")
+    before = snapshot(config.output)
+    overtaken_at("_check_complete", config, monkeypatch)
+    with pytest.raises(JobStopped, match="process 7 on elsewhere has taken over output"):
+        run_job(config, NoEngineBackend())
+    assert snapshot(config.output) == before
+
+
+def overtaken_at(step: str, config: JobConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let another job take the lease of an output's second job, and end, while that is at a step of `run`."""
+    whole = getattr(run, step)
+
+    def overtaken(*of: Any) -> Any:
+        result = whole(*of)
+        holder = Holder("elsewhere", 7, "another", released=True)
+        Storage(config.output).write("_lease/000000003.json", holder.to_json())
+        return result
+
+    monkeypatch.setattr(run, step, overtaken)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 def test_on_ray_a_job_that_lost_its_lease_stops(nightly: Job, put: Put, monkeypatch: pytest.MonkeyPatch) -> None:

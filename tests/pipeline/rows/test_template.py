@@ -98,6 +98,14 @@ def test_the_system_text_is_checked_too() -> None:
         PromptTemplate("{text}", system="{text.__class__}")
 
 
+@pytest.mark.parametrize("field", ["0", "01", "\u0663"])
+def test_a_field_that_is_a_number_is_refused_with_the_way_out(field: str) -> None:
+    said = rf"malformed \(\{{{field}\}} is a number, which cannot name a column: rename .*\): write \{{\{{ and \}}\}}"
+    with pytest.raises(JobError, match=said):
+        PromptTemplate("{text}", system=f"Item {{{field}}}.")
+    assert PromptTemplate("{text} {1st}").fields == {"text", "1st"}
+
+
 def test_a_field_that_names_no_column_is_refused_by_name() -> None:
     template = PromptTemplate("{text} {titel}")
     with pytest.raises(JobError, match=r"column 'titel', the input has body, title"):

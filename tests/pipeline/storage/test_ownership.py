@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from inline_session import without_ray
 
 import jobs.job_output
+import pipeline.run
 from engine import ModelError, ScheduleError
 from jobs.adapt_model import adapt
 from jobs.adaptation import AdaptModel
@@ -146,7 +147,7 @@ def test_an_output_in_a_bucket_that_overlaps_the_input_is_refused() -> None:
 
 def test_input_that_links_into_the_output_is_refused(tmp_path: Path) -> None:
     corpus(tmp_path / "elsewhere")
-    lay(tmp_path / "out", {"_run.json": b"{}"})
+    lay(tmp_path / "out", {"_run.json": b'{"fingerprint": "0"}'})
     corpus(tmp_path / "out/data")
     (tmp_path / "in").mkdir()
     (tmp_path / "in/more").symlink_to(tmp_path / "out/data")
@@ -174,6 +175,63 @@ def test_an_output_that_holds_files_and_no_run_is_refused(tmp_path: Path, foreig
         with pytest.raises(JobError, match=r"holds what this job did not write .*: name a new or an empty directory"):
             attempt()
         assert held(tmp_path / "out") == {foreign: b"mine"}
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_record_of_another_program_that_is_named_as_a_runs_makes_no_output_ours(tmp_path: Path, fresh: bool) -> None:
+    corpus(tmp_path / "in")
+    files = {"_run.json": b'{"id": 7}', "report.html": b"mine"}
+    for name in ("out", "set/_generation"):
+        lay(tmp_path / name, files)
+    tries: list[Callable[[], object]] = [
+        lambda: run_job(run_config(tmp_path, fresh=fresh), NoEngineBackend()),
+        lambda: run_job(run_config(tmp_path, fresh=fresh, incremental=True), NoEngineBackend()),
+        lambda: generate_dataset(
+            data_set_config(tmp_path, output=str(tmp_path / "set"), fresh=fresh), NoEngineBackend()
+        ),
+    ]
+    for attempt in tries:
+        with pytest.raises(JobError, match=r"did not write \('_run.json', 2 in all\)"):
+            attempt()
+    assert held(tmp_path / "out") == held(tmp_path / "set/_generation") == files
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]"])
+def test_a_runs_record_that_is_damaged_may_be_ours_and_is_discarded_with_fresh(tmp_path: Path, content: bytes) -> None:
+    corpus(tmp_path / "in")
+    lay(tmp_path / "out", {"_run.json": content})
+    with pytest.raises(JobError, match=r"_run\.json .* is damaged .* --fresh"):
+        run_job(run_config(tmp_path), NoEngineBackend())
+    run_job(run_config(tmp_path, fresh=True), EchoBackend())
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_run_that_was_killed_once_it_had_discarded_the_last_can_be_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: bool
+) -> None:
+    corpus(tmp_path / "in")
+    run_job(run_config(tmp_path), EchoBackend())
+
+    def dies(*of: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline.run, "claim_output", dies)
+        with pytest.raises(KeyboardInterrupt):
+            run_job(run_config(tmp_path, fresh=True), EchoBackend())
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"_commits", "_input", "data"}
+    foreign = lay(tmp_path / "out", {"data/old/.keep": b""})
+    with pytest.raises(JobError, match=r"did not write \('data/'\)"):
+        run_job(run_config(tmp_path, fresh=fresh), NoEngineBackend())
+    for path in foreign:
+        path.unlink()
+    run_job(run_config(tmp_path, fresh=fresh), EchoBackend())
+
+
+def test_a_file_named_as_a_folder_of_ours_is_a_stranger(tmp_path: Path) -> None:
+    lay(tmp_path / "out", {"data": b""})
+    with pytest.raises(JobError, match=r"did not write \('data'\)"):
+        check_place(Storage(str(tmp_path / "out")), Kind.RUN)
 
 
 def test_an_output_that_is_a_file_is_refused(tmp_path: Path) -> None:
@@ -220,6 +278,30 @@ def test_what_others_put_into_the_output_of_a_run_stays(tmp_path: Path, incremen
     pq.write_table(pa.table({"text": ["new"]}), tmp_path / "in/more.parquet")
     run_job(config.model_copy(update={"fresh": True}), EchoBackend(Echo("anew ")))
     assert {path: path.read_bytes() for path in foreign} == foreign
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_data_that_killed_writers_did_not_finish_goes_once_it_is_old_and_nothing_like_it(
+    tmp_path: Path, fresh: bool
+) -> None:
+    corpus(tmp_path / "in")
+    run_job(run_config(tmp_path), EchoBackend())
+    unfinished = f".00000-000000000-{'0' * 12}.parquet"
+    young = f"data/{unfinished}.{'1' * 32}"
+    like_it = [
+        f"data/{unfinished}",
+        f"data/{unfinished}.{'2' * 31}",
+        f"data/.notes.{'3' * 32}",
+        f"data/a/{unfinished}.{'4' * 32}",
+    ]
+    old = f"data/{unfinished}.{'5' * 32}"
+    lay(tmp_path / "out", dict.fromkeys([young, *like_it, old], b"half"))
+    for name in (*like_it, old):
+        os.utime(tmp_path / "out" / name, (1e9, 1e9))
+    run_job(run_config(tmp_path, fresh=fresh), EchoBackend())
+    after = held(tmp_path / "out")
+    assert old not in after
+    assert {young, *like_it} <= after.keys()
 
 
 def test_what_others_put_into_a_data_set_stays_and_a_card_that_was_edited_too(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import http.client
 import os
 import pickle
 import subprocess
@@ -96,12 +97,19 @@ def test_an_unknown_scheme_is_refused_by_name() -> None:
     [
         "s3://key:secret@bucket/folder",
         "https://user:secret@host/folder",
+        "s3://AKIA:sec/secret/bPx@bucket/folder",
+        "s3://AKIA:/secret@bucket/folder",
+        "s3a://AKIA:9secret/b@bucket/fol:der",
+        "https://user:word?secret#secret@host/folder",
+        "abfs://container:sec/secret@account.dfs.core.windows.net/folder",
         "abfs://container:secret@account.dfs.core.windows.net/folder",
         "https://secret@host/folder",
         "https://account.blob.core.windows.net/container/a.parquet?sv=2026-01-01&sig=secret",
         "abfs://container@account.dfs.core.windows.net/folder?sig=secret",
         "https://bucket.s3.amazonaws.com/a.parquet?X-Amz-Credential=AKIA&X-Amz-Signature=secret",
         "https://storage.googleapis.com/bucket/a.parquet?X-Goog-Signature=secret",
+        "https://host/a.parquet?api_key=secret",
+        "https://host/a.parquet?part=1&access_token=se@secret",
     ],
 )
 def test_credentials_in_a_url_are_refused_and_not_repeated(url: str) -> None:
@@ -115,7 +123,22 @@ def test_the_address_that_azure_gives_is_no_credential(scheme: str) -> None:
     refuse_credentials(f"{scheme}://container@account.dfs.core.windows.net/folder")
 
 
-@pytest.mark.parametrize("endpoint", ["https://key:secret@host", "host:9000", "ftp://host"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://host:9000/folder/part@2", "s3://arn:aws:s3:eu-x-1:123456789012:accesspoint/name/a@b", "s3://bucket/a:b@c",
+        "https://[::1]:9000/a@b", "s3://bucket/part-?.parquet",
+        "abfs://container@account.dfs.core.windows.net/a:b@c", "abfs://container@localhost:10000/a@b",
+    ],
+)  # fmt: skip
+def test_a_port_an_arn_and_a_name_with_a_colon_are_no_credentials(url: str) -> None:
+    refuse_credentials(url)
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["https://key:secret@host", "https://key:s/secret@host", "key:secret@host:9000", "host:9000", "ftp://host"],
+)
 def test_an_endpoint_is_a_url_without_credentials(endpoint: str) -> None:
     with pytest.raises(JobError, match="endpoint") as refused:
         StorageSettings(endpoint=endpoint)
@@ -174,6 +197,33 @@ def test_a_refusal_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(StorageRefused, match="cannot be written to"):
         Storage(str(tmp_path)).write("data/unit", b"")
     assert time.monotonic() - began < 2.0
+
+
+def test_an_answer_that_stays_cut_short_is_a_resumable_end(tmp_path: Path) -> None:
+    def cut_short() -> bytes:
+        raise http.client.IncompleteRead(b"half")
+
+    with pytest.raises(StorageGone, match=r"reading .* has not worked .*start the job again to resume"):
+        Storage(str(tmp_path), StorageSettings(patience_s=0.1)).attempt("reading", cut_short)
+
+
+def test_of_hidden_files_those_are_told_that_have_not_changed_for_long(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    for name in (".old", ".new", "seen"):
+        storage.write(f"data/{name}", b"")
+    (tmp_path / "data/.folder").mkdir()
+    for name in (".old", "seen", ".folder"):
+        os.utime(tmp_path / "data" / name, (0, 0))
+    assert storage.hidden("data", 60.0) == ["data/.old"]
+    assert storage.hidden("elsewhere", 60.0) == []
+
+
+def test_a_folder_is_empty_if_no_file_lies_in_it_however_deep_and_hidden(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    (tmp_path / "data/a/.b").mkdir(parents=True)
+    assert storage.is_empty("data")
+    (tmp_path / "data/a/.b/.c").touch()
+    assert not storage.is_empty("data")
 
 
 def test_a_disk_without_hard_links_is_no_place_for_an_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

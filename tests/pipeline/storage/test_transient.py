@@ -32,6 +32,13 @@ def cut_short() -> Exception:
     return error
 
 
+def of_azure(name: str, cause: Exception | None = None) -> Exception:
+    """An error of a library that need not be installed."""
+    error: Exception = type(name, (Exception,), {"__module__": "azure.core.exceptions"})("said")
+    error.__cause__ = cause
+    return error
+
+
 REQUEST = aiohttp.RequestInfo(URL("http://127.0.0.1"), "GET", CIMultiDictProxy(CIMultiDict()))
 
 
@@ -51,6 +58,8 @@ REQUEST = aiohttp.RequestInfo(URL("http://127.0.0.1"), "GET", CIMultiDictProxy(C
         aiohttp.ClientPayloadError("cut short"),
         cut_short(),
         aiohttp.ClientResponseError(REQUEST, (), status=503),
+        of_azure("IncompleteReadError"),
+        of_azure("HttpResponseError", of_azure("IncompleteReadError")),
         OSError(errno.ENOSPC, "No space left on device"),
     ],
 )
@@ -69,6 +78,8 @@ def test_throttling_resets_outages_and_full_disks_pass(error: Exception) -> None
         answered("PermanentRedirect", 301),
         answered("NotImplemented", 501),
         aiohttp.ClientResponseError(REQUEST, (), status=403),
+        of_azure("HttpResponseError"),
+        of_azure("ClientAuthenticationError", of_azure("ServiceRequestError")),  # no identity answers
         NoCredentialsError(),
         PermissionError(errno.EACCES, "denied"),
         FileNotFoundError(),

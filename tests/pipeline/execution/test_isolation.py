@@ -1,0 +1,151 @@
+"""How a unit is taken apart that kills processes: without Ray, whose part is to say how each range ended."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import ray
+from engine_double import EchoBackend
+from ray.exceptions import OutOfMemoryError, RayTaskError
+from trap_double import Trap
+
+from pipeline.config import JobConfig
+from pipeline.execution import isolation
+from pipeline.execution.cluster import ReplicaResources
+from pipeline.execution.isolation import MOST_SPLITS, Isolation, _assemble, _Cell
+from pipeline.execution.stages import Task
+from pipeline.execution.wire import Parcel, to_bytes
+from pipeline.preparing.preparation import prepare_run
+from pipeline.rows.row_generator import RowGenerator, TooManyRowsFailed
+from pipeline.rows.rows import generate
+from pipeline.rows.unit import WorkUnit
+
+Job = Callable[..., JobConfig]
+WriteParquet = Callable[..., Path]
+ReadOutput = Callable[[str | Path], pa.Table]
+
+
+@dataclass
+class Here(Isolation):
+    """Ranges are done in this process; Ray would end it for those that are HUNGRY."""
+
+    task: Task
+    begun: list[tuple[int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__(self.task, ReplicaResources(1, 1, 0.0, 1.0, 1), None)  # type: ignore[arg-type]
+
+    def _begin(self, part: WorkUnit) -> tuple[Any, Any]:
+        self.begun.append((part.start, part.rows))
+        ((_, prepared),) = self.task.prepared([part])
+        if any("HUNGRY" in (text or "") for text in prepared["text"].to_pylist()):
+            return OutOfMemoryError("Task was killed due to the node running low on memory."), None
+        generator = RowGenerator(
+            self.task.backend.engine(self.task.config, None), self.task.config.sampling(), None, 32
+        )
+        try:
+            output = generate(prepared, [str(row) for row in range(part.rows)], generator)
+        except TooManyRowsFailed as error:
+            return RayTaskError("run", "", error).as_instanceof_cause(), None
+        return None, Parcel(part.to_json(), table=to_bytes(output), cost=json.dumps({"flops_padding": 0, "seconds": 0}))
+
+    def _wait(self, reference: Any) -> None:
+        """Nothing is ever under way."""
+
+
+@pytest.fixture
+def task(
+    tmp_path: Path, job: Job, write_parquet: WriteParquet, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[list[str | None]], tuple[Task, WorkUnit]]:
+    """A run of these texts in one unit."""
+
+    def get(fate: Any) -> None:
+        if fate is not None:
+            raise fate
+
+    monkeypatch.setattr(ray, "get", get)
+
+    def make(texts: list[str | None]) -> tuple[Task, WorkUnit]:
+        write_parquet(tmp_path / "in/a.parquet", {"text": pa.array(texts, pa.string())})
+        ready = prepare_run(job(rows_per_unit=len(texts), max_new_tokens=40), EchoBackend(Trap()))
+        (unit,) = ready.plan.units
+        plan = ready.plan
+        return Task(
+            ready.config, ready.backend, ready.template, ready.schedule, plan.read_columns, plan.kept,
+            ready.longest_prompt, "run",
+        ), unit  # fmt: skip
+
+    return make
+
+
+Make = Callable[[list[str | None]], tuple[Task, WorkUnit]]
+
+
+def done(task: Task, unit: WorkUnit, isolation: Here, read_output: ReadOutput) -> list[dict[str, Any]]:
+    parts, killers = isolation._bisect(unit)
+    parcel = _assemble(task, unit, sorted(killers.items()), *parts)
+    assert parcel.failure is None
+    return read_output(task.config.output).to_pylist()
+
+
+def test_rows_that_all_raise_in_a_part_of_their_unit_have_errors_of_their_own(
+    task: Make, read_output: ReadOutput
+) -> None:
+    made, unit = task(["row 0", "RAISE 1", None, "row 3", "RAISE 4", "RAISE 5", None, "RAISE 7"])
+    rows = done(made, unit, Here(made), read_output)
+    assert [row["generation"] for row in rows] == ["row 0", None, None, "row 3", None, None, None, None]
+    errors = [row["error"] for row in rows]
+    assert errors[2] == errors[6] == "text is null"
+    for row in (1, 4, 5, 7):
+        assert errors[row] == f"ValueError: cannot generate for 'RAISE {row}'"
+
+
+def test_a_unit_in_which_no_end_of_rows_raises_is_given_up(task: Make) -> None:
+    made, unit = task(["RAISE"] * 200)
+    here = Here(made)
+    with pytest.raises(TooManyRowsFailed):
+        here._bisect(unit)
+    assert len(here.begun) <= 2 * MOST_SPLITS + 2
+
+
+def test_a_row_that_takes_all_memory_of_its_node_is_found(task: Make, read_output: ReadOutput) -> None:
+    made, unit = task(["row 0", "row 1", "HUNGRY", "row 3"])
+    rows = done(made, unit, Here(made), read_output)
+    assert [row["generation"] for row in rows] == ["row 0", "row 1", None, "row 3"]
+    assert rows[2]["error"] == (
+        "its process died 2 times with this row alone (Task was killed due to the node running low on memory.)"
+    )
+
+
+def test_processes_of_isolation_say_nothing_secret(
+    task: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, unit = task(["row 0"])
+    assert logging.lastResort is not None
+
+    def say(*of: Any) -> Any:
+        logging.getLogger("pipeline.test").warning("reading s3://key:5ecret@bucket/in")
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(isolation, "UnitGenerator", say)
+    monkeypatch.setattr(isolation, "from_bytes", say)
+    part = Parcel(unit.to_json(), b"", cost="{}")
+    begins: list[Callable[[], object]] = [
+        lambda: _Cell(made, 1, None),  # type: ignore[arg-type]
+        lambda: _assemble(made, unit, [], part),
+    ]
+    for begin in begins:
+        monkeypatch.setattr(logging.lastResort, "formatter", None)
+        isolation.set_up_worker.cache_clear()
+        with pytest.raises(ZeroDivisionError):
+            begin()
+        assert capsys.readouterr().err == "reading s3://bucket/in\n"
+    isolation.set_up_worker.cache_clear()
