@@ -251,6 +251,11 @@ class JobConfig(GenerationConfig, StorageConfig, PlanConfig):
         return 1
 
     @property
+    def reserved(self) -> tuple[str, ...]:
+        """Names of columns that are added to the output afterwards."""
+        return ()
+
+    @property
     def billed_gpus(self) -> float:
         """GPUs of a replica, whose hours are billed; 1 stands for the replica itself where it has none."""
         return self.gpus_per_replica or 1.0
