@@ -22,7 +22,7 @@ from pipeline.preparing.fit import longest_prompt
 from pipeline.rows.rows import TOKENS
 
 PART = (
-    "of the input's rows, to draw from; a hash of each row's id, or of its text where no id column is named, says to "
+    "of the input's rows, to draw from; a hash of each row's id, or of its text where there is no id column, says to "
     "which one it belongs: test and calibrate are an eighth each, train is the rest"
 )
 

@@ -104,8 +104,9 @@ class GenerationConfig(AnswerConfig):
     target_speedup: float | None = Field(
         None,
         ge=1.0,
-        description="decode FLOP speed-up, such as 1.45: of the calibrated schedules in --schedule, the one that just "
-        "reaches it, else a plain SkipDecode schedule; default full depth",
+        description="decode FLOP speed-up, such as 1.45 (of the whole sample, if all schedules in --schedule were made "
+        "for that): of the calibrated schedules there, the one that just reaches it, else a plain SkipDecode schedule; "
+        "default full depth",
     )
     schedule: str | None = Field(
         None,
@@ -155,8 +156,8 @@ class PlanConfig(BaseModel):
     plan_prompts: int = Field(
         0, ge=0, description="of these, prompts to answer here and now, for the plan's output lengths and its speed"
     )
-    plan_output_tokens: float | None = Field(
-        None, gt=0, description="output tokens per row that the plan assumes; default measured, else max-new-tokens"
+    plan_output_tokens: int | None = Field(
+        None, ge=1, description="output tokens per row that the plan assumes; default measured, else max-new-tokens"
     )
     price_per_gpu_hour: float | None = Field(
         None, ge=0, description="what a GPU costs per hour, for the bill; without GPUs, what a replica costs"
@@ -240,6 +241,14 @@ class JobConfig(GenerationConfig, StorageConfig, PlanConfig):
         return self
 
     @model_validator(mode="after")
+    def _plans(self) -> Self:
+        if self.plan_output_tokens is not None and self.plan_output_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"plan_output_tokens {self.plan_output_tokens} exceeds max_new_tokens {self.max_new_tokens}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _scales(self) -> Self:
         if self.min_replicas is not None and self.min_replicas > (self.replicas or self.min_replicas):
             raise ValueError(f"min_replicas {self.min_replicas} exceeds replicas {self.replicas}")
@@ -249,6 +258,11 @@ class JobConfig(GenerationConfig, StorageConfig, PlanConfig):
     def samples_per_row(self) -> int:
         """Generations of each input row, each a work unit's own."""
         return 1
+
+    @property
+    def reserved(self) -> tuple[str, ...]:
+        """Names of columns that are added to the output afterwards."""
+        return ()
 
     @property
     def billed_gpus(self) -> float:

@@ -7,21 +7,21 @@ from pipeline.redaction import redacted
 class JobError(Exception):
     """The job cannot start or go on: the input, the output or the configuration has to change first."""
 
-    def __init__(self, message: object = "") -> None:
+    def __init__(self, message: object) -> None:
         super().__init__(brief(redacted(str(message))))
 
 
 class JobStopped(Exception):
     """The job ended before its end through nothing that its configuration could change; a rerun resumes it."""
 
-    def __init__(self, message: object = "") -> None:
+    def __init__(self, message: object) -> None:
         super().__init__(brief(redacted(str(message))))
 
 
 class UnitsFailed(Exception):
     """All units were tried and some are recorded under `_failed/`; a rerun tries those again."""
 
-    def __init__(self, message: object = "") -> None:
+    def __init__(self, message: object) -> None:
         super().__init__(brief(message))
 
 

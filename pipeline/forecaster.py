@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,7 +63,8 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
     config, plan, shape = job.config, job.plan, job.shape
     ledger = Ledger(shape, job.schedule)
     tokenizer = job.backend.tokenizer(config)
-    prompts = _sample(job, tokenizer)
+    runs = _sample(job, tokenizer)
+    prompts = [tokens for run in runs for tokens in run]
     prefix = job.template.shared_prefix(tokenizer)
     good = [tokens for tokens in prompts if tokens is not None]
     if not good:
@@ -95,7 +95,7 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
         sampled_rows=len(prompts),
         error_share=1 - len(good) / len(prompts),
         prompt_tokens=round(scale * sum(lengths)),
-        prompt_tokens_margin=_margin([len(tokens or ()) for tokens in prompts], plan.rows),
+        prompt_tokens_margin=_margin([[len(tokens or ()) for tokens in run] for run in runs], plan.rows),
         output_tokens=round(per_output * sum(output for _, output in pairs)),
         output_source=outputs.source,
         flops_prompt=flops_prompt,
@@ -110,33 +110,37 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
     )
 
 
-def _sample(job: Preparation, tokenizer: PromptTokenizer) -> list[list[int] | None]:
-    """Prompts of rows drawn at random over all of the input; None for a row that no prompt can be made of."""
+def _sample(job: Preparation, tokenizer: PromptTokenizer) -> list[list[list[int] | None]]:
+    """Prompts of runs of neighbouring rows, drawn at random; None for a row that no prompt can be made of."""
     config, plan, storage = job.config, job.plan, job.config.input_storage()
 
     def read(unit: WorkUnit) -> pa.Table:
         [(_, table)] = read_units(storage, [unit], plan.read_columns)
         return table
 
-    prompts: list[list[int] | None] = []
+    runs: list[list[list[int] | None]] = []
+    left = config.plan_rows
     for prepared in draw_rows(config, plan, read, job.template, tokenizer, job.longest_prompt):
-        prompts += prepared[TOKENS].to_pylist()
-        if len(prompts) >= config.plan_rows:
+        runs.append(prepared[TOKENS].to_pylist()[:left])
+        left -= len(runs[-1])
+        if not left:
             break
-    return prompts[: config.plan_rows]
+    return runs
 
 
 def _outputs(job: Preparation, ledger: Ledger, prompts: Sequence[list[int]], prefix: list[int]) -> ExpectedOutputs:
     config = job.config
     if config.plan_prompts:
-        found = _answer(job, ledger, prompts[: config.plan_prompts], prefix)
+        # Spread over the sample: neighbours are often alike.
+        count = min(config.plan_prompts, len(prompts))
+        found = _answer(job, ledger, [prompts[index * len(prompts) // count] for index in range(count)], prefix)
     else:
         found = _earlier(job) or ExpectedOutputs(
             [config.max_new_tokens], "the most that is allowed, max_new_tokens for every row"
         )
     if config.plan_output_tokens is not None:
-        assumed = [round(config.plan_output_tokens)]
-        return ExpectedOutputs(assumed, f"{config.plan_output_tokens:g} for every row, as you say", found.speed)
+        said = f"{config.plan_output_tokens} for every row, as you say"
+        return ExpectedOutputs([config.plan_output_tokens], said, found.speed)
     return found
 
 
@@ -179,7 +183,7 @@ def _earlier(job: Preparation) -> ExpectedOutputs | None:
     lengths = _lengths(storage, commits)
     if not lengths or not totals.flops:
         return None
-    rate = totals.seconds / totals.flops
+    rate = totals.seconds / (totals.flops + totals.flops_audit)
     said = f"{totals.rows - totals.errors:,} rows that run {record['fingerprint']} committed here"
     return ExpectedOutputs(lengths, said, (rate, rate, said))
 
@@ -197,10 +201,16 @@ def _lengths(storage: Storage, commits: Sequence[Commit]) -> list[int]:
     return [found[round((index + 0.5) * len(found) / LENGTHS - 0.5)] for index in range(LENGTHS)]
 
 
-def _margin(lengths: Sequence[int], rows: int) -> float:
-    """Half of the 95 % interval of a mean from a sample without replacement, as a share of the mean."""
-    count, mean = len(lengths), statistics.fmean(lengths)
-    if count < 2 or not mean or rows < 2:
+def _margin(runs: Sequence[Sequence[int]], rows: int) -> float:
+    """Half of the 95 % interval of a mean from runs drawn without replacement, as a share of the mean.
+
+    Runs are what varies independently, not rows: neighbours are often alike. 0 where one run says nothing of others.
+    """
+    count = sum(map(len, runs))
+    mean = sum(map(sum, runs)) / count
+    k = len(runs)
+    if k < 2 or not mean:
         return 0.0
     left = math.sqrt(max(0, rows - count) / (rows - 1))  # nothing is uncertain where all rows were drawn
-    return 1.96 * statistics.stdev(lengths) / math.sqrt(count) / mean * left
+    off = sum((sum(run) - mean * len(run)) ** 2 for run in runs) * k / (k - 1)
+    return 1.96 * math.sqrt(off) / count / mean * left

@@ -9,7 +9,7 @@ import re
 _SECRET = re.compile(
     r"([?&])(?:x-amz-[\w-]+|x-goog-[\w-]+|awsaccesskeyid|googleaccessid|signature|expires|policy|key-pair-id|key|code|"
     r"sig|s[etpvrs]|srt|spr|sip|sk[a-z]+|(?:[\w-]*(?:token|secret|passw|credential|api[-_]?key|auth)[\w-]*))"
-    r"=[^&\s'\"<>]*",
+    r"=[^&\s'\"<>\\]*",  # in a line of JSON a backslash escapes what follows the value
     re.IGNORECASE,
 )
 # A user and a password, which may hold slashes, as secrets of AWS do; a port is no password, "arn" of S3 no user.

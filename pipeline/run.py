@@ -220,9 +220,7 @@ def _report(begun: _Begun, storage: Storage, session: Done, commits: list[Commit
     try:
         forecast = read_forecast(storage, work_name(job, begun.new.units))
         lines = against_actual(forecast, totals if begun.history is None else total(session.commits))
-        write_report(
-            storage, job.config, job.shape, job.schedule, job.fingerprint, commits, totals, lines, session.stats
-        )
+        write_report(storage, job.config, job.schedule, job.fingerprint, commits, totals, lines, session.stats)
     except JobStopped:  # the storage is gone
         raise
     except Exception as error:

@@ -53,8 +53,8 @@ class Totals(FlopSums):
     flops_prefix: Flops = 0  # of the tokens that all prompts begin with, once per replica; in none of the above
     flops_padding: Flops = 0
     active_layers: Amount = 0.0  # mean active layers x generated tokens
-    seconds: Amount = 0.0  # of generation, summed over replicas
-    joules: Amount = 0.0  # of replicas' GPUs while they generated; 0 where nothing counts them
+    seconds: Amount = 0.0  # of generation and audits, summed over replicas
+    joules: Amount = 0.0  # of replicas' GPUs in that time; 0 where nothing counts them
     audited: Count = 0  # rows generated at full depth too
     audit_rouge: Amount = 0.0  # ROUGE-L of their outputs to full depth's, summed
     audit_rouge_squares: Amount = 0.0

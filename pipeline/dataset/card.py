@@ -16,10 +16,12 @@ from pipeline.dataset.shards import FOLDER, SPLIT, Shard
 from pipeline.redaction import redacted
 from pipeline.reporting.audit import audit_facts
 
-SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (1_000_000, "100K<n<1M"))
+SIZES = (
+    (1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (1_000_000, "100K<n<1M"),
+    (10_000_000, "1M<n<10M"), (100_000_000, "10M<n<100M"), (1_000_000_000, "100M<n<1B"),
+)  # fmt: skip
 _SIGNATURE = "\n<!-- written by skipdecode, and written anew with the data set unless edited: "
 _MARKUP = re.compile(r"[`|<>&\x00-\x1f\x7f]")
-LARGER = ((10_000_000, "1M<n<10M"), (100_000_000, "10M<n<100M"), (1_000_000_000, "100M<n<1B"))
 
 
 def write_card(
@@ -100,7 +102,7 @@ def _signed(card: str) -> str:
 
 
 def _size(rows: int) -> str:
-    return next((label for limit, label in SIZES + LARGER if rows < limit), "1B<n<10B")
+    return next((label for limit, label in SIZES if rows < limit), "1B<n<10B")
 
 
 def _quoted(text: str) -> str:

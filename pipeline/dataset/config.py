@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pipeline.config import JobConfig
 from pipeline.dataset.patterns import finder
 
+SAMPLE = "sample"  # the column of a sample's number
+
 
 class FilterConfig(BaseModel):
     """Which generations a data set keeps. A data set whose options here have changed is filtered again."""
@@ -71,6 +73,10 @@ class DatasetConfig(JobConfig, FilterConfig):
     @property
     def samples_per_row(self) -> int:
         return self.samples_per_prompt
+
+    @property
+    def reserved(self) -> tuple[str, ...]:
+        return (SAMPLE,)
 
     @property
     def duplicate_rule(self) -> str:

@@ -17,9 +17,9 @@ from pipeline.commits.commit import SUCCESS_FILE, Commit, checksum, open_rows, r
 from pipeline.commits.manifest import read_manifest
 from pipeline.dataset import openai_batch
 from pipeline.dataset.card import is_signed, write_card
-from pipeline.dataset.config import DatasetConfig
+from pipeline.dataset.config import SAMPLE, DatasetConfig
 from pipeline.dataset.filters import FILTERED, Filters
-from pipeline.dataset.shards import ShardWriter
+from pipeline.dataset.shards import FOLDER, ShardWriter
 from pipeline.errors import JobError
 from pipeline.preparing.backend import Backend
 from pipeline.rows.rows import chosen
@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 GENERATION = "_generation"  # the run's own output, below the data set's directory
 MANIFEST, CARD, CARD_BESIDE = "_DATASET.json", "README.md", "_README.md"
 LEFT_OUT = ("error", "shared_prefix_tokens")  # columns that are the same in every row that is kept
-SAMPLE = "sample"
 
 
 class _File(TypedDict):
@@ -131,15 +130,22 @@ def _publish(config: DatasetConfig, job: DatasetConfig, storage: Storage, result
     commits = checksum(json.dumps(success["commits"]).encode())  # an incremental run has more of them every night
     wanted = json.loads(json.dumps(
         {"run": success["fingerprint"], "commits": commits, "filters": filters.described,
-         "format": config.output_format, "rows_per_shard": config.rows_per_shard}
+         "format": config.output_format, "rows_per_shard": config.rows_per_shard, "name": config.dataset_name,
+         "license": config.dataset_license}
     ))  # fmt: skip
     manifest = _RECORD.read(storage, MANIFEST) or {}
-    if {name: manifest.get(name) for name in wanted} != wanted:
+    if {name: manifest.get(name) for name in wanted} != wanted or not _is_there(config, storage, manifest):
         remove(storage, Kind.DATA_SET, [MANIFEST])  # what it lists is about to be replaced
         publish = _publish_responses if config.output_format == "openai-batch" else _publish_shards
         manifest = {**wanted, **publish(config, job, storage, filters, success, result)}
         storage.write(MANIFEST, json.dumps(manifest, indent=1).encode())
     return manifest
+
+
+def _is_there(config: DatasetConfig, storage: Storage, manifest: dict[str, Any]) -> bool:
+    """Whether all that was published still is."""
+    card = {CARD} if config.output_format == "parquet" else set()
+    return {*storage.entries(), *storage.names(FOLDER)} >= card | {entry["file"] for entry in manifest["files"]}
 
 
 def _publish_shards(

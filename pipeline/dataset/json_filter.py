@@ -97,7 +97,9 @@ class _Message(Exception):
 
 def _check(schema: Any) -> set[str]:
     """All patterns of a schema and of what it refers to. Raises ValueError for a reference that leads nowhere."""
-    resource = Resource.from_contents(schema, default_specification=DRAFT202012)
+    # What a reference leads to rarely names a dialect: it has that of the whole.
+    dialect = DRAFT202012.detect(schema)
+    resource = dialect.create_resource(schema)
     base = resource.id() or ""
     registry: Registry[Any] = REGISTRY.with_resource(base, resource).crawl()
     left, seen, patterns, keywords = [(resource, registry.resolver(base))], set(), set[str](), set[str]()
@@ -113,7 +115,7 @@ def _check(schema: Any) -> set[str]:
         for name in REFERENCES:
             if name in contents:
                 found = _resolved(resolver, str(contents[name]))
-                left.append((Resource.from_contents(found.contents, default_specification=DRAFT202012), found.resolver))
+                left.append((Resource.from_contents(found.contents, default_specification=dialect), found.resolver))
         left += [(part, resolver.in_subresource(part)) for part in resource.subresources()]
     if "patternProperties" in keywords and keywords & {"unevaluatedProperties"}:
         raise ValueError("patternProperties together with unevaluatedProperties is not supported")

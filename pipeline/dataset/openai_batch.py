@@ -134,7 +134,7 @@ def responses(rows: Sequence[Mapping[str, Any]], run: str, model: str, created: 
 def _completion(
     good: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Any]], digest: str, model: str, created: int
 ) -> dict[str, Any]:
-    prompt, output = samples[0]["prompt_tokens"], sum(row["generated_tokens"] for row in samples)
+    prompt, output = good[0]["prompt_tokens"], sum(row["generated_tokens"] for row in samples)
     return {
         "id": f"chatcmpl-{digest}",
         "object": "chat.completion",

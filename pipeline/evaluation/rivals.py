@@ -1,6 +1,6 @@
 """Rivals: published ways to spend fewer decode FLOPs, each solved for a target on the lengths really generated.
 
-From which description each is built, and what of the original is unknown or left out, stands in the README.
+From which description each is built, and what of the original is unknown or left out, stands in docs/evaluating.md.
 """
 
 from __future__ import annotations

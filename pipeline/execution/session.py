@@ -153,7 +153,7 @@ class Session:
         """Units that a pass began with and that came back neither committed nor failed."""
         if not missing:
             return
-        running = self._board.read([]).running
+        running = self._board.read(missing).running
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         for unit in missing:
             # A node that went down says nothing about the unit that was on it.
@@ -182,6 +182,7 @@ class Session:
         history = self._attempts.of(unit.id)
         self._done.failed.append(record_failure(self._storage, unit, history.attempts, history.error))
         del self._pending[unit.id]
+        self._board.read([unit.id])  # its rows count no more
 
     def _check_audit(self) -> None:
         minimum = self._task.config.min_audit_rouge

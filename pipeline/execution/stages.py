@@ -148,12 +148,12 @@ class UnitGenerator:
         try:
             output = generate(prepared, ids, self._generator, on_batch, answers.__setitem__)
             tell()
-            spent = self._spending.so_far(share)  # audits come on top
             audit = self._auditor.audit(prepared, ids, answers)
         except DeviceBroken as error:
             _die(unit, error)
         with suppress(IndexError):
             audit["flops_prefix"] = self._flops_prefix.pop()
+        spent = self._spending.so_far(share)
         cost = {"flops_padding": padding, "seconds": spent.seconds, "joules": spent.joules, **audit}
         return Parcel(unit.to_json(), table=to_bytes(output), cost=json.dumps(cost))
 

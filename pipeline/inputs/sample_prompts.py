@@ -76,7 +76,7 @@ def sample_prompts(
 
     Args:
         config: names input, columns and prompt.
-        part: of the rows, by their ids, or where no id column is named by their texts.
+        part: of the rows, by their ids, or where no id column is named, or a file lacks it, by their texts.
         count: rows; fewer are returned where the part has no more. A larger count only adds to them.
         tokenizer: the model's.
         longest: prompt, in tokens.
@@ -95,7 +95,8 @@ def sample_prompts(
         [(_, table)] = read_units(storage, [unit], plan.read_columns)
         if part == "all":
             return table
-        keys = names(table[config.id_column or config.text_column])
+        has_id = config.id_column in table.column_names  # some files of a corpus may lack it
+        keys = names(table[config.id_column if has_id else config.text_column])
         return chosen(table, [part_of(key) == part for key in keys])
 
     tables: list[pa.Table] = []

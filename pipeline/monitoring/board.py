@@ -57,6 +57,7 @@ class _BoardActor:
     def take(self, unit: str, replica: str, node: str) -> bool:
         if not self._stopping:
             self._running[unit] = (replica, node, time.monotonic())
+            self._batches.pop(unit, None)  # of an attempt that was lost: all of its rows are done again
             self._events += 1
         return not self._stopping
 
@@ -75,8 +76,8 @@ class _BoardActor:
     def stopping(self) -> bool:
         return self._stopping
 
-    def read(self, committed: list[str]) -> Counts:
-        for unit in committed:
+    def read(self, forget: list[str]) -> Counts:
+        for unit in forget:
             self._batches.pop(unit, None)
         now = time.monotonic()
         return Counts(
@@ -134,9 +135,9 @@ class Board:
         """Whether no unit should begin any more."""
         return bool(self._ask(self._actor.stopping.remote(), False))
 
-    def read(self, committed: list[str]) -> Counts:
-        """Counts of what is in flight; `committed` names units to forget."""
-        counts: Counts = self._ask(self._actor.read.remote(committed), Counts())
+    def read(self, forget: list[str]) -> Counts:
+        """Counts of what is in flight; of the units in `forget`, what they have done so far counts no more."""
+        counts: Counts = self._ask(self._actor.read.remote(forget), Counts())
         return counts
 
     def close(self) -> None:

@@ -48,7 +48,7 @@ COUNTED = {
     "flops_padding": Metric("skipdecode_flops_padding_total", "counter", "FLOPs computed for nobody"),
     "flops_audit": Metric("skipdecode_flops_audit_total", "counter", "FLOPs of audits, beside all others"),
     "audited": Metric("skipdecode_audited_rows_total", "counter", "rows generated at full depth too"),
-    "joules": Metric("skipdecode_joules_total", "counter", "joules of GPUs while they generated committed units"),
+    "joules": Metric("skipdecode_joules_total", "counter", "joules of GPUs while they did committed units"),
     "seconds": Metric("skipdecode_unit_seconds_total", "counter", "replica-seconds of committed units"),
 }
 PLANNED = Metric("skipdecode_planned_rows", "gauge", "rows of the whole run")

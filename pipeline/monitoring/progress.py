@@ -8,6 +8,7 @@ import threading
 import time
 from types import TracebackType
 
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from pipeline import logs
@@ -59,7 +60,7 @@ class ProgressReporter:
                 log.info("%s", self._line()[1])
             return
         columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
-        with Progress(*columns, transient=True) as bar:
+        with Progress(*columns, transient=True, console=Console(stderr=True)) as bar:
             task = bar.add_task("starting", total=self._total_rows)
             while not self._done.wait(TERMINAL_INTERVAL_S):
                 rows, line = self._line()

@@ -51,7 +51,7 @@ def prepare_run(config: JobConfig, backend: Backend | None = None) -> Preparatio
         known = {} if config.fresh else recall_files(output, source)
     plan = make_plan(config, template, known)
     check_files(output, source, (file.path for file in plan.files))
-    output_schema(plan.kept)
+    output_schema(plan.kept, config.reserved)
     config = config.model_copy(update={"model": backend.pinned(config.model)})
     shape = backend.shape(config)
     schedule = choose_schedule(config, shape, config.storage)

@@ -27,6 +27,7 @@ from pipeline.storage.records import LARGE, Count, Fingerprint, Record
 from pipeline.storage.storage import Storage
 
 RUN_FILE = "_run.json"
+NO_SETTINGS = ("fingerprint", "claim", "began")  # of a record, beside what describes the run
 MOST_SHOWN = 60  # characters of a value in a message
 
 
@@ -161,6 +162,7 @@ def claim_output(storage: Storage, description: dict[str, Any]) -> Claim:
 
 def _differences(was: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], str]:
     """What differs between two runs: the parts, and each of their differences in words."""
+    was = {name: value for name, value in was.items() if name not in NO_SETTINGS}
     files = [dict(run.get("model_files") or {}) for run in (was, now)]
     said = engine.model_differences(*files) if all(files) else []
     changes = [change for change in _changes(was, now) if change[0].split(".")[0] != "model_files"]
@@ -176,7 +178,7 @@ def _differences(was: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], s
 def _changes(was: Any, now: Any, name: str = "") -> list[tuple[str, Any, Any]]:
     """(dotted name, old value, new value) of every leaf that differs."""
     if isinstance(was, dict) and isinstance(now, dict) and (not name or "." not in name):
-        names = [key for key in now if was.get(key) != now[key]] + [key for key in was if key not in now and name]
+        names = [key for key in now if was.get(key) != now[key]] + [key for key in was if key not in now]
         return [c for key in names for c in _changes(was.get(key), now.get(key), f"{name}.{key}" if name else key)]
     return [(name, was, now)] if was != now else []
 

@@ -9,8 +9,8 @@ JOULES_PER_KWH = 3.6e6
 
 
 def billed_hours(config: JobConfig, totals: Totals) -> float:
-    """GPU-hours, without GPUs replica-hours, that replicas spent on committed units: starting up and what was done
-    twice come on top."""
+    """GPU-hours, without GPUs replica-hours, that replicas spent on committed units, their audits included: starting up
+    and what was done twice come on top."""
     return totals.seconds / 3600 * config.billed_gpus
 
 
@@ -37,5 +37,7 @@ def bill(config: JobConfig, totals: Totals) -> dict[str, str]:
 
 
 def _at_full_depth(amount: float, totals: Totals, unit: str = "") -> str:
-    """Nothing was measured at full depth: what is known of it is its FLOPs."""
-    return f"{amount * totals.sample_speedup:.4f}{unit}, if its FLOPs had cost as much each"
+    """Nothing was measured at full depth: what is known of it is its FLOPs, and that it needs no audit."""
+    spent = totals.flops + totals.flops_audit
+    speedup = totals.flops_full_depth / spent if spent else 1.0
+    return f"{amount * speedup:.4f}{unit}, if its FLOPs had cost as much each"

@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from engine import ModelShape, Schedule
+from engine import Schedule
 from pipeline.commits.commit import Commit, Totals
 from pipeline.config import JobConfig
 from pipeline.redaction import redacted
@@ -37,13 +37,12 @@ LONGEST = {"generation": 5_000, "label": 500, "error": 2_000}  # characters show
 def write_report(
     storage: Storage,
     config: JobConfig,
-    shape: ModelShape,
     schedule: Schedule,
     run: str,
     commits: Sequence[Commit],
     totals: Totals,
-    planned: Sequence[Line] = (),
-    stats: Sequence[str] = (),
+    planned: Sequence[Line],
+    stats: Sequence[str],
 ) -> None:
     """Render and write the report of a finished run.
 
@@ -62,10 +61,9 @@ def write_report(
     environment = Environment(loader=PackageLoader("pipeline.reporting", "."), autoescape=True, trim_blocks=True)
     html = environment.get_template("report.html.jinja").render(
         run=run,
-        shape=shape,
         totals=totals,
         config={name: redacted(str(value)) for name, value in shown_config.items()},
-        facts=summary(totals, shape.layers) | bill(config, totals),
+        facts=summary(totals, schedule.layers) | bill(config, totals),
         audit=audit_facts([commit.totals for commit in commits]),
         planned=planned,
         stats=stats,
@@ -103,7 +101,7 @@ def summary(totals: Totals, layers: int) -> dict[str, str]:
         "prompt tokens": f"{totals.prompt_tokens:,} ({_per(totals.prompt_tokens, good)} per row)",
         "output tokens": f"{totals.generated_tokens:,} ({_per(totals.generated_tokens, good)} per row)",
         "ended by themselves": f"{totals.stopped / good:.1%} of rows" if good else "no rows",
-        "output tokens/s": f"{tokens_per_second:.1f} per replica while generating",
+        "output tokens/s": f"{tokens_per_second:.1f} per replica while generating{' and auditing' if audit else ''}",
         "mean active layers": f"{totals.mean_active_layers:.2f} of {layers}",
         "FLOPs saved": f"{saved / 1e12:.3f} T ({saved / max(1, totals.flops_full_depth):.1%})",
         "whole-sample FLOPs": _flops(totals.flops, totals.sample_speedup),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, groupby
 from operator import attrgetter
 from types import SimpleNamespace
@@ -37,9 +37,9 @@ GENERATED = pa.schema(
 )
 
 
-def output_schema(kept: pa.Schema) -> pa.Schema:
-    """Kept input columns, then what was generated. Raises JobError on a name taken twice."""
-    taken = sorted(set(kept.names) & {*GENERATED.names, TOKENS, TRUNCATED, ERROR})
+def output_schema(kept: pa.Schema, reserved: Iterable[str] = ()) -> pa.Schema:
+    """Kept input columns, then what was generated. Raises JobError on a name taken twice, or reserved."""
+    taken = sorted(set(kept.names) & {*GENERATED.names, TOKENS, TRUNCATED, ERROR, *reserved})
     if taken:
         raise JobError(f"input column {taken[0]!r} has a name that the job needs: leave it out with keep_columns")
     return pa.schema([*kept, *GENERATED])

@@ -76,7 +76,7 @@ VALUES: dict[str, Any] = {
     "plan": True,
     "plan_rows": 50,
     "plan_prompts": 4,
-    "plan_output_tokens": 25.0,
+    "plan_output_tokens": 25,
     "price_per_gpu_hour": 2.5,
 }
 NEEDED = {"min_audit_rouge": {"audit_fraction": 0.01}}  # options that go with another
@@ -164,6 +164,8 @@ def test_every_mistake_is_named_at_once(capsys: pytest.CaptureFixture[str]) -> N
         ("top_p", "1.5"),
         ("dtype", "int4"),
         ("target_speedup", "0.5"),
+        ("plan_output_tokens", "2.5"),
+        ("plan_output_tokens", "0"),
         ("prompt_format", "html"),
     ],
 )
@@ -173,9 +175,10 @@ def test_a_bad_value_is_named_with_its_flag(capsys: pytest.CaptureFixture[str], 
     assert f"got '{value}'" in said
 
 
-def test_options_that_contradict_each_other_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    said = mistake(capsys, *REQUIRED, "--min-new-tokens", "9", "--max-new-tokens", "8")
-    assert "min_new_tokens 9 exceeds max_new_tokens 8" in said
+@pytest.mark.parametrize("name", ["min_new_tokens", "plan_output_tokens"])
+def test_options_that_contradict_each_other_are_named(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    said = mistake(capsys, *REQUIRED, flag(name), "9", "--max-new-tokens", "8")
+    assert f"{name} 9 exceeds max_new_tokens 8" in said
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,7 +16,7 @@ from pipeline.commits.commit import Totals, commit_unit
 from pipeline.config import JobConfig
 from pipeline.errors import JobError
 from pipeline.execution.stages import Task
-from pipeline.forecaster import forecast_run
+from pipeline.forecaster import _margin, forecast_run
 from pipeline.inputs.work import make_plan
 from pipeline.preparing.preparation import absolute_paths
 from pipeline.preparing.run_record import claim_output, describe_run
@@ -54,12 +56,12 @@ def run_to_end(config: JobConfig) -> Totals:
     schedule = Schedule.read(str(config.schedule))
     claim = claim_output(config.output_storage(), describe_run(config, plan, schedule, backend.identity(config)))
     task = Task(config, backend, template, schedule, plan.read_columns, plan.kept, 4080, claim.run)
-    totals = Totals()
+    audited, totals = {"flops_audit": 1000}, Totals()
     for span in plan.spans(plan.units):
         for unit, prepared in task.prepared(span):
             ids = [str(row) for row in range(unit.rows)]
             output = generate(prepared, ids, RowGenerator(Echo(), config.sampling(), schedule, 8))
-            totals.add(commit_unit(config.output_storage(), unit, output, 0, 2.0, claim.run).totals)
+            totals.add(commit_unit(config.output_storage(), unit, output, 0, 2.0, claim.run, beside=audited).totals)
     return totals
 
 
@@ -87,6 +89,19 @@ def test_a_sample_stands_for_all_rows_within_its_stated_margin(planned: Job) -> 
     assert abs(forecast.prompt_tokens - actual) < 2 * forecast.prompt_tokens_margin * actual
 
 
+def test_the_margin_covers_the_mean_of_rows_whose_neighbours_are_alike() -> None:
+    rows = list(range(100, 4100))
+    runs = [rows[start : start + 16] for start in range(0, len(rows), 16)]
+    actual, draw, covered = sum(rows) / len(rows), random.Random(0), 0
+    for _ in range(300):
+        drawn = draw.sample(runs, 20)
+        mean = sum(map(sum, drawn)) / 320
+        covered += abs(mean - actual) <= _margin(drawn, len(rows)) * mean
+    assert 0.9 < covered / 300 < 0.98
+    assert _margin(runs, len(rows)) == 0
+    assert _margin(runs[:1], len(rows)) == 0
+
+
 def test_without_anything_known_every_row_reaches_the_longest_output_and_time_is_unknown(planned: Job) -> None:
     forecast = forecast_run(planned(price_per_gpu_hour=2.0), NoEngineBackend())
     assert forecast.output_tokens == 16 * ROWS
@@ -105,12 +120,26 @@ def test_answers_to_sampled_prompts_give_lengths_and_speed(planned: Job) -> None
     assert "12 sampled prompts" in forecast.speed_source
 
 
+def test_prompts_to_answer_are_spread_over_the_sample(planned: Job) -> None:
+    asked: list[int] = []
+
+    class Asked(Echo):
+        def before(self, prompts: Sequence[str | Sequence[int]]) -> None:
+            asked.extend(map(len, prompts))
+
+    forecast_run(planned(plan_prompts=4), EchoBackend(Asked()))
+    assert len(asked) == 4
+    assert all(abs(one - other) > 1 for one, other in pairwise(asked))
+    forecast_run(planned(plan_prompts=500), EchoBackend(Asked()))
+    assert sorted(asked[4:]) == list(range(1, ROWS + 1))
+
+
 def test_a_run_of_the_same_answers_in_the_output_gives_lengths_and_speed(planned: Job) -> None:
     config = planned()
     totals = run_to_end(config)
     forecast = forecast_run(config, NoEngineBackend())
     assert forecast.output_tokens == pytest.approx(totals.generated_tokens, rel=0.01)
-    assert forecast.seconds == pytest.approx(totals.seconds / totals.flops * forecast.flops)
+    assert forecast.seconds == pytest.approx(totals.seconds / (totals.flops + totals.flops_audit) * forecast.flops)
     assert "60 rows" in forecast.output_source
     other = forecast_run(planned(prompt="Say: {text}"), NoEngineBackend())
     assert "max_new_tokens" in other.output_source
@@ -159,3 +188,10 @@ def test_the_bill_has_the_energy_that_was_counted(job: Job) -> None:
     lines = bill(job(), totals)
     assert lines["energy"] == "2.0000 kWh of the GPUs, 200,000.00 per million rows"
     assert lines["energy at full depth"].startswith("3.0000 kWh")
+
+
+def test_what_audits_took_is_billed_and_full_depth_has_none(job: Job) -> None:
+    totals = Totals(rows=10, seconds=7200, flops_prompt=50, flops_decode=50, flops_full_depth=150, flops_audit=100)
+    lines = bill(job(price_per_gpu_hour=3.0), totals)
+    assert lines["cost"].startswith("6.0000 at 3 an hour")
+    assert lines["cost at full depth"].startswith("4.5000,")

@@ -48,6 +48,13 @@ def test_a_line_is_one_object_whatever_it_says(capsys: pytest.CaptureFixture[str
     assert "ValueError: inside" in second["exc_info"]
 
 
+def test_a_line_stays_one_object_where_a_quoted_url_ends_in_a_secret(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.set_up("json")
+    log.warning('reading "https://h/x?v=1&sig=5ecret" failed\nhttps://h/x?sig=5ecret\nagain')
+    (line,) = lines(capsys.readouterr().err)
+    assert line["message"] == 'reading "https://h/x?v=1" failed\nhttps://h/x\nagain'
+
+
 def test_a_worker_names_run_and_replica_and_for_a_while_its_unit(capsys: pytest.CaptureFixture[str]) -> None:
     logs.set_up_worker("json", "run7")
     logs.set_up_worker("json", "run7")  # once per unit, yet lines come once

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from pipeline.commits.commit import read_commits
 from pipeline.dataset.config import DatasetConfig
 from pipeline.dataset.generate import GENERATION, generate_dataset
-from pipeline.errors import NothingToDo
+from pipeline.errors import JobError, NothingToDo
 from pipeline.inspection import inspect, verify
 from pipeline.storage.lease import Lease
 from pipeline.storage.storage import Storage
@@ -133,3 +133,35 @@ def test_an_incremental_data_set_grows_with_its_input(
 def test_requests_are_not_done_incrementally() -> None:
     with pytest.raises(ValidationError, match="incremental looks for new Parquet files"):
         DatasetConfig(input="in.jsonl", output="out", input_format="openai-batch", incremental=True)
+
+
+def test_another_title_or_licence_makes_another_card(
+    config: Callable[..., DatasetConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_ray(monkeypatch)
+    generate_dataset(config(), EchoBackend())
+    for options in ({"dataset_name": "Echoes"}, {"dataset_name": "Echoes", "dataset_license": "mit"}):
+        generate_dataset(config(**options), NoEngineBackend())
+        front = yaml.safe_load((tmp_path / "set/README.md").read_text().split("---\n")[1])
+        assert (front["pretty_name"], front.get("license")) == ("Echoes", options.get("dataset_license"))
+
+
+@pytest.mark.parametrize("lost", ["README.md", "data/train-00001.parquet"])
+def test_what_was_lost_of_a_data_set_is_published_again(
+    config: Callable[..., DatasetConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    without_ray(monkeypatch)
+    given = config(rows_per_shard=6)
+    files = generate_dataset(given, EchoBackend()).files
+    before = (tmp_path / "set" / lost).read_bytes()
+    (tmp_path / "set" / lost).unlink()
+    assert generate_dataset(given, NoEngineBackend()).files == files
+    assert (tmp_path / "set" / lost).read_bytes() == before
+
+
+def test_an_input_column_named_sample_is_refused_before_the_run(
+    config: Callable[..., DatasetConfig], tmp_path: Path, write_parquet: Callable[..., Path]
+) -> None:
+    write_parquet(tmp_path / "in/0.parquet", {"id": [1], "text": ["one"], "sample": [7]})
+    with pytest.raises(JobError, match="input column 'sample' has a name that the job needs: leave it out with keep_"):
+        generate_dataset(config(id_column=None), NoEngineBackend())

@@ -70,6 +70,25 @@ def test_references_inside_the_file_are_followed(tmp_path: Path) -> None:
     assert _reason(filters, '{"left":' * 60 + "{}" + "}" * 60) in (None, "json_schema")
 
 
+DRAFT_7 = {"$schema": "http://json-schema.org/draft-07/schema#"}
+WORDS = {"type": "string", "pattern": "^[a-z]+$"}
+
+
+@pytest.mark.parametrize(
+    ("behind", "good", "bad"),
+    [
+        ({"dependencies": {"a": {"properties": {"b": WORDS}}}}, '{"a": 1, "b": "word"}', '{"a": 1, "b": "7"}'),
+        ({"items": [WORDS, {"type": "integer"}]}, '["word", 7]', '["7", 7]'),
+    ],
+)
+def test_what_a_reference_leads_to_is_of_the_schemas_own_dialect(
+    tmp_path: Path, behind: dict[str, Any], good: str, bad: str
+) -> None:
+    # At a place that no dialect has a name for, so that only the reference leads there.
+    filters = _filters(tmp_path, DRAFT_7 | {"allOf": [{"$ref": "#/parts/it"}], "parts": {"it": behind}})
+    assert (_reason(filters, good), _reason(filters, bad)) == (None, "json_schema")
+
+
 @pytest.mark.parametrize("where", ["require_pattern", "pattern", "patternProperties"])
 def test_no_pattern_takes_longer_than_its_text(tmp_path: Path, where: str) -> None:
     slow, text = r"^(\w+\s?)+$", "aaaaaaaaaaaaaaaaaaaaaaaaaaaa!"

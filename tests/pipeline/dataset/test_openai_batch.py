@@ -122,3 +122,11 @@ def test_each_request_is_answered_once_in_the_clients_types() -> None:
 def test_the_requests_table_has_one_fixed_schema(tmp_path: Path) -> None:
     table = read_requests(write(tmp_path / "in.jsonl", request("a"))).table
     assert table.schema == pa.schema([("custom_id", pa.string()), ("messages", pa.string())])
+
+
+def test_a_prompt_is_counted_where_its_first_sample_failed() -> None:
+    failed = row("a", 0, error="out of memory", dropped="error") | {"prompt_tokens": 0, "generated_tokens": 0}
+    answers, _ = responses([failed, row("a", 1)], "run", "m", 1)
+    assert json.loads(answers)["response"]["body"]["usage"] == {
+        "prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10,
+    }  # fmt: skip

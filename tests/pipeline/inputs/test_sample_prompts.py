@@ -91,3 +91,16 @@ def test_a_part_without_rows_is_said(drawn: Drawn) -> None:
     of_train = next(row for row in range(ROWS) if part_of(IDS[row]) == "train")
     with pytest.raises(JobError, match=r"the test part, told by a hash of each row's id, of .* make no prompt"):
         drawn("test", table=pa.concat_tables([TABLE.slice(of_train, 1)] * 2))
+
+
+def test_rows_of_a_file_without_the_id_column_are_parted_by_their_texts(
+    tmp_path: Path, write_parquet: Callable[..., Path], byte_tokens: ByteTokenizer
+) -> None:
+    write_parquet(tmp_path / "in/0.parquet", TABLE.slice(0, 2000))
+    write_parquet(tmp_path / "in/1.parquet", TABLE.slice(2000).drop_columns(["id"]))
+    config = CorpusConfig(input=str(tmp_path / "in"), prompt_format="raw", id_column="id")
+    texts = sample_prompts(config, "test", ROWS, byte_tokens, 100, ["text"])["text"].to_pylist()
+    keys = [*IDS[:2000], *TABLE["text"].to_pylist()[2000:]]
+    assert sorted(texts) == sorted(
+        text for key, text in zip(keys, TABLE["text"].to_pylist(), strict=True) if part_of(key) == "test"
+    )

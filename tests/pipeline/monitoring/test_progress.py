@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import sys
+import time
 from typing import Any
 
 import pytest
 
 from pipeline.commits.commit import Commit, Totals
+from pipeline.monitoring import progress
 from pipeline.monitoring.board import Counts
 from pipeline.monitoring.progress import ProgressReporter
 
@@ -48,3 +52,24 @@ def test_what_is_committed_counts_with_its_errors(errors: int) -> None:
     done = Totals(rows=10, errors=errors, generated_tokens=50, flops_prompt=60, flops_decode=30, flops_full_depth=100)
     said = line(Counts(replicas=1, seconds=10.0), None, done)
     assert said == f"10/100 rows | 1.0 rows/s | 5 output tokens/s | FLOPs saved 10.0% | {errors} errors | 0:01:30 left"
+
+
+def test_the_bar_is_drawn_on_the_terminal_wherever_the_results_go(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    board: Any = StillBoard(Counts(replicas=1, seconds=10.0, rows=20, tokens=400))
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(progress, "TERMINAL_INTERVAL_S", 0.01)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    with ProgressReporter(board, 100, Totals()):
+        deadline = time.monotonic() + 30
+        while "2.0 rows/s" not in terminal.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert "2.0 rows/s" in terminal.getvalue()
+    assert capsys.readouterr().out == ""

@@ -39,6 +39,14 @@ def test_another_run_is_refused_and_told_what_changed(storage: Storage) -> None:
         claim_output(storage, {**RUN, "sampling": {"seed": 7}})
 
 
+def test_a_setting_that_only_one_of_two_runs_has_is_named(storage: Storage) -> None:
+    claim_output(storage, {**RUN, "engine": "vllm"})
+    with pytest.raises(JobError, match=r'which differs in engine: engine "vllm" -> null; name another'):
+        claim_output(storage, RUN)
+    with pytest.raises(JobError, match=r'which differs in cache_dtype, engine: cache_dtype null -> "fp8", engine'):
+        claim_output(storage, {**RUN, "cache_dtype": "fp8"})
+
+
 def test_a_zombie_from_before_fresh_can_neither_commit_nor_finish(storage: Storage) -> None:
     zombie = claim_output(storage, RUN)
     discard_run(storage)
