@@ -112,9 +112,9 @@ def generate_dataset(config: DatasetConfig, backend: Backend | None = None) -> D
     job = generation_config(config)
     with leased(job) as lease:
         storage = config.output_storage()
-        if config.fresh:
-            remove(storage.at_first(), Kind.DATA_SET, [MANIFEST])  # what it lists will have been made by another run
         result = run_leased(job, backend, lease)
+        if config.fresh:
+            remove(storage, Kind.DATA_SET, [MANIFEST])  # until now it stood for what the run before had made
         manifest = _publish(config, job, storage, result)
     return DatasetResult(
         config.output, result, manifest["rows"], manifest["dropped"], [entry["file"] for entry in manifest["files"]]

@@ -165,3 +165,18 @@ def test_an_input_column_named_sample_is_refused_before_the_run(
     write_parquet(tmp_path / "in/0.parquet", {"id": [1], "text": ["one"], "sample": [7]})
     with pytest.raises(JobError, match="input column 'sample' has a name that the job needs: leave it out with keep_"):
         generate_dataset(config(id_column=None), NoEngineBackend())
+
+
+def test_a_data_set_is_made_afresh_though_the_first_try_died_once_it_had_discarded_the_old_one(
+    config: Callable[..., DatasetConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_ray(monkeypatch)
+    files = generate_dataset(config(), EchoBackend()).files
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("pipeline.run.claim_output", killed)
+        generate_dataset(config(fresh=True), EchoBackend())
+    assert generate_dataset(config(fresh=True), EchoBackend(Echo(prefix="new "))).files == files
