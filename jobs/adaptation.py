@@ -16,7 +16,7 @@ from pydantic import Field
 
 from engine import Engine, ModelError, Schedule, ScheduleError
 from engine.adaptation.estimate import is_early_look, reachable_kl
-from engine.adaptation.memory import check_memory, kept_bytes, working_bytes
+from engine.adaptation.memory import check_memory, kept_bytes, model_bytes, working_bytes
 from engine.adaptation.peers import Peers
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import Point, Trainer
@@ -127,6 +127,7 @@ def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
         bridge = fit_prompt_bridge(teacher, prompts, cut, progress)
         schedules = [replace(schedule, prompt_bridge=bridge) for schedule in schedules]
     kernels = training_kernels_for(teacher.device, torch.float32)
+    del teacher  # the memory has room for one of the two
     student = Engine.load(config.model, config.device, "float32", config.threads, kernels)
     student.share_prefix(config.template().shared_prefix(student.tokenizer))  # no prompt bridge stands in for it
     trainer = Trainer(student, schedules, answers, held_out, config.recipe(), progress)
@@ -153,15 +154,17 @@ def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
 def check_fits(
     config: AdaptModel, teacher: Engine, schedules: Sequence[Schedule], prompts: Sequence[Sequence[int]]
 ) -> None:
-    """Whether the answers to some prompts can be trained on in memory. Raises ScheduleError."""
+    """Whether the answers to some prompts can be trained on in memory, by what is free beside the teacher, which is
+    gone by then. Raises ScheduleError.
+    """
     if config.prompt_layers is not None:
         bridge = counted_prompt_bridge(teacher.shape, prompt_cut(teacher.shape, config.prompt_layers, schedules))
         schedules = [replace(schedule, prompt_bridge=bridge) for schedule in schedules]
     kept, lengths = config.held_out_of(len(prompts)), [len(prompt) for prompt in prompts]
     ours = Peers().share(lengths[:-kept])
     needed = kept_bytes(teacher.shape, schedules, ours, lengths[-kept:], config.max_new_tokens)
-    needed += working_bytes(teacher.shape, schedules, lengths[-kept:])
-    check_memory(needed, free_bytes(teacher.device), len(prompts))
+    needed += working_bytes(teacher.shape, schedules, ours, lengths[-kept:])
+    check_memory(model_bytes(teacher.shape, teacher.device), needed, free_bytes(teacher.device), len(prompts))
 
 
 def train_on_cluster(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:

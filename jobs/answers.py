@@ -89,9 +89,12 @@ def with_more_answers(
     """The answers, and further ones to their prompts drawn at temperature 1; those of one prompt side by side."""
     if per_prompt == 1:
         return list(answers)
-    grouped = {tuple(answer.prompt): [answer] for answer in answers}
+    grouped: dict[tuple[int, ...], list[Answer]] = {}
+    for answer in answers:
+        grouped.setdefault(tuple(answer.prompt), []).append(answer)
     prompts = [list(prompt) for prompt in grouped]
-    sampling = replace(config.sampling(), temperature=1.0, samples_per_prompt=per_prompt - 1)
+    # Of another seed: at temperature 1 the answers there are would be drawn once more.
+    sampling = replace(config.sampling(), temperature=1.0, samples_per_prompt=per_prompt - 1, seed=config.seed + 1)
     for answer in _answered(config, model, prompts, sampling, progress):
         grouped[tuple(answer.prompt)].append(answer)
     return [answer for group in grouped.values() for answer in group]

@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, model_validator
@@ -15,9 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.calibration.calibrate import Calibrated, Calibration
+from engine.schedules.schedule import SCHEDULE_FILE
 from jobs import command_line
 from jobs.answers import PART, AnswersConfig, answer_corpus
 from pipeline import logs
+from pipeline.errors import JobError
 from pipeline.evaluation.charts import schedule_maps
 from pipeline.inputs.corpus_parts import Part
 from pipeline.monitoring.stage_progress import StageProgress
@@ -66,16 +70,18 @@ def main() -> int:
 
 
 def calibrate(config: CalibrateSchedule) -> None:
+    """Raises JobError, ModelError, ScheduleError."""
     start, progress = time.monotonic(), StageProgress(log)
     output = claim_directory(config.output, PROGRAM, [config.input])
+    targets, sample_targets = sorted(set(config.target_speedups)), sorted(set(config.target_sample_speedups))
+    _check_others(output, sample_targets or targets)
     model = config.load_engine()
     drawn = answer_corpus(config, model, progress)
-    targets = sorted(set(config.target_speedups))
-    chosen = (config.prompt_layers, config.whole_head, sorted(set(config.target_sample_speedups)))
+    chosen = (config.prompt_layers, config.whole_head, sample_targets)
     calibration = Calibration(model, drawn.answers, targets, progress, *chosen)
     table, maps = _table(), []
     for found in calibration.run():
-        name = f"{found.target:g}x"
+        name = _name(found.target)
         found.with_provenance(calibrated_on=drawn.provenance).write(output / name)
         table.add_row(*_row(found), str(output / name))
         maps.append((name, found.schedule))
@@ -83,6 +89,23 @@ def calibrate(config: CalibrateSchedule) -> None:
     Console().print(table)
     print(f"{time.monotonic() - start:.0f} s; run one with --schedule {output}/<target>x, or --schedule {output} "
           "--target-speedup <target>")  # fmt: skip
+
+
+def _name(target: float) -> str:
+    """Of its directory."""
+    return f"{target:g}x"
+
+
+def _check_others(output: Path, targets: Sequence[float]) -> None:
+    """Raises JobError for schedules of an earlier call that this one would leave beside its own: a job that names the
+    directory and a speed-up may then run one of them.
+    """
+    there = {file.parent.name for file in output.glob(f"*/{SCHEDULE_FILE}")}
+    if others := sorted(there - set(map(_name, targets))):
+        raise JobError(
+            f"{str(output)!r} holds schedules for other targets ({', '.join(others)}), among which a job could choose: "
+            "name another directory, or remove them"
+        )
 
 
 def _table() -> Table:

@@ -128,7 +128,7 @@ def _state(facts: dict[str, Any], best: dict[str, Tensor]) -> TrainingState:
 
 
 def _is_number(value: object) -> bool:
-    return type(value) in (int, float)
+    return type(value) is float or (type(value) is int and abs(value) < 2**53)
 
 
 def _moments(trainable: Trainable, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, Tensor]]]:

@@ -1,8 +1,10 @@
-"""Whether what training keeps of full depth fits the memory: told before the hours that it would be lost after."""
+"""Whether a training fits the memory, with all it keeps of full depth: told before the hours it would be lost after."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+import torch
 
 from engine.adaptation.trainer import attended_layers
 from engine.errors import ScheduleError
@@ -14,6 +16,14 @@ from engine.shape import ModelShape
 FLOAT, HALF = 4, 2  # bytes
 # What a process grows by over what it keeps, as it keeps it between things that it frees: 400 prompts of 160 tokens.
 SCATTERED = 1.27
+
+
+def model_bytes(shape: ModelShape, device: torch.device) -> int:
+    """Memory of the model in single precision. A CPU keeps its matrices transposed too once a gradient has passed
+    (`FrozenOneDnnKernels`).
+    """
+    matrices = shape.layers * shape.layer_parameters + shape.head_parameters
+    return FLOAT * (matrices * (2 if device.type == "cpu" else 1) + shape.vocab * shape.hidden)
 
 
 def kept_bytes(
@@ -28,27 +38,36 @@ def kept_bytes(
         answer_tokens: of each answer, at most.
     """
     layers = attended_layers(schedules, min(each.changed_from for each in schedules))
+    # Passes that go on from prompts at full depth: with the last states those below the first change, and embeddings.
+    goes_on = any(each.prompt_plan.is_full_depth for each in schedules)
     prompts = (sum(train) + sum(held_out)) * len(layers) * shape.cache_elements(1) * FLOAT
-    states = (len(train) + len(held_out)) * answer_tokens * (2 if layers else 1) * shape.hidden * FLOAT
+    states = (len(train) + len(held_out)) * answer_tokens * (3 if goes_on else 1) * shape.hidden * FLOAT
     return int(SCATTERED * (prompts + states)) + len(held_out) * answer_tokens * shape.vocab * HALF
 
 
-def working_bytes(shape: ModelShape, schedules: Sequence[Schedule], held_out: Sequence[int]) -> int:
+def working_bytes(
+    shape: ModelShape, schedules: Sequence[Schedule], train: Sequence[int], held_out: Sequence[int]
+) -> int:
     """Memory that it takes for a while beside: the prompts of answers to judge by in all layers, or, where prompts
     learn, a pass of them with what gradients need: all that a layer's matrices take and give, and what is made of it.
+    Arguments as for `kept_bytes`; a prompt that is longer than a pass has one to itself.
     """
     judged = sum(held_out) * shape.layers * shape.cache_elements(1)
     plans = [each.prompt_plan for each in schedules if not each.prompt_plan.is_full_depth]
     depth = max((plan.bridge.layers if plan.bridge else shape.layers for plan in plans), default=0)
-    learnt = PROMPT_TOKENS * depth * 2 * shape.layer_parameters // shape.hidden
+    learnt = max(PROMPT_TOKENS, *train, *held_out) * depth * 2 * shape.layer_parameters // shape.hidden
     return max(judged, learnt) * FLOAT
 
 
-def check_memory(needed: int, free: int, answers: int) -> None:
-    """Raises ScheduleError if so many bytes for so many answers are more than the free ones can be counted on for."""
-    room = int(SHARE * free)
-    if needed > room:
+def check_memory(model: int, kept: int, free: int, answers: int) -> None:
+    """Raises ScheduleError if the bytes of a model, and those for so many answers, are more than the free ones can be
+    counted on for.
+    """
+    room = int(SHARE * free) - model
+    if kept > room:
+        fitting = int(answers * room / kept)
+        way_out = f"with about {fitting} answers it fits" if room > 0 else "the model alone is too large"
         raise ScheduleError(
-            f"training on {answers} answers keeps some {needed / 1e9:.1f} GB of full depth in memory, "
-            f"and {free / 1e9:.1f} GB are free: with about {int(answers * room / needed)} answers it fits"
+            f"training on {answers} answers keeps some {kept / 1e9:.1f} GB of full depth in memory beside the model's "
+            f"{model / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free: {way_out}"
         )

@@ -60,8 +60,8 @@ class _Part:
         self.final = forced.hidden(Schedule.full_depth(engine.shape.layers), Compiled(), observe=keep)
         # What schedules that leave prompts alone go on from: (prompts' keys and values, the state below every change).
         self.whole: tuple[AnswerPass, Tensor] | None = None
-        if layers := attended_layers(schedules, place):
-            forced.keep_prompts(layers)
+        if any(schedule.prompt_plan.is_full_depth for schedule in schedules):
+            forced.keep_prompts(attended_layers(schedules, place))
             self.whole = forced, states[0]
 
     def tokens(self, schedule: Schedule) -> int:
@@ -229,7 +229,8 @@ class Trainer:
             loss = self._loss(theirs, ours, tokens[rows])
             (share * loss).backward()
             total += float(loss.detach())
-        x.backward(leaf.grad)
+        if x.requires_grad:  # else no answer here reaches a plateau with something to learn
+            x.backward(leaf.grad)
         return total
 
     def _loss(self, full: Tensor, ours: Tensor, tokens: Tensor) -> Tensor:

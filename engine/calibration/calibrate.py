@@ -150,7 +150,7 @@ class Calibration:
     def _decoding(self, target: float) -> Found:
         """What is best for a decode target, prompts at full depth."""
         if target not in self._found:
-            self._found[target] = self._search.best(target, self._layers_for(target))
+            self._found[target] = self._search.best(target)
         return self._found[target]
 
     def _schedule(self, candidate: Candidate) -> Schedule:

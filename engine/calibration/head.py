@@ -57,6 +57,7 @@ class HeadStates:
 
         What rough logits leave out is about normal, with a variance s^2 by token: the mean of exp(logit) is that of the
         rough one times exp(s^2 / 2), so s^2 / 2 is the bias that gives tokens outside the candidates their probability.
+        Where logits are c times the products (`Decoder.capped`), the bias among these is c times their variance / 2.
         """
         eye = torch.eye(self.width, dtype=torch.float64, device=self._hh.device)
         moments = self._hh / self._count
@@ -64,13 +65,14 @@ class HeadStates:
         lower, weight = torch.linalg.cholesky(moments), self._weight.float()
         leading = torch.linalg.eigh(lower.T @ (weight.T @ weight).double() @ lower).eigenvectors  # least first
         all_down, all_up = torch.linalg.solve_triangular(lower.T, leading, upper=True), leading.T @ lower.T
+        slope = float(self._decoder.capped(weight.new_ones(1)))
         scale = all_down.square().sum(0).sqrt()  # of each direction: both matrices then have entries of one order
         all_down, all_up = all_down / scale, scale[:, None] * all_up
         previews = []
         for rank in ranks:
             down, up = all_down[:, -rank:], all_up[-rank:]
             left_out = (eye - down @ up).T @ moments @ (eye - down @ up)
-            bias = (weight @ left_out.float() * weight).sum(-1) / 2
+            bias = slope * (weight @ left_out.float() * weight).sum(-1) / 2
             tensors = zip(ROLES, (down, up, bias), strict=True)
             previews.append(
                 HeadPreview(_candidates(len(weight)), {role: rounded(tensor).cpu() for role, tensor in tensors})

@@ -85,11 +85,6 @@ class Moments:
         self.start, self.ends = start, ends
         self._sums = RidgeSums(hidden, dict.fromkeys(ends, hidden), device)
 
-    @property
-    def count(self) -> float:
-        """Tokens, or the sum of their weights."""
-        return self._sums.count
-
     def add(self, x: Tensor, after: Mapping[int, Tensor], weights: Tensor | None = None) -> None:
         """Count in some tokens.
 

@@ -90,14 +90,18 @@ def fit_prompt_bridge(
         cut: which layers they are to run.
         progress: told of prompts.
         ridge: relative to the mean variance of an entry of the state.
+
+    Raises:
+        ScheduleError: the prompts have too few tokens that could be bridged.
     """
     with torch.inference_mode():
         skips, within = _fit_skip(engine, prompts, cut, progress, ridge) if cut.skipped else (None, {})
         sums = _PromptSums(engine, range(cut.first, engine.shape.layers))
         for pack in _packs(prompts, "collecting keys and values", progress):
             stopped = engine.stop_prompts(pack, cut.first, skips)
-            sums.add_inputs(stopped.states)
-            engine.observe_prompts(pack, partial(sums.observe, stopped.others))
+            if len(stopped.others):
+                sums.add_inputs(stopped.states)
+                engine.observe_prompts(pack, partial(sums.observe, stopped.others))
         return PromptBridge(cut.first, {**sums.maps(ROLES, ridge), **within}, skips)
 
 
@@ -148,6 +152,8 @@ def _fit_skip(
     for pack in _packs(prompts, "collecting states", progress):
         states: dict[int, Tensor] = {}
         stopped = engine.stop_prompts(pack, end, observe=states.__setitem__)
+        if not len(stopped.others):
+            continue
         before = states[2 * start][stopped.others]
         sums.add_inputs(before)
         sums.add_outputs(STATES, stopped.states - before)
@@ -174,6 +180,15 @@ class _PromptSums(RidgeSums):
             return
         k, v = self._decoder.keys_and_values(layer, x[rows])
         self.add_outputs(layer, torch.cat([k.flatten(1), v.flatten(1)], 1))
+
+    def fit(self, keys: Sequence[int], ridge: float, gain: float = 1.0) -> tuple[Tensor, Tensor]:
+        """As `RidgeSums.fit`; raises ScheduleError where there are too few tokens to say how they vary."""
+        if self.count < 2:
+            raise ScheduleError(
+                "a prompt bridge is fitted to what lies between a prompt's first token and its last, and these prompts "
+                "have next to nothing there: name more prompts, or longer ones"
+            )
+        return super().fit(keys, ridge, gain)
 
     def maps(self, roles: Sequence[str], ridge: float) -> dict[str, Tensor]:
         """What gives these keys and values, by the roles of its matrix and bias."""

@@ -74,10 +74,10 @@ class Search:
         self._seen: dict[Candidate, Quality] = {}
         self._harms: dict[int, float] = {}
 
-    def best(self, target: float, skipped: int) -> Found:
-        """The best candidate for a decode FLOP speed-up, starting from `skipped` layers behind one bridge."""
-        constants = [Candidate.constant(warmup, skipped, *FIRST) for warmup in self._depths]
-        one = self._tuned([c for c in constants if skipped in self._depths[c.warmup]])
+    def best(self, target: float) -> Found:
+        """The best candidate for a decode FLOP speed-up."""
+        plain = (Candidate.constant(warmup, 0, *FIRST) for warmup in self._depths)
+        one = self._tuned(list(filter(None, (self._as_deep_as_need_be(each, target) for each in plain))))
         constant = self._with_more_bridges(self._with_preview(one, target), target)
         grown = [replace(constant, growth=growth) for growth in self._growths(constant, target)]
         return Found(min([constant, *grown], key=self._choose_kl), constant, one)

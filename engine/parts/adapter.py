@@ -73,11 +73,6 @@ class Adapter(SchedulePart):
             name: LowRank(self.tensors[f"{unit}.{name}.{DOWN}"], self.tensors[f"{unit}.{name}.{UP}"]) for name in names
         }
 
-    @property
-    def parameters(self) -> int:
-        """Numbers that it holds."""
-        return sum(tensor.numel() for tensor in self.tensors.values())
-
     @cached_property
     def digest(self) -> str:
         """Of its tensors and what it changes: it changes when a bit of them does."""

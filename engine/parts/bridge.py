@@ -47,14 +47,7 @@ class Bridge(SchedulePart):
                 f"weight or down and up, and may have {', '.join(GATED)}"
             )
         check_numbers(f"the bridge over {self.block}", self.tensors)
-        width = self.hidden
-        shapes = [tuple(matrix.shape) for matrix in self._linear]
-        fits = len(self.tensors["bias"].shape) == 1 and shapes[0][0] == shapes[-1][-1] == width
-        fits = fits and all(len(shape) == 2 for shape in shapes) and all(a[-1] == b[0] for a, b in pairwise(shapes))
-        if gated:
-            gate, up, down = (tuple(self.tensors[role].shape) for role in GATED)
-            fits = fits and gate == up == down[::-1] and len(gate) == 2 and gate[0] == width
-        if not fits:
+        if not self._fit_together:
             named = {role: list(tensor.shape) for role, tensor in self.tensors.items()}
             raise ScheduleError(f"the shapes of the bridge over {self.block} do not fit together: {named}")
 
@@ -88,6 +81,19 @@ class Bridge(SchedulePart):
     def digest(self) -> str:
         """Of block and tensors: it changes when a bit of them does."""
         return digest_of(str(self.block), sorted(self.tensors.items()))
+
+    @property
+    def _fit_together(self) -> bool:
+        """Whether the tensors' shapes do."""
+        if any(tensor.dim() != (1 if role == "bias" else 2) for role, tensor in self.tensors.items()):
+            return False
+        shapes = [tuple(matrix.shape) for matrix in self._linear]
+        if not shapes[0][0] == shapes[-1][-1] == self.hidden or any(a[-1] != b[0] for a, b in pairwise(shapes)):
+            return False
+        if GATED[0] not in self.tensors:
+            return True
+        gate, up, down = (tuple(self.tensors[role].shape) for role in GATED)
+        return gate == up == down[::-1] and gate[0] == self.hidden
 
     @property
     def _linear(self) -> list[Tensor]:

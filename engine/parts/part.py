@@ -11,6 +11,9 @@ from torch import Tensor
 
 from engine.errors import ScheduleError
 
+# Of fewer bits there are types that torch can neither look at nor convert.
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 class SchedulePart(ABC):
     """Equal to another of its kind with the same digest."""
@@ -37,8 +40,8 @@ def check_roles(what: str, tensors: Mapping[str, Tensor], roles: Sequence[str]) 
 def check_numbers(what: str, tensors: Mapping[str, Tensor]) -> None:
     """Raises ScheduleError, naming the role, where a tensor holds anything but finite floating-point numbers."""
     for role, tensor in tensors.items():
-        if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
-            raise ScheduleError(f"{role} of {what} holds something that is no finite number")
+        if tensor.dtype not in FLOATS or not bool(tensor.isfinite().all()):
+            raise ScheduleError(f"{role} of {what} holds something that is no finite number of 16 bits or more")
 
 
 def digest_of(what: str, tensors: Iterable[tuple[str, Tensor]]) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from engine.errors import ScheduleError
-from engine.json_text import parse_json, read_json
+from engine.json_text import read_json
 from engine.parts.adapter import ADAPTER_FILE, Adapter
 from engine.parts.bridge import Bridge
 from engine.parts.head_preview import HeadPreview
@@ -321,11 +321,6 @@ class Schedule:
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1)
 
-    @classmethod
-    def from_json(cls, text: str, tensors: Mapping[str, Mapping[str, Tensor]] | None = None) -> Schedule:
-        """Inverse of `to_json`; raises ScheduleError."""
-        return cls.from_dict(_parse(text), tensors)
-
     def write(self, directory: str | Path) -> None:
         """Write `schedule.json`, its bridges and its adapter; the directory is made if need be."""
         directory = Path(directory)
@@ -367,10 +362,3 @@ class Schedule:
 
 
 _OWN_KEYS = ("format", "layers", "skip_order", "skipped", "bridges", "bridged", "prompts", "adapter", "head")
-
-
-def _parse(text: str) -> object:
-    try:
-        return parse_json(text)
-    except ValueError as error:
-        raise ScheduleError(f"the schedule is not JSON: {error}") from None

@@ -57,8 +57,12 @@ def read_schedule(path: str, target: float | None, storage: OpenStorage = Storag
                 "directory of calibrated schedules"
             )
         return schedules[""]
-    # Of the whole sample where they were all made for that, else of decoding.
-    whole = all("target_sample_speedup" in schedule.provenance for schedule in schedules.values())
+    whole = {name for name, schedule in schedules.items() if "target_sample_speedup" in schedule.provenance}
+    if whole and len(whole) < len(schedules):
+        raise ScheduleError(
+            f"{path!r} holds schedules for a speed-up of the whole sample ({', '.join(sorted(whole))}) and others: "
+            "target_speedup could mean either, so name one of them"
+        )
     figure = "sample_flop_speedup" if whole else "decode_flop_speedup"
     speedups = {
         name: float(schedule.provenance[figure])

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,9 +17,11 @@ import pytest
 import torch
 from ray.train import WorkerGroupError
 
+import engine
 from engine import Block, Bridge, Engine, Plateau, Schedule, ScheduleError
 from engine.adaptation.trainer import Point
 from engine.forward.quality import Judge
+from engine.forward.teacher_forcing import Answer
 from jobs import adapt_model, calibrate_schedule, command_line
 from jobs.adaptation import reason_of
 from jobs.answers import answer_corpus, with_more_answers
@@ -90,17 +95,41 @@ def test_a_calibrated_schedule_is_adapted_and_a_rerun_goes_on(
     assert "has a prompt bridge already: leave out --prompt-layers" in capsys.readouterr().err
 
 
-def test_more_prompts_than_the_memory_holds_are_refused_before_they_are_answered(
-    common: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shape = Engine.load(common[1], device="cpu").shape
+@pytest.fixture
+def untrained(common: list[str], tmp_path: Path) -> list[str]:
+    """Flags for a schedule whose bridge does nothing yet."""
+    shape = engine.describe(common[1])
     block = Block.of_layers(1, 3)
     bridge = Bridge.affine(block, torch.zeros(shape.hidden, shape.hidden), torch.zeros(shape.hidden))
     plateaus = (Plateau(0, len(block.units), ("1-3",)),)
     Schedule(shape.layers, tuple(block.units), plateaus, bridges={"1-3": bridge}).write(tmp_path / "schedule")
+    return ["--schedule", str(tmp_path / "schedule"), "--output", str(tmp_path / "out")]
+
+
+def test_the_teacher_is_gone_before_the_student_is_loaded(
+    common: list[str], untrained: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, decoders = Engine.load, list[Callable[[], object]]()
+
+    def watched(*arguments: Any) -> Engine:
+        assert not any(decoder() for decoder in decoders)
+        loaded = load(*arguments)
+        decoders.append(weakref.ref(loaded.decoder))
+        return loaded
+
+    monkeypatch.setattr("jobs.adaptation.Engine", SimpleNamespace(load=watched))
+    monkeypatch.setattr(
+        adapt_model.AdaptModel, "load_engine", lambda config: watched(config.model, config.device, config.dtype)
+    )
+    assert adapt([*common, *untrained, "--prompts", "60", "--prompt-layers", "4", "--steps", "1"]) == 0
+    assert len(decoders) == 2
+
+
+def test_more_prompts_than_the_memory_holds_are_refused_before_they_are_answered(
+    common: list[str], untrained: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("jobs.adaptation.free_bytes", lambda _: 1_000_000)
-    where = ["--schedule", str(tmp_path / "schedule"), "--output", str(tmp_path / "out")]
-    assert adapt([*common, *where, "--prompts", "60", "--prompt-layers", "4"]) == 1
+    assert adapt([*common, *untrained, "--prompts", "60", "--prompt-layers", "4"]) == 1
     said = capsys.readouterr().err
     assert "training on 60 answers keeps some" in said
     assert "answers it fits" in said
@@ -196,6 +225,18 @@ def test_more_answers_to_a_prompt_are_more_to_learn_from(common: list[str]) -> N
     prompts = [answer.prompt for answer in more]
     assert prompts == [answer.prompt for answer in answers for _ in range(3)]
     assert len({tuple(answer.tokens) for answer in more}) > 2 * len(answers)
+    twice = [*answers, Answer(answers[0].prompt, (5, 6))]
+    assert with_more_answers(config, model, twice, 3, lambda *_: None) == [answers[0], twice[-1], *more[1:]]
+
+
+def test_more_answers_are_others_where_the_first_are_drawn_too(common: list[str]) -> None:
+    flags = [*common, "--schedule", "", "--output", "", "--prompts", "20", "--temperature", "1"]
+    config = command_line.parse(adapt_model.AdaptModel, adapt_model.PROGRAM, flags)
+    model = config.load_engine()
+    answers = answer_corpus(config, model, lambda *_: None).answers
+    more = with_more_answers(config, model, answers, 2, lambda *_: None)
+    assert more[::2] == answers
+    assert not any(first == second for first, second in zip(more[::2], more[1::2], strict=True))
 
 
 def test_a_schedule_of_full_depth_is_refused_before_the_model_is_loaded(

@@ -16,6 +16,7 @@ from engine import Engine, Sampling, Schedule, ScheduleError, checkpoint_directo
 from jobs import calibrate_schedule, command_line
 from pipeline.errors import JobError
 from pipeline.preparing.fit import read_schedule
+from pipeline.storage.ownership import claim_directory
 
 ROOT = Path(__file__).parent.parent.parent
 FLAGS = ["--part", "all", "--prompts", "40", "--max-new-tokens", "6", "--min-new-tokens", "3"]
@@ -139,6 +140,25 @@ def test_layers_on_prompts_are_chosen_by_one_of_the_two(capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         command_line.parse(calibrate_schedule.CalibrateSchedule, calibrate_schedule.PROGRAM, flags)
     assert "leave out prompt_layers" in capsys.readouterr().err
+
+
+def test_schedules_for_other_targets_are_not_left_among_the_new_ones(model: Path, tmp_path: Path) -> None:
+    claim_directory(tmp_path, calibrate_schedule.PROGRAM)
+    for name in ("1.5x", "40x"):
+        Schedule.full_depth(12).write(tmp_path / name)
+    given = ["--input", str(ROOT / CORPUS), "--model", str(model), "--output", str(tmp_path), "--threads", "1", *FLAGS]
+
+    def refusal(*targets: str) -> str:
+        config = command_line.parse(
+            calibrate_schedule.CalibrateSchedule, calibrate_schedule.PROGRAM, [*given, *targets]
+        )
+        with pytest.raises((JobError, ScheduleError)) as refused:
+            calibrate_schedule.calibrate(config)
+        return str(refused.value)
+
+    assert "holds schedules for other targets (1.5x)" in refusal("--target-speedups", "1.05", "40")
+    assert "other targets (1.5x, 40x)" in refusal("--target-speedups", "1.5", "40", "--target-sample-speedups", "1.1")
+    assert "1.5x cannot be met" in refusal("--target-speedups", "1.5", "40")  # those may be written over
 
 
 def test_progress_says_how_fast_it_goes(calibrated: tuple[Path, str]) -> None:

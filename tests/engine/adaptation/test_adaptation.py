@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from engine import Block, Bridge, Engine, Plateau, Sampling, Schedule, ScheduleError
 from engine.adaptation import trainable
@@ -227,6 +230,29 @@ def test_a_step_takes_the_mean_of_the_schedules_gradients(
     assert other[-1].kl != pytest.approx(curves[0][-1])
 
 
+def test_a_bridge_to_the_top_learns(engine: Engine, answers: list[Answer]) -> None:
+    """Above it nothing attends to prompts."""
+    width, layers = engine.shape.hidden, engine.shape.layers
+    block = Block.of_layers(3, layers)
+    bridges = {"top": Bridge.affine(block, torch.zeros(width, width), torch.zeros(width))}
+    schedule = Schedule(layers, block.units, (Plateau(0, len(block.units), ("top",)),), bridges=bridges)
+    points = train(engine, schedule, answers)[1]
+    assert points[-1].loss < 0.9 * points[0].loss
+
+
+def test_a_lesson_that_ends_before_the_first_bridge_changes_nothing(engine: Engine, answers: list[Answer]) -> None:
+    width, layers = engine.shape.hidden, engine.shape.layers
+    block = Block.of_layers(1, 3)
+    bridges = {"late": Bridge.affine(block, torch.zeros(width, width), torch.zeros(width))}
+    schedule = Schedule(layers, block.units, (Plateau(0, 0), Plateau(4, 4, ("late",))), bridges=bridges)
+    short = [Answer(answer.prompt, answer.tokens[:3]) for answer in answers[6:24]]
+    recipe = replace(RECIPE, steps=10, tokens_per_step=2, gate_width=0)
+    trainer = Trainer(engine, [schedule], short, answers[:6], recipe, quiet)
+    first, last = trainer.run()
+    assert last.kl == first.kl > 0
+    assert last.loss < 0.1 * first.kl  # they are full depth's own
+
+
 @pytest.mark.parametrize("bridged", [False, True])
 def test_a_prompt_bridge_learns_through_the_answers(
     engine: Engine, schedule: Schedule, answers: list[Answer], bridged: bool, monkeypatch: pytest.MonkeyPatch
@@ -288,6 +314,19 @@ def test_a_checkpoint_of_another_training_is_refused(
     with pytest.raises(ScheduleError, match="of another training"):
         train(engine, schedule, other, recipe, checkpoint)
     checkpoint.write_bytes(b"no tensors")
+    with pytest.raises(ScheduleError, match="delete it to start anew"):
+        train(engine, schedule, answers, recipe, checkpoint)
+
+
+@pytest.mark.parametrize("seconds", [10**400, True, "1"], ids=["beyond any float", "a truth", "a text"])
+def test_a_checkpoint_whose_state_is_no_number_is_damaged(
+    engine: Engine, schedule: Schedule, answers: list[Answer], tmp_path: Path, seconds: object
+) -> None:
+    checkpoint, recipe = tmp_path / "training.safetensors", replace(RECIPE, steps=10)
+    train(engine, schedule, answers, recipe, checkpoint)
+    with safe_open(checkpoint, "pt") as file:
+        state = json.loads(file.metadata()["state"])
+    save_file(load_file(checkpoint), checkpoint, {"state": json.dumps({**state, "seconds": seconds})})
     with pytest.raises(ScheduleError, match="delete it to start anew"):
         train(engine, schedule, answers, recipe, checkpoint)
 

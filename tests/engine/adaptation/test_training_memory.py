@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import Block, Bridge, Engine, Plateau, Sampling, Schedule, ScheduleError
-from engine.adaptation.memory import SCATTERED, check_memory, kept_bytes
+from engine import Block, Bridge, Engine, ModelShape, Plateau, Sampling, Schedule, ScheduleError
+from engine.adaptation.memory import SCATTERED, check_memory, kept_bytes, model_bytes, working_bytes
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import Trainer
 from engine.calibration.prompts import counted_prompt_bridge, prompt_cut
+from engine.forward.prompt_pass import PROMPT_TOKENS
 from engine.forward.teacher_forcing import Answer
 from engine.kernels.base import Kernels
-from engine.schedules.orders import lowest_first
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +36,17 @@ def tensor_bytes() -> int:
     return sum(found.values())
 
 
-@pytest.mark.parametrize("prompt_layers", [None, 4])
-def test_what_training_keeps_is_foreseen(engine: Engine, prompt_layers: int | None) -> None:
+def bridged(shape: ModelShape, end: int) -> Schedule:
+    """Layers from 1 on give way to a bridge."""
+    block = Block.of_layers(1, end)
+    bridge = Bridge.affine(block, torch.zeros(shape.hidden, shape.hidden), torch.zeros(shape.hidden))
+    return Schedule(shape.layers, block.units, (Plateau(0, len(block.units), ("b",)),), bridges={"b": bridge})
+
+
+@pytest.mark.parametrize(("end", "prompt_layers"), [(3, None), (3, 4), (5, None)])
+def test_what_training_keeps_is_foreseen(engine: Engine, end: int, prompt_layers: int | None) -> None:
     shape = engine.shape
-    bridge = Bridge.affine(Block.of_layers(1, 3), torch.zeros(shape.hidden, shape.hidden), torch.zeros(shape.hidden))
-    order = tuple(unit for group in lowest_first(shape.layers, 1)[:2] for unit in group)
-    schedule = Schedule(shape.layers, order, (Plateau(0, 4, ("1-3",)),), bridges={"1-3": bridge})
+    schedule = bridged(shape, end)
     if prompt_layers is not None:
         found = counted_prompt_bridge(shape, prompt_cut(shape, prompt_layers, [schedule]))
         schedule = replace(schedule, prompt_bridge=found)
@@ -57,7 +62,32 @@ def test_what_training_keeps_is_foreseen(engine: Engine, prompt_layers: int | No
     assert 0.75 * kept < foreseen / SCATTERED < 1.25 * kept
 
 
+def test_the_model_is_counted_and_on_a_cpu_what_gradients_pass_too(make_checkpoint: Callable[..., Path]) -> None:
+    model, before = str(make_checkpoint()), tensor_bytes()
+    loaded = Engine.load(model, device="cpu", kernels=Kernels())
+    found, shape = tensor_bytes() - before, loaded.shape
+    once, twice = (model_bytes(shape, torch.device(kind)) for kind in ("cuda", "cpu"))
+    assert 0.8 * found < once < found
+    assert twice - once == 4 * (shape.layers * shape.layer_parameters + shape.head_parameters)
+
+
+def test_where_prompts_learn_the_longest_may_need_more_than_a_pass_of_others(engine: Engine) -> None:
+    shape = engine.shape
+    prompts = counted_prompt_bridge(shape, prompt_cut(shape, 4, [schedule := bridged(shape, 3)]))
+    schedules = [replace(schedule, prompt_bridge=prompts)]
+    usual = working_bytes(shape, schedules, [60, 100], [60])
+    assert usual == working_bytes(shape, schedules, [PROMPT_TOKENS], [60])
+    for train, held_out in (([60, 2 * PROMPT_TOKENS], [60]), ([60], [2 * PROMPT_TOKENS])):
+        assert working_bytes(shape, schedules, train, held_out) == 2 * usual
+
+
 def test_too_many_answers_are_refused_with_how_many_would_do() -> None:
-    check_memory(needed=8_000, free=10_000, answers=100)
-    with pytest.raises(ScheduleError, match=r"100 answers keeps some 20\.0 GB .* 10\.0 GB are free: with about 40 "):
-        check_memory(needed=20_000_000_000, free=10_000_000_000, answers=100)
+    check_memory(model=1_000, kept=7_000, free=10_000, answers=100)
+    giga = 10**9
+    with pytest.raises(
+        ScheduleError,
+        match=r"100 answers keeps some 15\.0 GB .* the model's 2\.0 GB, and 10\.0 GB are free: with about 40 ",
+    ):
+        check_memory(model=2 * giga, kept=15 * giga, free=10 * giga, answers=100)
+    with pytest.raises(ScheduleError, match="the model alone is too large"):
+        check_memory(model=9 * giga, kept=giga, free=10 * giga, answers=100)

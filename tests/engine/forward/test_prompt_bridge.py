@@ -31,6 +31,10 @@ STOPS = PromptCut(FIRST, range(0), False)
 SAMPLING = Sampling(max_new_tokens=12, min_new_tokens=12)
 
 
+def quiet(stage: str, done: int, total: int) -> None:
+    """Nobody watches."""
+
+
 def bridged(engine: Engine, schedule: Schedule | None = None, seed: int = 0, skips: Block | None = None) -> Schedule:
     plain = schedule or Schedule.full_depth(LAYERS)
     kept = skips is not None and not set(skips.units) <= plain.skipped_units(0)
@@ -205,6 +209,26 @@ def test_the_fit_is_least_squares(tiny: Engine) -> None:
     error, least = ((x @ each - y).square().mean() for each in (found, best))
     assert least > 0
     assert error < 1.001 * least  # it is stored in half precision
+
+
+CUTS = [STOPS, PromptCut(LAYERS - 1, range(1, 3), True)]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=["stops", "stops and skips"])
+def test_the_fit_passes_over_prompts_of_which_no_token_stops(
+    tiny: Engine, cut: PromptCut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A pass for each of the long ones, and one for the short one.
+    monkeypatch.setattr("engine.calibration.prompts.PROMPT_TOKENS", 60)
+    long = random_prompts([60] * 4)
+    assert fit_prompt_bridge(tiny, [*long, [5, 6]], cut, quiet) == fit_prompt_bridge(tiny, long, cut, quiet)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=["stops", "stops and skips"])
+@pytest.mark.parametrize("short", [[], [[5, 6], [7]], [[5, 6, 7]]])
+def test_prompts_with_too_little_to_fit_to_are_refused(tiny: Engine, short: list[list[int]], cut: PromptCut) -> None:
+    with pytest.raises(ScheduleError, match="name more prompts, or longer ones"):
+        fit_prompt_bridge(tiny, short, cut, quiet)
 
 
 def test_a_fitted_one_skips_half_of_what_prompts_leave_out(tiny: Engine) -> None:

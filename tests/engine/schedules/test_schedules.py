@@ -95,7 +95,7 @@ def test_any_valid_schedule_is_nested(schedules: Schedules, data: st.DataObject,
 def test_a_schedule_survives_its_file(schedules: Schedules, data: st.DataObject, layers: int, model: str) -> None:
     drawn = data.draw(schedules(layers))
     schedule = Schedule(drawn.layers, drawn.skip_order, drawn.plateaus, {"name": "drawn", "made_for": {"model": model}})
-    again = Schedule.from_json(schedule.to_json())
+    again = Schedule.from_dict(json.loads(schedule.to_json()))
     assert again == schedule
     assert again.provenance == schedule.provenance
 
