@@ -176,7 +176,8 @@ def test_a_data_set_is_made_afresh_though_the_first_try_died_once_it_had_discard
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched:
         patched.setattr("pipeline.run.claim_output", killed)
-        generate_dataset(config(fresh=True), EchoBackend())
+        with pytest.raises(KeyboardInterrupt):
+            generate_dataset(config(fresh=True), EchoBackend())
     assert generate_dataset(config(fresh=True), EchoBackend(Echo(prefix="new "))).files == files
