@@ -12,8 +12,11 @@ _SECRET = re.compile(
     r"=[^&\s'\"<>\\]*",  # in a line of JSON a backslash escapes what follows the value
     re.IGNORECASE,
 )
-# A user and a password, which may hold slashes, as secrets of AWS do; a port is no password, "arn" of S3 no user.
-_USER = re.compile(r"(://)(?!arn:)[^/\s@'\"\[]+:(?!\d+[/?#])[^\s@'\"]+@")
+# A user and a password, which may hold slashes, as secrets of AWS do; a port is no password, but on S3 there is none,
+# and "arn" is no user there. As long as they get, lest a long text is searched to its end from each of its places.
+_USER = re.compile(
+    r"(s3a?://|://(?=[^/\s@'\"\[]{1,256}:(?!\d+(?:[/?#,;|)\]]|$))))(?!arn:)[^/\s@'\"\[]{1,256}:[^\s@'\"]{1,512}@"
+)
 _CUT = "\0"
 
 

@@ -13,6 +13,7 @@ from engine.calibration.collect import Progress
 from engine.calibration.growth import Growth, Lengths, best_growths
 from engine.calibration.moments import Moments
 from engine.engine import Engine
+from engine.errors import ScheduleError
 from engine.forward.ledger import Ledger
 from engine.forward.quality import Judge, Quality
 from engine.parts.head_preview import HeadPreview
@@ -75,9 +76,12 @@ class Search:
         self._harms: dict[int, float] = {}
 
     def best(self, target: float) -> Found:
-        """The best candidate for a decode FLOP speed-up."""
+        """The best candidate for a decode FLOP speed-up. Raises ScheduleError."""
         plain = (Candidate.constant(warmup, 0, *FIRST) for warmup in self._depths)
-        one = self._tuned(list(filter(None, (self._as_deep_as_need_be(each, target) for each in plain))))
+        deep = list(filter(None, (self._as_deep_as_need_be(each, target) for each in plain)))
+        if not deep:
+            raise ScheduleError(f"a decode FLOP speed-up of {target:g}x cannot be met: ask for less")
+        one = self._tuned(deep)
         constant = self._with_more_bridges(self._with_preview(one, target), target)
         grown = [replace(constant, growth=growth) for growth in self._growths(constant, target)]
         return Found(min([constant, *grown], key=self._choose_kl), constant, one)

@@ -28,6 +28,7 @@ _UNIT = r"([0-9a-f]{32}|[0-9]{5,})-[0-9]{9,}(-[0-9]{3,})?"
 _DATA = rf"{_UNIT}-[0-9a-f]{{12}}\.parquet"
 _RUN_FILE = "_run.json"
 _RUN_FOLDERS = ("_commits", "_failed", "data", "_input")  # commits before the data they name
+_UNFINISHED = re.compile(rf"data/\.{_DATA}\.[0-9a-f]{{32}}")
 DEAD_S = 3600.0  # since the last byte of an unfinished file was written: no write takes so long
 _WAY_OUT = "name a new or an empty directory; nothing was written or removed there"
 
@@ -74,8 +75,8 @@ def check_place(output: Storage, kind: Kind, source: Storage | None = None) -> N
         if (output.exists(mark) if "/" in mark else mark in entries) and not _is_anothers(output, mark):
             return
     strangers = [name for name in entries if not kind.before.fullmatch(name)]
-    # A --fresh that was killed may have left folders on a disk with nothing in them.
-    _refuse_strangers([name for name in strangers if not _is_left_empty(output, name)], output.url)
+    # A --fresh that was killed may have left folders on a disk, with nothing in them or what a writer died over.
+    _refuse_strangers([name for name in strangers if not _is_left_over(output, name)], output.url)
 
 
 def check_files(output: Storage, source: Storage, paths: Iterable[str]) -> None:
@@ -166,10 +167,10 @@ def _is_anothers(output: Storage, mark: str) -> bool:
     return isinstance(record, dict) and "fingerprint" not in record
 
 
-def _is_left_empty(output: Storage, name: str) -> bool:
-    """Whether an entry is a folder of a run with nothing in it."""
+def _is_left_over(output: Storage, name: str) -> bool:
+    """Whether an entry is a folder of a run with nothing in it, or nothing but unfinished files."""
     folder, slash, _ = name.partition("/")
-    return slash != "" and folder in _RUN_FOLDERS and output.is_empty(folder)
+    return slash != "" and folder in _RUN_FOLDERS and all(map(_UNFINISHED.fullmatch, output.everything(folder)))
 
 
 def _refuse_strangers(names: list[str], url: str) -> None:

@@ -12,8 +12,10 @@ from pipeline.redaction import redacted
 
 S3_SCHEMES = ("s3", "s3a")
 AZURE_SCHEMES = ("abfs", "abfss", "az")
-# A user and a password, of what follows "://". The password may hold slashes, as secrets of AWS do; a port is none.
+# A user and a password, of what follows "://". The password may hold slashes, as secrets of AWS do; a port is none, and
+# on S3 there is none.
 _PASSWORD = re.compile(r"(?!arn:)[^/?#\[]*:(?!\d+[/?#]).*@")
+_S3_PASSWORD = re.compile(r"(?!arn:)[^/?#\[]*:.*@")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ def refuse_credentials(url: str) -> None:
     if "://" not in url:
         return
     scheme, _, rest = url.partition("://")
-    password = _PASSWORD.match(rest)
+    password = (_S3_PASSWORD if scheme in S3_SCHEMES else _PASSWORD).match(rest)
     authority = re.split("[/?#]", rest[password.end() :] if password else rest, maxsplit=1)[0]
     _, at, host = authority.rpartition("@")
     # abfs://container@account.dfs.core.windows.net/path is how Azure writes an address.

@@ -146,11 +146,11 @@ class Storage:
         infos = self._infos(folder)
         return [f"{folder}/{name}" for name in sorted(infos) if name.startswith(".") and infos[name]["mtime"] < latest]
 
-    def is_empty(self, folder: str) -> bool:
-        """Whether no object lies in a folder, at any depth, hidden ones included."""
+    def everything(self, folder: str) -> list[str]:
+        """Names (with their folder) of all objects in a folder, at any depth, hidden ones included."""
         path = self.path(folder)
         found = self.attempt("listing", lambda: self.fs.find(path))
-        return all(name.rstrip("/") == path for name in found)  # some stores list the folder itself
+        return [self.relative(name) for name in found if name.rstrip("/") != path]  # some stores list the folder itself
 
     def entries(self) -> list[str]:
         """Names of what lies right below the root, sorted, folders with a "/" behind; [] if there is nothing.

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -96,8 +97,11 @@ class Scraping:
 
     def _scrape(self) -> None:
         while not self._done.wait(2.0):
-            with urlopen(self._url, timeout=30) as answer:
-                lines = answer.read().decode().splitlines(keepends=True)
+            try:
+                with urlopen(self._url, timeout=30) as answer:
+                    lines = answer.read().decode().splitlines(keepends=True)
+            except (OSError, HTTPException):  # the agent is busy, or not there yet
+                continue
             ours = "".join(line for line in lines if "ray_skipdecode_" in line)
             for family in text_string_to_metric_families(ours):
                 for sample in family.samples:

@@ -129,9 +129,9 @@ def test_a_containers_limits_count_and_files_that_it_has_read_do_not(
 
 
 def test_memory_that_the_process_keeps_is_free_to_it() -> None:
-    before = memory._kept_bytes()
     blocks = [bytearray(1 << 16) for _ in range(2000)]
     last = bytearray(1 << 16)  # above them, so that they cannot go back to the system
+    before = memory._kept_bytes()
     del blocks
     assert memory._kept_bytes() >= before + (100 << 20) or not last
 

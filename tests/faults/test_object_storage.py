@@ -101,7 +101,7 @@ def test_a_server_that_stays_away_ends_the_job_resumably(trial: Trial) -> None:
     trial.proxy.arm(trial.name, [Fault("PUT _commits", 3, "call before", call=trial.server.kill)])
     try:
         with pytest.raises(JobStopped, match=r"has not worked for 2 s .* start the job again to resume"):
-            trial.run(storage_patience_s=2.0)
+            trial.run(seconds_per_batch=0.5, storage_patience_s=2.0)  # so that commits come one by one
     finally:
         trial.server.start()
     before = trial.tokens_generated

@@ -1,4 +1,4 @@
-"""An engine double that does what rows tell it to: raise, die, break its device, hang."""
+"""An engine double that does what rows tell it to: raise, die, break its device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine_double import Echo, EchoBackend
 
 from pipeline.config import GenerationConfig
 
-KILL, RAISE, BREAK_ONCE, HANG = b"KILL", b"RAISE", b"BREAK", b"HANG"
+KILL, RAISE, BREAK_ONCE = b"KILL", b"RAISE", b"BREAK"
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,6 @@ class Trap(Echo):
             os.kill(os.getpid(), signal.SIGKILL)
         if RAISE in text:
             raise ValueError(f"cannot generate for {text.decode()!r}")
-        if HANG in text:
-            time.sleep(3600)
         if BREAK_ONCE in text and not (done := Path(self.scratch, "broke")).exists():
             done.touch()
             raise RuntimeError("CUDA error: device-side assert triggered")

@@ -83,13 +83,15 @@ def forgetful_google(log: Path) -> Emulator:
 
 def begin(make: Callable[[Path], Emulator], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
     server = make(tmp_path / "server.log")
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    fsspec.filesystem(server.scheme, skip_instance_cache=True).mkdir("corpus")
-    # File systems keep the address that they were first made with.
-    fsspec.get_filesystem_class(server.scheme).clear_instance_cache()
-    yield server
-    server.stop()
+    try:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        fsspec.filesystem(server.scheme, skip_instance_cache=True).mkdir("corpus")
+        # File systems keep the address that they were first made with.
+        fsspec.get_filesystem_class(server.scheme).clear_instance_cache()
+        yield server
+    finally:
+        server.stop()
     fsspec.get_filesystem_class(server.scheme).clear_instance_cache()
 
 

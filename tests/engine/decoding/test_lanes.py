@@ -88,7 +88,7 @@ def test_lanes_are_for_cores_and_rows_enough() -> None:
 
 
 def test_few_rows_are_shared_evenly(tiny: Engine) -> None:
-    lanes = tiny.decoding(Sampling(4, min_new_tokens=4), None, 48)
+    lanes = tiny.decoding(Sampling(40, min_new_tokens=40), None, 48)
     assert isinstance(lanes, Lanes)
     for index, prompt in enumerate(random_prompts([9] * 18)):
         lanes.add(prompt, str(index), index)
@@ -96,8 +96,8 @@ def test_few_rows_are_shared_evenly(tiny: Engine) -> None:
         lanes.step()
     stats = lanes.take_stats()
     lanes.close()
-    assert stats.steps == 3 * 4
-    assert stats.live_rows == 18 * 4
+    assert stats.steps == 3 * 40
+    assert stats.live_rows == 18 * 40
 
 
 def test_a_stream_without_end_stops_when_nobody_listens(tiny: Engine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,12 @@ import pytest
 import ray
 
 from pipeline.config import JobConfig
+from pipeline.errors import JobStopped
 from pipeline.execution import session
+from pipeline.execution.cluster import ReplicaResources
 from pipeline.execution.interruption import Interruption
 from pipeline.execution.session import Session
+from pipeline.execution.watchdog import Watchdog
 from pipeline.monitoring.board import _BoardActor
 from pipeline.rows.unit import WorkUnit
 
@@ -38,3 +42,23 @@ def test_rows_of_units_that_are_lost_or_given_up_are_not_counted_as_done(
     assert (board.read([]).rows, under_way._attempts.of(UNITS[0].id).deaths) == (200, 1)
     under_way._give_up(UNITS[1])
     assert board.read([]).rows == 0
+
+
+def test_a_session_in_which_nothing_moves_ends_resumably(
+    job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(session, "Board", _BoardActor)
+    monkeypatch.setattr(session, "replica_resources", lambda config: ReplicaResources(1, 1, 0.0, 0.5, 1))
+    monkeypatch.setattr(session, "who_waits", lambda *of: "1 unit waits")
+    monkeypatch.setattr(session, "Watchdog", partial(Watchdog, clock=lambda: now[0]))
+    task: Any = SimpleNamespace(config=job(stall_minutes=1.0), run="run")
+    plan: Any = SimpleNamespace(rows=1)
+    stuck = Session(task, plan, [], Interruption())
+    for seconds in (0, 59):
+        now[0] += seconds
+        stuck._check()
+    now[0] += 10
+    with pytest.raises(JobStopped, match=r"nothing has moved for 1 minutes .* start the job again to resume"):
+        stuck._check()

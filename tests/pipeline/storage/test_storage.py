@@ -99,6 +99,7 @@ def test_an_unknown_scheme_is_refused_by_name() -> None:
         "https://user:secret@host/folder",
         "s3://AKIA:sec/secret/bPx@bucket/folder",
         "s3://AKIA:/secret@bucket/folder",
+        "s3://AKIA:9/secret@bucket/folder",
         "s3a://AKIA:9secret/b@bucket/fol:der",
         "https://user:word?secret#secret@host/folder",
         "abfs://container:sec/secret@account.dfs.core.windows.net/folder",
@@ -196,7 +197,7 @@ def test_a_refusal_is_said_at_once(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(StorageRefused, match="cannot be written to"):
         Storage(str(tmp_path)).write("data/unit", b"")
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 60  # of 600 s of patience
 
 
 def test_an_answer_that_stays_cut_short_is_a_resumable_end(tmp_path: Path) -> None:
@@ -218,12 +219,12 @@ def test_of_hidden_files_those_are_told_that_have_not_changed_for_long(tmp_path:
     assert storage.hidden("elsewhere", 60.0) == []
 
 
-def test_a_folder_is_empty_if_no_file_lies_in_it_however_deep_and_hidden(tmp_path: Path) -> None:
+def test_everything_in_a_folder_is_found_however_deep_and_hidden(tmp_path: Path) -> None:
     storage = Storage(str(tmp_path))
     (tmp_path / "data/a/.b").mkdir(parents=True)
-    assert storage.is_empty("data")
+    assert storage.everything("data") == []
     (tmp_path / "data/a/.b/.c").touch()
-    assert not storage.is_empty("data")
+    assert storage.everything("data") == ["data/a/.b/.c"]
 
 
 def test_a_disk_without_hard_links_is_no_place_for_an_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

