@@ -45,7 +45,7 @@ def main() -> int:
 def adapt(config: AdaptModel) -> None:
     """Raises JobError, JobStopped, ModelError, ScheduleError."""
     start = time.monotonic()
-    output = claim_directory(config.output, PROGRAM, [config.input, config.schedule])
+    output = claim_directory(config.output, PROGRAM, [config.input], [config.schedule])
     shape = engine.describe(config.model)
     schedules = _read(config, shape)
     done = (train if config.workers == 1 else train_on_cluster)(config, list(schedules.values()))

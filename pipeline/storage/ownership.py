@@ -6,14 +6,17 @@ them. Whatever else lies there stays as it is.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import glob_translate
 
 from engine import parse_json
@@ -31,6 +34,9 @@ _RUN_FOLDERS = ("_commits", "_failed", "data", "_input")  # commits before the d
 _UNFINISHED = re.compile(rf"data/\.{_DATA}\.[0-9a-f]{{32}}")
 DEAD_S = 3600.0  # since the last byte of an unfinished file was written: no write takes so long
 _WAY_OUT = "name a new or an empty directory; nothing was written or removed there"
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # a path of pathlib's has one slash of the two
+_NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)  # said by some network disks
+_claimed: dict[tuple[int, int], IO[bytes]] = {}  # claim files that this process holds locked until it ends, by inode
 
 
 class Kind(Enum):
@@ -66,10 +72,7 @@ def check_place(output: Storage, kind: Kind, source: Storage | None = None) -> N
         StorageRefused.
     """
     if source is not None and _overlap(output, source):
-        raise JobError(
-            f"output {output.url!r} overlaps input {source.url!r}: a job would read what it writes, or write over what "
-            "it reads; name an output that lies elsewhere"
-        )
+        raise _overlaps(output.url, source.url)
     entries = output.entries()
     for mark in kind.marks:
         if (output.exists(mark) if "/" in mark else mark in entries) and not _is_anothers(output, mark):
@@ -123,34 +126,68 @@ def unfinished(storage: Storage) -> list[str]:
     return own(Kind.RUN, storage.hidden("data", DEAD_S))
 
 
-def claim_directory(path: str | Path, job: str, sources: Iterable[str | Path] = ()) -> Path:
+def claim_directory(
+    path: str | Path, job: str, inputs: Iterable[str | Path] = (), sources: Iterable[str | Path] = ()
+) -> Path:
     """Make a local directory a job's own, now or in an earlier call; only then it writes there.
+
+    Until this process ends no other one can claim the directory.
 
     Args:
         job: its program's name.
-        sources: what it reads; none may lie in the directory.
+        inputs: corpora that it reads, which the directory must neither hold nor lie in.
+        sources: what else it reads; none may lie in the directory.
 
     Raises:
-        JobError: the directory holds what the job did not write, is no directory, or cannot be written.
+        JobError: the directory is none of a local disk, holds what the job did not write, overlaps an input, cannot be
+            written, or another process is at work on it.
     """
-    directory = Path(path)
-    for source in sources:
-        if "://" not in str(source) and _is_below(_real(str(source), True), _real(str(path), True)):
-            raise JobError(f"output {str(path)!r} holds {str(source)!r}, which the job reads: name another output")
+    directory, output = Path(path), str(path)
+    if _URL.match(output):
+        raise JobError(f"output {output!r} is a URL: {job} writes to a local directory; name one, and copy it then")
     claim = json.dumps({"format": 1, "job": job}).encode()
     try:
+        for source in filter(_is_local, map(str, inputs)):
+            root = LocalFileSystem._strip_protocol(source)
+            if any(_reads(root, _real(output, True), name, True) for name in ("rows.parquet", "work/rows.parquet")):
+                raise _overlaps(output, source)
+        for source in filter(_is_local, map(str, sources)):
+            if _is_below(_real(source, True), _real(output, True)):
+                raise JobError(f"output {output!r} holds {source!r}, which the job reads: name another output")
         directory.mkdir(parents=True, exist_ok=True)
         file = directory / CLAIM_FILE
         if not file.is_file():
             names = (entry.name + "/" * entry.is_dir() for entry in directory.iterdir())
-            _refuse_strangers([name for name in names if not name.startswith(".")], str(path))
+            _refuse_strangers([name for name in names if not name.startswith(".")], output)
             with file.open("xb") as stream:
                 stream.write(claim)
         elif file.stat().st_size != len(claim) or file.read_bytes() != claim:
-            raise JobError(f"output {str(path)!r} was not written by {job}, as its {CLAIM_FILE} shows: {_WAY_OUT}")
-    except OSError as error:
-        raise JobError(f"output {str(path)!r} cannot be written: {error}") from error
+            raise JobError(f"output {output!r} was not written by {job}, as its {CLAIM_FILE} shows: {_WAY_OUT}")
+        _hold(file, output)
+    except (OSError, ValueError) as error:  # the latter for a name that no file can have
+        raise JobError(f"output {output!r} cannot be written: {error}") from error
     return directory
+
+
+def _hold(file: Path, output: str) -> None:
+    """Lock a claim until this process ends. Raises OSError; JobError if another process has it."""
+    stream = file.open("r+b")  # network disks lock nothing that is open for reading alone
+    status = os.fstat(stream.fileno())
+    if (key := (status.st_dev, status.st_ino)) in _claimed:
+        stream.close()
+        return
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        stream.close()
+        raise JobError(
+            f"another process is at work on output {output!r}: wait until it ends, or name another output"
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            stream.close()
+            raise
+    _claimed[key] = stream
 
 
 def _is_anothers(output: Storage, mark: str) -> bool:
@@ -179,19 +216,30 @@ def _refuse_strangers(names: list[str], url: str) -> None:
         raise JobError(f"output {url!r} holds what this job did not write ({min(names)!r}{many}): {_WAY_OUT}")
 
 
+def _overlaps(output: str, source: str) -> JobError:
+    return JobError(
+        f"output {output!r} overlaps input {source!r}: a job would read what it writes, or write over what it reads; "
+        "name an output that lies elsewhere"
+    )
+
+
 def _overlap(output: Storage, source: Storage) -> bool:
     """Whether the input names files in the output, or would once the output holds some."""
     if type(output.fs) is not type(source.fs):
         return False
-    base, root = _real(output.root, output.is_local), source.root
-    written = f"{base}/data/rows.parquet"
+    return _reads(source.root, _real(output.root, output.is_local), "data/rows.parquet", source.is_local)
+
+
+def _reads(root: str, base: str, name: str, is_local: bool) -> bool:
+    """Whether an input names files in an output at `base`, or would once that holds a file of this name."""
+    written = f"{base}/{name}"
     for pattern in {root, *without_braces(root)}:
         fixed = fixed_part(pattern)
-        real = _real(fixed, source.is_local)
+        real = _real(fixed, is_local)
         # A name with brackets in it may be that name.
-        if _is_below(real, base) or _is_below(_real(pattern, source.is_local), base):
+        if _is_below(real, base) or _is_below(_real(pattern, is_local), base):
             return True
-        if _takes(_real(pattern, source.is_local), written):
+        if _takes(_real(pattern, is_local), written):
             return True
         if fixed != pattern and any(_takes(path, written) for path in _matches(real + pattern[len(fixed) :], written)):
             return True
@@ -217,3 +265,7 @@ def _is_below(path: str, base: str) -> bool:
 
 def _real(path: str, is_local: bool) -> str:
     return os.path.realpath(path) if is_local else path
+
+
+def _is_local(path: str) -> bool:
+    return "://" not in path or path.startswith(("file://", "local://"))

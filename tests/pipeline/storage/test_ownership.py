@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import errno
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -438,7 +441,94 @@ def test_a_directory_is_claimed_by_one_job_and_only_if_it_is_empty(tmp_path: Pat
     with pytest.raises(JobError, match=r"did not write \('notes.txt'\)"):
         claim_directory(tmp_path / "c", "one.py")
     with pytest.raises(JobError, match="which the job reads"):
-        claim_directory(tmp_path / "b", "one.py", [tmp_path / "b/corpus.parquet"])
+        claim_directory(tmp_path / "b", "one.py", sources=[tmp_path / "b/1.65x"])
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/schedules", "file:///schedules", Path("abfs://container/schedules")])
+def test_a_url_is_no_directory_to_claim(path: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(JobError, match=r"is a URL: one\.py writes to a local directory; name one, and copy it then"):
+        claim_directory(path, "one.py")
+    assert not held(tmp_path)
+
+
+def test_a_name_that_no_file_can_have_is_no_directory_to_claim(tmp_path: Path) -> None:
+    for name in ("a\0b", "a" * 300):
+        with pytest.raises(JobError, match="cannot be written"):
+            claim_directory(tmp_path / name, "one.py", ["in"], ["schedule"])
+
+
+@pytest.mark.parametrize(
+    ("source", "output"),
+    [
+        ("in", "in"), ("in", "in/out"), ("in", "in/a/b"), ("link", "in/out"), ("in/*", "in/out"), ("in", "link/out"),
+        ("in/**/*.parquet", "in/out"), ("in/*/*.parquet", "in/out"), ("out/corpus.parquet", "out"),
+        ("out/*.parquet", "out"), ("in/{a,out}", "in/out"),
+    ],
+)  # fmt: skip
+def test_a_directory_that_overlaps_an_input_is_not_claimed(
+    source: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus(tmp_path / "in")
+    (tmp_path / "link").symlink_to("in")
+    monkeypatch.chdir(tmp_path)
+    before = held(tmp_path)
+    for root in ("", f"{tmp_path}/", f"file://{tmp_path}/"):
+        with pytest.raises(JobError, match="overlaps input"):
+            claim_directory(output, "one.py", [root + source])
+    assert held(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("source", "output"),
+    [
+        ("in", "out"), ("in", "in-2"), ("in", "in/_out"), ("in", "in/.out"), ("in/*.parquet", "in/out"),
+        ("in/corpus.parquet", "in/out"), ("s3://bucket/in", "in"),
+    ],
+)  # fmt: skip
+def test_a_directory_beside_an_input_is_claimed(
+    source: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    claim_directory(output, "one.py", [source])
+    assert list(held(tmp_path)) == [f"{output}/_job.json"]
+
+
+CLAIMS = """
+import sys
+from pipeline.errors import JobError
+from pipeline.storage.ownership import claim_directory
+try:
+    claim_directory(sys.argv[1], "one.py")
+except JobError as error:
+    sys.exit(str(error))
+"""
+
+
+def test_two_processes_do_not_work_in_one_directory(tmp_path: Path) -> None:
+    def claimed_elsewhere() -> str:
+        program = [sys.executable, "-c", CLAIMS, str(tmp_path / "link/a")]
+        return subprocess.run(program, cwd=ROOT, capture_output=True, text=True).stderr
+
+    (tmp_path / "link").symlink_to(".")
+    assert claimed_elsewhere() == ""
+    claim_directory(tmp_path / "a", "one.py")
+    claim_directory(tmp_path / "link/a", "one.py")
+    assert "another process is at work on output" in claimed_elsewhere()
+    shutil.rmtree(tmp_path / "a")
+    claim_directory(tmp_path / "a", "one.py")  # another directory of that name
+    assert "another process is at work on output" in claimed_elsewhere()
+
+
+@pytest.mark.parametrize("number", [errno.ENOTSUP, errno.ENOLCK])
+def test_a_directory_on_a_disk_without_locks_is_claimed(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*of: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("pipeline.storage.ownership.fcntl.flock", unsupported)
+    claim_directory(tmp_path / "a", "one.py")
 
 
 # Everything below: whatever lies around, whatever a job is told, foreign files come through.
