@@ -7,7 +7,9 @@ takes no list as `--target-speedups 1.25 1.65`.
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
+import os
 import re
 import reprlib
 import sys
@@ -21,7 +23,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from engine import ModelError, ScheduleError
+from engine import ModelError, ScheduleError, brief
 from pipeline import logs
 from pipeline.errors import JobError, JobStopped, NothingToDo, UnitsFailed, one_line
 
@@ -33,6 +35,7 @@ MOST_CONFIG = 2**16  # characters; YAML takes a second for them
 _SHORT = reprlib.Repr()  # of values given: YAML's aliases make gigabytes of little
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 300, 300
 FAILED_EXIT, USAGE_EXIT, UNITS_FAILED_EXIT, STOPPED_EXIT = 1, 2, 3, 4
+_FULL, _OUT_OF_REACH = (errno.ENOSPC, errno.EDQUOT), (errno.EROFS, errno.EACCES, errno.EIO)  # what a disk may say
 
 
 def parse(
@@ -76,7 +79,11 @@ def run(program: str, job: Callable[[], None]) -> int:
         return _ended(program, f"incomplete: {error}", UNITS_FAILED_EXIT)
     except JobStopped as error:
         return _ended(program, f"stopped: {error}", STOPPED_EXIT)
-    except Exception:
+    except KeyboardInterrupt:
+        return _ended(program, "stopped: interrupted; start it again", STOPPED_EXIT)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (*_FULL, *_OUT_OF_REACH):
+            return _ended(program, f"stopped: {_disk(error)}", STOPPED_EXIT)
         if not logs.for_machines():
             raise
         log.exception("%s: defect", program, extra={"program": program, "exit_code": FAILED_EXIT})
@@ -90,6 +97,15 @@ def _ended(program: str, how: str, code: int) -> int:
     else:
         print(f"{program}: {how}", file=sys.stderr)
     return code
+
+
+def _disk(error: OSError) -> str:
+    """What a disk did not do, and the way out."""
+    name = "a file" if error.filename is None else repr(str(error.filename))
+    why = os.strerror(error.errno or 0)
+    if error.errno in _FULL:
+        return brief(f"{name} cannot be written ({why}): make room and start it again")
+    return brief(f"{name} cannot be read or written ({why}): mend that and start it again")
 
 
 def _parser(config_class: type[BaseModel], program: str, positional: str | None) -> argparse.ArgumentParser:

@@ -46,11 +46,11 @@ def locate(model: str) -> Path:
     if model.lower() in PACKAGED:
         return _packaged_file(model.lower())
     path = Path(model).expanduser()
-    if path.is_file():
+    if os.path.isfile(path):  # a Path raises for a name too long
         if path.suffix != ".gguf":
             raise ModelError(f"model {model!r} is a file but not GGUF: name a GGUF file or a checkpoint directory")
         return path.resolve()
-    if not path.is_dir():
+    if not os.path.isdir(path):
         if model.startswith((".", "/", "~")) or model.partition("@")[0].count("/") != 1:
             raise ModelError(f"model {model!r} does not exist: {_WAYS}")
         path = _from_hub(model)
@@ -127,7 +127,7 @@ def resolve(model: str) -> str:
         ModelError: there is no such model.
     """
     path = locate(model)
-    if path.is_file() or Path(model).expanduser().is_dir() or path.parent.name != "snapshots":
+    if path.is_file() or os.path.isdir(Path(model).expanduser()) or path.parent.name != "snapshots":
         return model
     return f"{model.partition('@')[0]}@{path.name}"
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -307,6 +309,12 @@ class Schedule:
             or not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in bridged)
         ):
             raise ScheduleError(f"bridged must list the names of bridges for each plateau of skipped, got {bridged!r}")
+        for key in _NUMBERS:
+            if (value := data.get(key)) is not None and not _is_finite(value):
+                raise ScheduleError(f"{key} must be a finite number, got {value!r}")
+        for key in _RECORDS:
+            if (value := data.get(key)) is not None and not isinstance(value, dict):
+                raise ScheduleError(f"{key} must be an object, got {value!r}")
         return cls(
             layers,
             tuple(map(Unit.parse, order)),
@@ -345,7 +353,7 @@ class Schedule:
         Raises ScheduleError naming the path.
         """
         path = Path(path)
-        file = path / SCHEDULE_FILE if path.is_dir() else path
+        file = path / SCHEDULE_FILE if os.path.isdir(path) else path  # a Path raises for a name too long
         try:
             data = read_json(file)
             bridged = isinstance(data, dict) and any(data.get(key) for key in ("bridges", "prompts", "head"))
@@ -361,4 +369,11 @@ class Schedule:
             raise ScheduleError(f"the schedule {str(file)!r} cannot be read: {error}") from None
 
 
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+# Of the provenance, what jobs reckon with.
+_NUMBERS = ("target_speedup", "target_sample_speedup", "decode_flop_speedup", "sample_flop_speedup")
+_RECORDS = ("calibrated_on", "adapted_on")
 _OWN_KEYS = ("format", "layers", "skip_order", "skipped", "bridges", "bridged", "prompts", "adapter", "head")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -123,7 +124,8 @@ def _fetch(storage: Storage, directory: Path) -> None:
 def _read_local(path: str) -> dict[str, Schedule]:
     """`read_schedules` of a local path."""
     directory = Path(path)
-    if (directory / SCHEDULE_FILE).is_file() or not directory.is_dir():
+    # A Path raises for a name too long.
+    if os.path.isfile(directory / SCHEDULE_FILE) or not os.path.isdir(directory):
         return {"": Schedule.read(path)}
     found = {file.parent.name: Schedule.read(file.parent) for file in sorted(directory.glob(f"*/{SCHEDULE_FILE}"))}
     if not found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,6 @@ def prepare_run(config: JobConfig, backend: Backend | None = None) -> Preparatio
 def absolute_paths(config: JobConfig) -> JobConfig:
     """The same configuration with paths that workers, whose directory is another, understand."""
     paths = {"input": absolute(config.input), "output": absolute(config.output)}
-    if Path(config.model).exists():
+    if os.path.exists(config.model):  # a Path raises for a name too long
         paths["model"] = str(Path(config.model).resolve())
     return config.model_copy(update=paths)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,51 @@ def test_what_a_rerun_goes_on_with_has_an_exit_code_of_its_own(
 
     assert command_line.run("job.py", job) == code
     assert capsys.readouterr().err == f"job.py: {word}: start the job again\n"
+
+
+@pytest.mark.parametrize("machines", [False, True])
+def test_an_interrupted_job_says_so_and_can_be_started_again(
+    machines: bool,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def job() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pipeline.logs.for_machines", lambda: machines)
+    assert command_line.run("job.py", job) == 4
+    said = caplog.messages if machines else [capsys.readouterr().err.removeprefix("job.py: ").rstrip("\n")]
+    assert said == ["stopped: interrupted; start it again"]
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "said"),
+    [
+        (errno.ENOSPC, "out/figures.json", "'out/figures.json' cannot be written (No space left on device): make room"),
+        (errno.EDQUOT, Path("out/x"), "'out/x' cannot be written (Disk quota exceeded): make room"),
+        (errno.ENOSPC, None, "a file cannot be written (No space left on device): make room"),
+        (errno.EROFS, "out/x", "'out/x' cannot be read or written (Read-only file system): mend that"),
+        (errno.EACCES, "out/x", "'out/x' cannot be read or written (Permission denied): mend that"),
+        (errno.EIO, "out/x", "'out/x' cannot be read or written (Input/output error): mend that"),
+    ],
+)
+def test_what_a_disk_does_not_do_is_one_line_and_can_be_started_again(
+    number: int, name: str | Path | None, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def job() -> None:
+        raise OSError(number, "some words", name)
+
+    assert command_line.run("job.py", job) == 4
+    assert capsys.readouterr().err == f"job.py: stopped: {said} and start it again\n"
+
+
+def test_an_error_that_no_disk_makes_keeps_its_traceback() -> None:
+    def job() -> None:
+        raise FileNotFoundError(errno.ENOENT, "no such file", "x")
+
+    with pytest.raises(FileNotFoundError):
+        command_line.run("job.py", job)
 
 
 def test_a_bug_keeps_its_traceback() -> None:

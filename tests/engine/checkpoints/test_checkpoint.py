@@ -64,7 +64,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize(
-    "model", ["no-such-model", "./no/such/model", "/no/such/model", "~/no/such/model", "a/b/c", "smollm2"]
+    "model", ["no-such-model", "./no/such/model", "/no/such/model", "~/no/such/model", "a/b/c", "smollm2", "a" * 300]
 )
 def test_an_unknown_model_is_refused_with_the_ways_to_name_one(model: str) -> None:
     with pytest.raises(ModelError) as caught:

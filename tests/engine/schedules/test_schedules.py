@@ -146,6 +146,12 @@ MALFORMED: dict[str, tuple[object, str]] = {
     "two plateaus at one step": ({**GOOD, "skipped": [[0, 0], [8, 1], [8, 2]]}, "first_step=8.*first_step=8"),
     "a schedule that grows": ({**GOOD, "skipped": [[0, 2], [8, 1]]}, "skips 2 units at step 0 and 1 at step 8"),
     "more skipped than ranked": ({**GOOD, "skipped": [[0, 0], [8, 4]]}, r"order's 3, got \[0, 4\]"),
+    "a speed-up in words": ({**GOOD, "decode_flop_speedup": "fast"}, "decode_flop_speedup .* 'fast'"),
+    "a target in words": ({**GOOD, "target_speedup": "fast"}, "target_speedup .* 'fast'"),
+    "a target that is a truth": ({**GOOD, "target_sample_speedup": True}, "target_sample_speedup .* True"),
+    "a speed-up beyond a double": ({**GOOD, "sample_flop_speedup": 10**400}, "sample_flop_speedup must be a finite"),
+    "what it was made from as a word": ({**GOOD, "calibrated_on": "texts"}, "calibrated_on .* 'texts'"),
+    "what it was trained on as a list": ({**GOOD, "adapted_on": [1]}, r"adapted_on .* \[1\]"),
     "less than nothing skipped": ({**GOOD, "skipped": [[0, -1]]}, r"got \[-1\]"),
 }
 
@@ -168,9 +174,15 @@ def test_a_file_that_is_not_json_is_refused_naming_the_file(tmp_path: Path, cont
         Schedule.read(file)
 
 
+def test_what_is_made_for_no_target_may_say_so() -> None:
+    assert Schedule.from_dict({**GOOD, "target_speedup": None}).provenance == {"target_speedup": None}
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match=r"nowhere\.json"):
         Schedule.read(tmp_path / "nowhere.json")
+    with pytest.raises(ScheduleError, match="cannot be read"):
+        Schedule.read("a" * 300)
     with pytest.raises(ScheduleError, match=r"schedule\.json"):
         Schedule.read(tmp_path)
 

@@ -104,6 +104,11 @@ def test_a_directory_without_a_schedule(tmp_path: Path) -> None:
         choose_schedule(GenerationConfig(schedule=str(tmp_path), target_speedup=1.5), SHAPE)
 
 
+def test_a_name_too_long_for_a_file_is_no_schedule() -> None:
+    with pytest.raises(ScheduleError, match="cannot be read"):
+        choose_schedule(GenerationConfig(schedule="a" * 300), SHAPE)
+
+
 def test_bridges_for_another_width_are_refused(directory: str) -> None:
     wider = ModelShape("llama", 8, 32, 2, 1, 8, 50, 512, 900, 2000, 800)
     with pytest.raises(ScheduleError, match=r"width 16, but .* width 32"):
