@@ -53,15 +53,26 @@ def default_dtype(device: torch.device) -> str:
 
 
 def resolve_device(device: str) -> torch.device:
-    """ "auto" takes a GPU if there is one, else the CPU."""
+    """ "auto" takes a GPU if there is one, else the CPU. Raises ModelError for what names no device."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(device)
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise ModelError(f"device {device!r} is not known: use auto, cpu, cuda or cuda:N") from None
+
+
+def check_device(device: str) -> None:
+    """Raises ModelError for a GPU that this process does not see."""
+    found, gpus = resolve_device(device), torch.cuda.device_count()
+    if found.type == "cuda" and (found.index or 0) >= gpus:
+        raise ModelError(f"device {device!r} is not there (this process sees {gpus} GPUs): use --device cpu or auto")
 
 
 def resolve_dtype(device: str, dtype: str) -> str:
     """The precision that a device and a dtype, each of which may be "auto", mean here. Raises ModelError."""
     if dtype == "auto":
+        check_device(device)
         dtype = default_dtype(resolve_device(device))
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r} is not known: use auto, {', '.join(DTYPES)}")
@@ -103,8 +114,9 @@ class Engine:
             kernels: default the fastest for device and dtype.
 
         Raises:
-            ModelError: no such model, or one this engine cannot run.
+            ModelError: no such model, or one this engine cannot run; a device that is not there.
         """
+        check_device(device)
         if threads is not None:
             torch.set_num_threads(threads)
         where, precision = resolve_device(device), DTYPES[resolve_dtype(device, dtype)]

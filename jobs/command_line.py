@@ -110,9 +110,8 @@ def _disk(error: OSError) -> str:
 
 def _parser(config_class: type[BaseModel], program: str, positional: str | None) -> argparse.ArgumentParser:
     """Flags are passed on as the strings they are: pydantic converts them."""
-    parser = argparse.ArgumentParser(
-        program, usage="%(prog)s [--config FILE] [OPTION ...]", description=config_class.__doc__, allow_abbrev=False
-    )
+    usage = "%(prog)s [--config FILE] [OPTION ...]" + (f" {positional.upper()}" if positional else "")
+    parser = argparse.ArgumentParser(program, usage=usage, description=config_class.__doc__, allow_abbrev=False)
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file with any of these options as keys; flags win over it"
     )
@@ -129,7 +128,7 @@ def _parser(config_class: type[BaseModel], program: str, positional: str | None)
         elif field.annotation is bool:
             shown["action"] = argparse.BooleanOptionalAction
         if name == positional:
-            group.add_argument(name, help=_help(field))
+            group.add_argument(name, metavar=name.upper(), help=_help(field))
         else:
             group.add_argument(_flag(name), dest=name, default=argparse.SUPPRESS, help=_help(field), **shown)
     return parser
@@ -179,7 +178,13 @@ def _read(file: str) -> dict[str, Any]:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
         raise ValueError("it is no mapping of options to values")
-    return options
+    fields: dict[str, Any] = {}
+    for name, value in options.items():
+        field = name.replace("-", "_")  # --help spells it with dashes
+        if field in fields:
+            raise ValueError(f"it gives {field} twice, spelt in two ways: take one of them out")
+        fields[field] = value
+    return fields
 
 
 def _flag(name: str) -> str:

@@ -15,9 +15,12 @@ from rich.table import Table
 
 from jobs import command_line
 from pipeline.config import StorageConfig
+from pipeline.dataset.config import GENERATION
 from pipeline.errors import JobError
 from pipeline.inspection import Inspection, inspect, verify
+from pipeline.preparing.run_record import read_run
 from pipeline.reporting.report import summary
+from pipeline.storage.storage import Storage
 
 PROGRAM = "inspect_run.py"
 MOST_SHOWN = 10  # of failed units, and of damages
@@ -26,7 +29,7 @@ MOST_SHOWN = 10  # of failed units, and of damages
 class InspectRun(StorageConfig):
     """Say how far the run in an output is, what it has cost, what failed and how to go on."""
 
-    output: str = Field(description="output of a job: a local directory or any fsspec URL")
+    output: str = Field(description="output of a job, or a data set: a local directory or any fsspec URL")
     verify: bool = Field(False, description="read every file: check sums, row counts, and that each row is there once")
 
 
@@ -41,7 +44,7 @@ def main() -> int:
 
 def look(config: InspectRun) -> Inspection:
     """Print what stands in the output. Raises JobError if it holds no run or, with --verify, a damaged one."""
-    storage = config.storage(config.output)
+    storage = run_output(config)
     found = inspect(storage)
     console = Console()
     console.print(f"{found.output}: {found.state}", soft_wrap=True, markup=False, highlight=False)
@@ -65,6 +68,14 @@ def look(config: InspectRun) -> Inspection:
             )
         console.print(f"verified: {len(found.commits):,} files, {found.totals.rows:,} rows, each once")
     return found
+
+
+def run_output(config: InspectRun) -> Storage:
+    """The output itself, or where it is a data set the output of the run behind it."""
+    storage = config.storage(config.output)
+    below = config.storage(f"{config.output.rstrip('/')}/{GENERATION}")
+    no_run_here = read_run(storage.at_first()) is None
+    return below if no_run_here and read_run(below.at_first()) is not None else storage
 
 
 def _table(found: Inspection) -> Table:

@@ -47,7 +47,7 @@ class AnswerConfig(BaseModel):
         DEFAULT_MODEL,
         description=f"checkpoint directory, hub id (owner/name), GGUF file, or {DEFAULT_MODEL} (packaged)",
     )
-    device: str = Field("auto", description="auto, cpu or cuda")
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$", description="auto, cpu, cuda or cuda:N")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="precision of the weights")
     max_new_tokens: int = Field(128, ge=1, description="longest generation")
     min_new_tokens: int = Field(0, ge=0, description="shortest generation")
@@ -112,6 +112,19 @@ class GenerationConfig(AnswerConfig):
         None,
         description="schedule to run: path or URL of a schedule.json, of its directory, or of several to choose from",
     )
+
+    @model_validator(mode="after")
+    def _vllm_has_its_options(self) -> Self:
+        never_vllm = self.engine == "torch" or (self.engine == "auto" and self.device == "cpu")
+        if never_vllm and self.vllm_options:
+            raise ValueError(f"{self.vllm_options[0]} is an option of vLLM alone: add --engine vllm, or leave it out")
+        return self
+
+    @property
+    def vllm_options(self) -> list[str]:
+        """Names of those given that our own engine has nothing for."""
+        given = {"quantization": self.quantization is not None, "cache_dtype": self.cache_dtype != "auto"}
+        return [name for name, is_given in given.items() if is_given]
 
 
 class StorageConfig(BaseModel):

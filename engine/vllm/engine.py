@@ -23,7 +23,7 @@ from engine.decoding.sample import Sample
 from engine.decoding.sampling import Sampling
 from engine.decoding.stats import BatchStats
 from engine.decoding.stopping import Stopping
-from engine.engine import Engine, resolve_device, resolve_dtype
+from engine.engine import Engine, check_device, resolve_device, resolve_dtype
 from engine.errors import ModelError, PromptError
 from engine.forward.ledger import Ledger
 from engine.forward.scoring import AnswerScore, Likelihood
@@ -103,6 +103,7 @@ class VllmEngine:
             import vllm.config  # noqa: F401
         except ImportError as error:
             raise ModelError(f"vLLM cannot be imported ({error}): pip install 'skipdecode[vllm]'") from None
+        check_device(device)
         directory = checkpoint.prepare(model)
         config: Any = checkpoint.read_config(str(directory))
         self._model, self._directory, self._options = model, directory, options

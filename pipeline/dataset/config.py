@@ -10,6 +10,7 @@ from pipeline.config import JobConfig
 from pipeline.dataset.patterns import finder
 
 SAMPLE = "sample"  # the column of a sample's number
+GENERATION = "_generation"  # the run's own output, below the data set's directory
 
 
 class FilterConfig(BaseModel):

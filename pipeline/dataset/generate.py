@@ -17,7 +17,7 @@ from pipeline.commits.commit import SUCCESS_FILE, Commit, checksum, open_rows, r
 from pipeline.commits.manifest import read_manifest
 from pipeline.dataset import openai_batch
 from pipeline.dataset.card import is_signed, write_card
-from pipeline.dataset.config import SAMPLE, DatasetConfig
+from pipeline.dataset.config import GENERATION, SAMPLE, DatasetConfig
 from pipeline.dataset.filters import FILTERED, Filters
 from pipeline.dataset.shards import FOLDER, ShardWriter
 from pipeline.errors import JobError
@@ -32,7 +32,6 @@ from pipeline.values.row_groups import read_parquet
 
 log = logging.getLogger(__name__)
 
-GENERATION = "_generation"  # the run's own output, below the data set's directory
 MANIFEST, CARD, CARD_BESIDE = "_DATASET.json", "README.md", "_README.md"
 LEFT_OUT = ("error", "shared_prefix_tokens")  # columns that are the same in every row that is kept
 

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any, Protocol, Self
 
 import engine
-from engine import Engine, ModelShape, Tokenizer
+from engine import Engine, ModelError, ModelShape, Tokenizer
 from pipeline.config import GenerationConfig
 from pipeline.rows.shared_engine import Streaming
 from pipeline.rows.template import PromptTokenizer
@@ -79,11 +79,18 @@ class SkipDecodeBackend:
         return _tokenizer(config.model, tuple(files.items()), self.began)
 
     def engine(self, config: GenerationConfig, threads: int | None) -> Streaming:
-        """Raises ModelError, also if the model is not the one that the run began with, or is replaced meanwhile."""
+        """Raises ModelError, also for options that it has nothing for, and if the model is not the one that the run
+        began with, or is replaced meanwhile."""
+        in_vllm = runs_in_vllm(config)
+        if config.vllm_options and not in_vllm:
+            raise ModelError(
+                f"{config.vllm_options[0]} is an option of vLLM alone, and here our own engine runs: "
+                "add --engine vllm, or leave it out"
+            )
         files = engine.model_files(config.model) if self.held is None else self.held.files
         engine.check_model_files(config.model, files)
         dtype = config.dtype if self.held is None else self.held.dtype
-        if runs_in_vllm(config):
+        if in_vllm:
             return _vllm_engine(config, dtype, threads)
         loaded = Engine.load(config.model, device=config.device, dtype=dtype, threads=threads)
         engine.check_model_files(config.model, files)
@@ -120,11 +127,10 @@ def _vllm_engine(config: GenerationConfig, dtype: str, threads: int | None) -> S
 
 def _dtype(config: GenerationConfig) -> str:
     """What "auto" means to all replicas; itself where they may have GPUs and this process has none to ask."""
-    resolved = engine.resolve_dtype(config.device, config.dtype)
-    on_gpus = config.device == "auto" and getattr(config, "gpus_per_replica", 0) != 0
-    if config.dtype == "auto" and on_gpus and engine.resolve_device(config.device).type != "cuda":
+    on_gpus = config.device != "cpu" and getattr(config, "gpus_per_replica", 0) != 0
+    if config.dtype == "auto" and on_gpus and engine.resolve_device("auto").type != "cuda":
         return "auto"
-    return resolved
+    return engine.resolve_dtype(config.device, config.dtype)
 
 
 @lru_cache(maxsize=2)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.engine import Engine, default_dtype
+from engine.engine import Engine, default_dtype, resolve_dtype
+from engine.errors import ModelError
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,23 @@ def test_the_default_dtype_is_one_the_device_computes_in(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert default_dtype(torch.device("cuda")) == dtype
     assert default_dtype(torch.device("cpu")) == "float32"
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("cuda", 0), ("cuda:0", 0), ("cuda:2", 2)])
+def test_a_gpu_that_is_not_there_is_said_before_anything_is_read(
+    monkeypatch: pytest.MonkeyPatch, device: str, gpus: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    said = rf"device '{device}' is not there \(this process sees {gpus} GPUs\): use --device cpu or auto"
+    with pytest.raises(ModelError, match=said):
+        Engine.load("no/such/model", device)
+    with pytest.raises(ModelError, match=said):
+        resolve_dtype(device, "auto")
+
+
+def test_what_names_no_device_is_said() -> None:
+    with pytest.raises(ModelError, match="device 'gpu' is not known: use auto, cpu, cuda or cuda:N"):
+        Engine.load("no/such/model", "gpu")
 
 
 @pytest.mark.parametrize("half", [False, True])

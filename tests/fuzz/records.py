@@ -31,8 +31,8 @@ from jobs import inspect_run
 from pipeline.commits.commit import SUCCESS_FILE, read_commits, write_snapshot
 from pipeline.commits.manifest import read_manifest
 from pipeline.config import JobConfig
-from pipeline.dataset.config import DatasetConfig
-from pipeline.dataset.generate import GENERATION, generate_dataset
+from pipeline.dataset.config import GENERATION, DatasetConfig
+from pipeline.dataset.generate import generate_dataset
 from pipeline.errors import JobError, UnitsFailed
 from pipeline.forecaster import forecast_run
 from pipeline.reporting import report

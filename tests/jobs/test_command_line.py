@@ -131,6 +131,19 @@ def test_every_option_is_a_key_of_the_config_file(tmp_path: Path, name: str) -> 
     assert parse("--config", str(file)) == content
 
 
+def test_keys_of_the_config_file_may_be_spelt_as_flags_are(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("input: in/\noutput: out/\ntext-column: body\nmax_new_tokens: 5\n")
+    config = parse("--config", str(file))
+    assert (config.text_column, config.max_new_tokens) == ("body", 5)
+
+
+def test_a_key_given_in_both_spellings_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("input: in/\noutput: out/\ntext-column: body\ntext_column: text\n")
+    assert "it gives text_column twice" in mistake(capsys, "--config", str(file))
+
+
 def test_flags_win_over_the_config_file_and_the_rest_of_it_holds(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("input: in/\noutput: out/\nmax_new_tokens: 5\nstop: [a, b]\nseed: 4\n")
@@ -168,6 +181,8 @@ def test_every_mistake_is_named_at_once(capsys: pytest.CaptureFixture[str]) -> N
         ("plan_output_tokens", "2.5"),
         ("plan_output_tokens", "0"),
         ("prompt_format", "html"),
+        ("device", "gpu"),
+        ("device", "cuda:x"),
     ],
 )
 def test_a_bad_value_is_named_with_its_flag(capsys: pytest.CaptureFixture[str], name: str, value: str) -> None:
@@ -180,6 +195,15 @@ def test_a_bad_value_is_named_with_its_flag(capsys: pytest.CaptureFixture[str], 
 def test_options_that_contradict_each_other_are_named(capsys: pytest.CaptureFixture[str], name: str) -> None:
     said = mistake(capsys, *REQUIRED, flag(name), "9", "--max-new-tokens", "8")
     assert f"{name} 9 exceeds max_new_tokens 8" in said
+
+
+@pytest.mark.parametrize("engine", [["--engine", "torch"], ["--device", "cpu"]])
+@pytest.mark.parametrize("name", ["quantization", "cache_dtype"])
+def test_options_of_vllm_are_refused_where_it_cannot_run(
+    capsys: pytest.CaptureFixture[str], name: str, engine: list[str]
+) -> None:
+    said = mistake(capsys, *REQUIRED, flag(name), "fp8", *engine)
+    assert f"{name} is an option of vLLM alone: add --engine vllm" in said
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,29 @@ def test_an_output_without_a_run_is_one_sentence(inspect: Inspect) -> None:
     assert "holds no run" in said
 
 
+def test_of_a_data_set_the_run_behind_it_is_shown(
+    commit: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], output: Storage
+) -> None:
+    commit(*UNITS, finish=True)
+    data_set = Path(output.url).parent / "set"
+    data_set.mkdir()
+    Path(output.url).rename(data_set / "_generation")
+    monkeypatch.setattr(sys, "argv", ["inspect_run.py", f"{data_set}/", "--verify"])
+    assert inspect_run.main() == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "set/_generation: done" in said
+    assert "verified: 3 files, 10 rows, each once" in said
+
+
+def test_help_shows_that_the_output_is_named_without_a_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["inspect_run.py", "--help"])
+    with pytest.raises(SystemExit):
+        inspect_run.main()
+    assert "usage: inspect_run.py [--config FILE] [OPTION ...] OUTPUT\n" in capsys.readouterr().out
+
+
 def test_every_kind_of_damage_is_found(output: Storage, commit: Callable[..., None], inspect: Inspect) -> None:
     commit(*UNITS, WorkUnit("00000-000000002", "in/a.parquet", 2, 4), finish=True)
     first, _, second, third = (output.path(commit.file) for commit in read_commits(output))

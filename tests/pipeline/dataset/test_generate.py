@@ -16,8 +16,8 @@ from openai.types.chat import ChatCompletion
 from pydantic import ValidationError
 
 from pipeline.commits.commit import read_commits
-from pipeline.dataset.config import DatasetConfig
-from pipeline.dataset.generate import GENERATION, generate_dataset
+from pipeline.dataset.config import GENERATION, DatasetConfig
+from pipeline.dataset.generate import generate_dataset
 from pipeline.errors import JobError, NothingToDo
 from pipeline.inspection import inspect, verify
 from pipeline.storage.lease import Lease

@@ -1,11 +1,14 @@
-"""Which engine generates: vLLM only where it is named, or where there is a GPU that has it."""
+"""Which engine generates: vLLM only where it is named, or where there is a GPU that has it. And in which precision."""
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from engine import ModelError
-from pipeline.config import GenerationConfig
+import pytest
+import torch
+
+from engine import Engine, ModelError
+from pipeline.config import GenerationConfig, JobConfig
 from pipeline.preparing import backend
 from pipeline.preparing.backend import SkipDecodeBackend, runs_in_vllm
 
@@ -30,3 +33,33 @@ def test_the_choice(engine: str, device: str, installed: bool, expected: bool, m
 def test_a_vllm_that_is_not_installed_is_said() -> None:
     with pytest.raises(ModelError, match=r"pip install 'skipdecode\[vllm\]'"):
         SkipDecodeBackend().engine(GenerationConfig(engine="vllm", device="cpu"), None)
+
+
+@pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"cache_dtype": "fp8"}])
+def test_options_of_vllm_are_refused_where_the_choice_falls_on_our_own_engine(
+    options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "_has_vllm", lambda: False)
+    monkeypatch.setattr(Engine, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    [name] = options
+    with pytest.raises(ModelError, match=f"{name} is an option of vLLM alone, .*add --engine vllm"):
+        SkipDecodeBackend().engine(GenerationConfig(**options), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({"device": "auto"}, "auto"),
+        ({"device": "cuda"}, "auto"),
+        ({"device": "cuda", "gpus_per_replica": 1}, "auto"),
+        ({"device": "cuda", "dtype": "float16"}, "float16"),
+        ({"device": "cpu"}, "float32"),
+        ({"device": "auto", "gpus_per_replica": 0}, "float32"),
+    ],
+)
+def test_a_machine_without_a_gpu_leaves_the_precision_to_replicas_that_have_one(
+    options: dict[str, Any], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = JobConfig(input="in", output="out", **options)
+    assert SkipDecodeBackend().identity(config).dtype == dtype
