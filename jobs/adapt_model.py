@@ -23,7 +23,7 @@ from engine.adaptation.trainer import Point, is_trainable
 from engine.calibration.prompts import check_prompt_layers
 from engine.forward.target import sample_flop_speedup
 from jobs import command_line
-from jobs.adaptation import CHECKPOINT_FILE, AdaptModel, Training, train, train_on_cluster
+from jobs.adaptation import ANSWERS_FILE, CHECKPOINT_FILE, AdaptModel, Training, train, train_on_cluster
 from pipeline import logs
 from pipeline.evaluation.charts import learning_curve
 from pipeline.evaluation.contender import ending
@@ -127,7 +127,8 @@ Run {"it" if alone else "one of them"} with `python jobs/summarize_corpus.py --m
 
 ![Learning curve]({FIGURE_FILE})
 
-`{CURVE_FILE}` holds the learning curve, `{CHECKPOINT_FILE}` the state to go on from.
+`{CURVE_FILE}` holds the learning curve, `{CHECKPOINT_FILE}` the state to go on from, `{ANSWERS_FILE}` what was learnt
+from.
 """
 
 

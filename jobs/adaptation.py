@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -14,7 +16,8 @@ from typing import Any
 import torch
 from pydantic import Field
 
-from engine import Engine, ModelError, Schedule, ScheduleError
+from engine import Engine, ModelError, Schedule, ScheduleError, model_identity
+from engine.adaptation.checkpoint import check_settings
 from engine.adaptation.estimate import is_early_look, reachable_kl
 from engine.adaptation.memory import check_memory, kept_bytes, model_bytes, working_bytes
 from engine.adaptation.peers import Peers
@@ -26,11 +29,17 @@ from engine.kernels.base import training_kernels_for
 from engine.memory import free_bytes
 from jobs.answers import PART, AnswersConfig, answer_corpus, with_more_answers
 from pipeline import logs
+from pipeline.config import StorageConfig
 from pipeline.errors import JobError, JobStopped
 from pipeline.inputs.corpus_parts import Part
 from pipeline.monitoring.stage_progress import StageProgress
 
 CHECKPOINT_FILE = "training.safetensors"
+ANSWERS_FILE, MORE_ANSWERS_FILE = "answers.safetensors", "more_answers.safetensors"
+DECIDE_NOTHING = {
+    *StorageConfig.model_fields,
+    *("output", "target_speedup", "device", "batch_size", "threads", "workers", "ray_address", "s3_anonymous_input"),
+}  # options, of what comes of a training
 FITTED = 600  # prompts that a prompt bridge is fitted to before it is trained on all of them
 DEFAULT = Recipe()
 
@@ -114,13 +123,18 @@ class Training:
 
 def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
     """In this process, together with its peers if it has any. Raises JobError, ModelError, ScheduleError."""
-    progress = StageProgress(log)
+    progress, output = StageProgress(log), Path(config.output)
+    settings = settings_of(config, schedules)
+    check_settings(output / CHECKPOINT_FILE, settings)
     teacher = config.load_engine()
-    drawn = answer_corpus(config, teacher, progress, partial(check_fits, config, teacher, schedules))
+    drawn = answer_corpus(
+        config, teacher, progress, partial(check_fits, config, teacher, schedules), output / ANSWERS_FILE
+    )
     kept = config.held_out_of(len(drawn.answers))
     # The last ones: of the same part and seed, calibration draws the first, and has fitted its bridges to them.
     held_out = drawn.answers[-kept:]
-    answers = with_more_answers(config, teacher, drawn.answers[:-kept], config.answers_per_prompt, progress)
+    more = (config.answers_per_prompt, progress, output / MORE_ANSWERS_FILE)
+    answers = with_more_answers(config, teacher, drawn.answers[:-kept], *more)
     if config.prompt_layers is not None:
         prompts = [answer.prompt for answer in drawn.answers[:-kept]][:FITTED]
         cut = prompt_cut(teacher.shape, config.prompt_layers, schedules)
@@ -132,7 +146,7 @@ def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
     student.share_prefix(config.template().shared_prefix(student.tokenizer))  # no prompt bridge stands in for it
     trainer = Trainer(student, schedules, answers, held_out, config.recipe(), progress)
     points = []
-    for point in trainer.run(Path(config.output) / CHECKPOINT_FILE):
+    for point in trainer.run(output / CHECKPOINT_FILE, settings):
         points.append(point)
         log.info(
             "step %d: loss %.3f, held-out KL %.3f, agreement %.3f, %.0f s",
@@ -149,6 +163,17 @@ def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
     }
     lengths = [(len(answer.prompt), len(answer.tokens)) for answer in drawn.answers]
     return Training(trainer.untrained, trainer.best(), points, kept, lengths, learnt_from)
+
+
+def settings_of(config: AdaptModel, schedules: Sequence[Schedule]) -> dict[str, Any]:
+    """What decides a training, by option: a model and schedules by what they are, wherever they lie."""
+    options = config.model_dump(mode="json", exclude=DECIDE_NOTHING)
+    started = [replace(schedule, provenance={}).to_dict() for schedule in schedules]
+    options["schedule"] = hashlib.sha256(json.dumps(started).encode()).hexdigest()[:16]
+    options["model"] = model_identity(config.model)[:16]
+    if "://" not in config.input:
+        options["input"] = os.path.abspath(config.input)
+    return {f"--{name.replace('_', '-')}": value for name, value in options.items()}
 
 
 def check_fits(

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field
@@ -13,6 +14,7 @@ from pydantic import Field
 import engine
 from engine import Engine, Sampling
 from engine.adaptation.peers import Peers
+from engine.calibration.answer_file import read_answers, write_answers
 from engine.calibration.collect import Progress, answer_prompts
 from engine.forward.teacher_forcing import Answer
 from jobs.prompts import SUMMARIZE
@@ -57,9 +59,11 @@ def answer_corpus(
     model: Engine,
     progress: Progress,
     check: Callable[[Sequence[Sequence[int]]], None] = lambda _: None,
+    kept_in: Path | None = None,
 ) -> Answers:
     """Draw prompts and let the model answer them, once `check` has seen them and not raised.
 
+    Answers are written to a file where one is named, and taken from there if it has those that would be drawn.
     Raises JobError for an input that does not fit.
     """
     longest = longest_prompt(config, model.shape)
@@ -80,13 +84,21 @@ def answer_corpus(
         "sampling": sampling.to_dict(),
         "version": engine.__version__,
     }
-    return Answers(_answered(config, model, prompts, sampling, progress), provenance)
+    return Answers(_answered(config, model, prompts, sampling, progress, kept_in), provenance)
 
 
 def with_more_answers(
-    config: AnswersConfig, model: Engine, answers: Sequence[Answer], per_prompt: int, progress: Progress
+    config: AnswersConfig,
+    model: Engine,
+    answers: Sequence[Answer],
+    per_prompt: int,
+    progress: Progress,
+    kept_in: Path | None = None,
 ) -> list[Answer]:
-    """The answers, and further ones to their prompts drawn at temperature 1; those of one prompt side by side."""
+    """The answers, and further ones to their prompts drawn at temperature 1; those of one prompt side by side.
+
+    Further ones are kept as in `answer_corpus`.
+    """
     if per_prompt == 1:
         return list(answers)
     grouped: dict[tuple[int, ...], list[Answer]] = {}
@@ -95,17 +107,31 @@ def with_more_answers(
     prompts = [list(prompt) for prompt in grouped]
     # Of another seed: at temperature 1 the answers there are would be drawn once more.
     sampling = replace(config.sampling(), temperature=1.0, samples_per_prompt=per_prompt - 1, seed=config.seed + 1)
-    for answer in _answered(config, model, prompts, sampling, progress):
+    for answer in _answered(config, model, prompts, sampling, progress, kept_in):
         grouped[tuple(answer.prompt)].append(answer)
     return [answer for group in grouped.values() for answer in group]
 
 
 def _answered(
-    config: AnswersConfig, model: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, progress: Progress
+    config: AnswersConfig,
+    model: Engine,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    progress: Progress,
+    kept_in: Path | None,
 ) -> list[Answer]:
-    """Answers to all prompts, in their order, by this process and its peers."""
+    """Answers to all prompts, in their order, by this process and its peers, or those that the first of them finds."""
     peers, batch_size = Peers(), config.batch_size
+    decides = [prompts, sampling.to_dict(), engine.model_identity(config.model), config.dtype]
+    drawn_as = hashlib.sha256(json.dumps(decides).encode()).hexdigest()
+    found = read_answers(kept_in, drawn_as) if kept_in is not None and peers.is_first else None
+    if (known := peers.everyones(found)[0]) is not None:
+        progress("answering at full depth", len(known), len(known))
+        return known
     if batch_size == "auto":
         batch_size = model.fitting_batch_size(max(map(len, prompts)), sampling)
     ours = answer_prompts(model, peers.share(prompts), sampling, batch_size, progress)
-    return [answer for share in peers.everyones(ours) for answer in share]
+    answers = [answer for share in peers.everyones(ours) for answer in share]
+    if kept_in is not None and peers.is_first:
+        write_answers(kept_in, answers, drawn_as)
+    return answers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from pathlib import Path
@@ -53,14 +53,20 @@ def write_state(
     identity: str,
     trainable: Trainable,
     optimizer: torch.optim.Optimizer,
+    settings: Mapping[str, Any] | None = None,
 ) -> None:
-    """Replace the file at once: a process that dies meanwhile leaves the one before."""
+    """Replace the file at once: a process that dies meanwhile leaves the one before.
+
+    Args:
+        settings: what decides the identity, by the names that users give it, for `check_settings`.
+    """
     tensors = {f"best.{name}": value for name, value in state.best.items()}
     tensors |= {f"now.{name}": value.detach() for name, value in trainable.parameters.items()}
     for name, moments in _moments(trainable, optimizer):
         tensors |= {f"{moment}.{name}": moments[moment] for moment in MOMENTS}
     facts = {
         "of": identity,
+        "settings": dict(settings or {}),
         **{name: getattr(state, name) for name in ("best_kl", "step", "waiting", "seconds", "curve")},
     }
     unfinished = path.with_name(f".{path.name}.part")
@@ -68,6 +74,29 @@ def write_state(
         {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, unfinished, {"state": json.dumps(facts)}
     )
     os.replace(unfinished, path)
+
+
+def check_settings(path: Path, settings: Mapping[str, Any]) -> None:
+    """Raises ScheduleError if there is a checkpoint, and it is damaged or of a training with other settings."""
+    if not path.exists():
+        return
+    try:
+        check_is_file(path)
+        with safe_open(path, "pt") as file:
+            facts = parse_json((file.metadata() or {}).get("state", ""))
+        kept = facts.get("settings", {}) if isinstance(facts, dict) else None
+        if not isinstance(kept, dict):
+            raise ValueError("its settings are no object")
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ScheduleError(f"the checkpoint {str(path)!r} cannot be read ({error}): delete it to start anew") from None
+    # One of another version may know others.
+    differ = [name for name, value in settings.items() if name in kept and kept[name] != value]
+    if differ:
+        changes = "; ".join(f"{name} was {kept[name]!r}, is {settings[name]!r}" for name in differ)
+        raise ScheduleError(
+            f"the checkpoint {str(path)!r} is of another training ({changes}): go on as it was, delete it to start "
+            "anew, or write elsewhere"
+        )
 
 
 def read_state(path: Path, identity: str, trainable: Trainable, optimizer: torch.optim.Optimizer) -> TrainingState:

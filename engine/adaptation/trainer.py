@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -130,12 +131,13 @@ class Trainer:
         self.untrained = self._qualities()  # of each schedule on the held-out answers
         self.tokens = sum(answer.passes for answer in train)
 
-    def run(self, checkpoint: Path | None = None) -> Iterator[Point]:
+    def run(self, checkpoint: Path | None = None, settings: Mapping[str, Any] | None = None) -> Iterator[Point]:
         """Train, and yield a point of the curve at each judgement, the first before any step.
 
         Args:
             checkpoint: file to keep the state in; training goes on from it where it exists, to the same end. The first
                 process writes it, all of them read it.
+            settings: kept in it, see `check_settings`.
 
         Raises:
             ScheduleError: the checkpoint is damaged, of another training, or not there for all of the processes.
@@ -159,7 +161,7 @@ class Trainer:
                 yield self._look(self._qualities(), sum(losses) / len(losses))
                 losses = []
                 if checkpoint is not None and self._peers.is_first:
-                    write_state(checkpoint, self._state, self._identity, self._trainable, self._optimizer)
+                    write_state(checkpoint, self._state, self._identity, self._trainable, self._optimizer, settings)
 
     def best(self) -> list[tuple[Schedule, Quality]]:
         """The schedules, as they did best on the held-out answers together, and how each of them does as stored."""

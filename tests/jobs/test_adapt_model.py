@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from ray.train import WorkerGroupError
+from safetensors.torch import save_file
 
 import engine
 from engine import Block, Bridge, Engine, Plateau, Schedule, ScheduleError
@@ -23,11 +24,12 @@ from engine.adaptation.trainer import Point
 from engine.forward.quality import Judge
 from engine.forward.teacher_forcing import Answer
 from jobs import adapt_model, calibrate_schedule, command_line
-from jobs.adaptation import reason_of
+from jobs.adaptation import ANSWERS_FILE, CHECKPOINT_FILE, AdaptModel, reason_of, settings_of
 from jobs.answers import answer_corpus, with_more_answers
 from pipeline.errors import JobStopped
 from pipeline.evaluation.charts import learning_curve
 from pipeline.preparing.fit import read_schedule
+from pipeline.storage.ownership import CLAIM_FILE
 
 ROOT = Path(__file__).parents[2]
 CORPUS = str(ROOT / "infra" / "demo" / "package_descriptions.parquet")
@@ -78,7 +80,7 @@ def test_a_calibrated_schedule_is_adapted_and_a_rerun_goes_on(
     assert json.loads((adapted / adapt_model.CURVE_FILE).read_text()) == curve
     capsys.readouterr()
     assert adapt([*arguments, "--steps", "30", "--gate-width", "4", "--adapter-rank", "0"]) == 1
-    assert "of another training" in capsys.readouterr().err
+    assert "of another training (--steps was 20, is 30)" in capsys.readouterr().err
 
     arguments = [*common, *chosen, "--output", str(tmp_path / "above"), "--prompts", "60"]
     assert adapt([*arguments, "--steps", "5", "--adapter-rank", "2", "--prompt-layers", "3"]) == 0
@@ -123,6 +125,49 @@ def test_the_teacher_is_gone_before_the_student_is_loaded(
     )
     assert adapt([*common, *untrained, "--prompts", "60", "--prompt-layers", "4", "--steps", "1"]) == 0
     assert len(decoders) == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--steps", "2", "--steps was 1, is 2"), ("--prompt", "Say: {text}", "--prompt was '{text}', is 'Say: {text}'"),
+        ("--prompts", "40", "--prompts was 60, is 40"), ("--schedule", "other", "--schedule was "),
+        ("--input", "elsewhere.parquet", "--input was "), ("--answers-per-prompt", "2", "--answers-per-prompt was 1"),
+    ],
+)  # fmt: skip
+def test_another_option_is_refused_by_name_before_the_model_is_loaded(
+    option: str, value: str, said: str, common: list[str], untrained: list[str], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    arguments = [*common, *untrained, "--prompts", "60", "--steps", "1"]
+    schedule = Schedule.read(tmp_path / "schedule")
+    if option == "--schedule":
+        value = str(tmp_path / value)
+        Schedule(schedule.layers, schedule.skip_order, (Plateau(0, 2),)).write(value)
+    settings = settings_of(command_line.parse(AdaptModel, adapt_model.PROGRAM, arguments), [schedule])
+    facts = {"state": json.dumps({"settings": settings})}
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / CLAIM_FILE).write_text(json.dumps({"format": 1, "job": adapt_model.PROGRAM}))
+    save_file({}, tmp_path / "out" / CHECKPOINT_FILE, facts)
+    monkeypatch.setattr(AdaptModel, "load_engine", lambda config: pytest.fail("the model is loaded"))
+    assert adapt([*arguments, option, value]) == 1
+    assert f"of another training ({said}" in capsys.readouterr().err
+
+
+def test_a_rerun_answers_no_prompt_again(
+    common: list[str], untrained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = [*common, *untrained, "--prompts", "60", "--answers-per-prompt", "2", "--steps", "1"]
+    assert adapt(arguments) == 0
+    curve = (tmp_path / "out" / adapt_model.CURVE_FILE).read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr("jobs.answers.answer_prompts", lambda *_: pytest.fail("a prompt is answered again"))
+        assert adapt(arguments) == 0
+        assert (tmp_path / "out" / adapt_model.CURVE_FILE).read_text() == curve
+        (tmp_path / "out" / CHECKPOINT_FILE).unlink()  # other steps learn from the same answers
+        assert adapt([*arguments, "--steps", "2"]) == 0
+    (tmp_path / "out" / ANSWERS_FILE).write_bytes(b"no answers")
+    assert adapt([*arguments, "--steps", "2"]) == 0  # drawn again
 
 
 def test_more_prompts_than_the_memory_holds_are_refused_before_they_are_answered(
