@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -27,6 +27,8 @@ PART = (
     "of the input's rows, to draw from; a hash of each row's id, or of its text where there is no id column, says to "
     "which one it belongs: test and calibrate are an eighth each, train is the rest"
 )
+
+TargetSpeedup = Annotated[float, Field(gt=1, allow_inf_nan=False)]  # of FLOPs
 
 
 class AnswersConfig(CorpusConfig):

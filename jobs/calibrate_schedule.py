@@ -9,6 +9,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,10 +17,12 @@ from pydantic import Field, model_validator
 from rich.console import Console
 from rich.table import Table
 
-from engine.calibration.calibrate import Calibrated, Calibration
+from engine import ModelShape, describe
+from engine.calibration.calibrate import LEAST_ANSWERS, Calibrated, Calibration, check_targets
+from engine.calibration.prompts import check_prompt_layers
 from engine.schedules.schedule import SCHEDULE_FILE
 from jobs import command_line
-from jobs.answers import PART, AnswersConfig, answer_corpus
+from jobs.answers import PART, AnswersConfig, TargetSpeedup, answer_corpus
 from pipeline import logs
 from pipeline.errors import JobError
 from pipeline.evaluation.charts import schedule_maps
@@ -38,8 +41,10 @@ class CalibrateSchedule(AnswersConfig):
 
     part: Part = Field("calibrate", description=PART)
     output: str = Field(description="local directory to write the schedules to, one below it for each target")
-    target_speedups: list[float] = Field([1.25, 1.45, 1.65], min_length=1, description="decode FLOP speed-ups")
-    target_sample_speedups: list[float] = Field(
+    prompts: int = Field(500, ge=LEAST_ANSWERS, description="prompts to draw, by the seed")
+    max_new_tokens: int = Field(64, ge=2, description="longest answer")
+    target_speedups: list[TargetSpeedup] = Field([1.25, 1.45, 1.65], min_length=1, description="decode FLOP speed-ups")
+    target_sample_speedups: list[TargetSpeedup] = Field(
         [],
         description="FLOP speed-ups of the whole sample, prompts included: one schedule for each, which takes the best "
         "of target_speedups in decoding and as many layers on prompts as reach it; a minute or two for each pair",
@@ -75,8 +80,11 @@ def calibrate(config: CalibrateSchedule) -> None:
     output = claim_directory(config.output, PROGRAM, [config.input])
     targets, sample_targets = sorted(set(config.target_speedups)), sorted(set(config.target_sample_speedups))
     _check_others(output, sample_targets or targets)
+    shape = describe(config.model)
+    if config.prompt_layers is not None:
+        check_prompt_layers(config.prompt_layers, shape)
     model = config.load_engine()
-    drawn = answer_corpus(config, model, progress)
+    drawn = answer_corpus(config, model, progress, partial(check_sample, config, shape))
     chosen = (config.prompt_layers, config.whole_head, sample_targets)
     calibration = Calibration(model, drawn.answers, targets, progress, *chosen)
     table, maps = _table(), []
@@ -89,6 +97,17 @@ def calibrate(config: CalibrateSchedule) -> None:
     Console().print(table)
     print(f"{time.monotonic() - start:.0f} s; run one with --schedule {output}/<target>x, or --schedule {output} "
           "--target-speedup <target>")  # fmt: skip
+
+
+def check_sample(config: CalibrateSchedule, shape: ModelShape, prompts: Sequence[Sequence[int]]) -> None:
+    """Whether schedules can be made from the answers to some prompts. Raises JobError, ScheduleError."""
+    if len(prompts) < LEAST_ANSWERS:
+        drawn_from = "all" if config.part == "all" else f"the {config.part} part"
+        raise JobError(
+            f"calibration needs {LEAST_ANSWERS} prompts, and {drawn_from} of {config.input!r} makes {len(prompts)}: "
+            "give a larger input, or another part (--part)"
+        )
+    check_targets(config.target_speedups, shape, prompts, config.max_new_tokens)
 
 
 def _name(target: float) -> str:

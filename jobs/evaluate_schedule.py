@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Self
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field, model_validator
 from rich.box import SIMPLE_HEAD
@@ -27,7 +28,7 @@ from engine.bootstrap import Bootstrap, Estimate
 from engine.calibration.prompts import check_prompt_layers
 from engine.checkpoints.tokenizer import Tokenizer
 from jobs import command_line
-from jobs.answers import PART
+from jobs.answers import PART, TargetSpeedup
 from jobs.prompts import SUMMARIZE
 from pipeline import logs
 from pipeline.errors import JobError
@@ -42,15 +43,18 @@ from pipeline.evaluation.study import Prompt, Study
 from pipeline.evaluation.whole_sample_rivals import whole_sample_rivals
 from pipeline.inputs.corpus_parts import Part
 from pipeline.inputs.sample_prompts import CorpusConfig, sample_prompts
-from pipeline.preparing.fit import longest_prompt, read_schedules
+from pipeline.inputs.work import input_columns
+from pipeline.preparing.fit import OpenStorage, longest_prompt, read_schedules
 from pipeline.rows.rows import TOKENS
 from pipeline.storage.ownership import claim_directory
+from pipeline.storage.storage import Storage
 from pipeline.values.show import names, texts
 
 log = logging.getLogger("jobs.evaluate_schedule")
 
 PROGRAM = "evaluate_schedule.py"
 FIGURES_FILE, OUTPUTS_FILE, WORK_FOLDER = "figures.json", "outputs.parquet", "work"
+REFERENCE = "reference"
 RIVALS_FOLDER = "rivals"  # in the work folder as they were solved, beside it as schedules
 
 
@@ -58,14 +62,20 @@ class EvaluateSchedule(CorpusConfig):
     """Judge schedules and rivals against full depth: quality with intervals, FLOPs and speed. Rerun to resume."""
 
     output: Path = Field(description="directory to write to; outputs found there are not computed again")
-    schedules: list[Path] = Field(
-        [], description="schedule files, their directories, or directories of such directories (as calibrating writes)"
+    schedules: list[str] = Field(
+        [],
+        description="schedule files, their directories, or directories of such directories (as calibrating writes): "
+        "paths or URLs",
     )
     rivals: list[str] = Field([], description=f"any of {', '.join(RIVALS)}; or all")
-    target_speedups: list[float] = Field([1.25, 1.45, 1.65], description="decode FLOP speed-ups to solve rivals for")
+    target_speedups: list[TargetSpeedup] = Field(
+        [1.25, 1.45, 1.65], description="decode FLOP speed-ups to solve rivals for"
+    )
 
     reference_column: str | None = Field(
-        "reference", description="string column of reference outputs; '' judges against full depth's outputs alone"
+        None,
+        description="string column of reference outputs; '' judges against full depth's outputs alone; default "
+        f"{REFERENCE} if the input has it",
     )
     prompt: str = Field(SUMMARIZE, description="user text, with a {text} field")
     max_new_tokens: int = Field(64, ge=2, description="longest generation")
@@ -75,9 +85,8 @@ class EvaluateSchedule(CorpusConfig):
     rows: int = Field(500, ge=2, description="prompts to judge on; raising it later adds to those there")
     calibration_rows: int = Field(32, ge=2, description="prompts of the calibrate part that rivals are solved on")
     bridged_rivals: bool = Field(False, description="also judge rivals whose skipped blocks are given bridges")
-    target_sample_speedup: float | None = Field(
+    target_sample_speedup: TargetSpeedup | None = Field(
         None,
-        gt=1,
         description="also judge rivals that reach this FLOP speed-up of the whole sample: those with bridges, at each "
         "of target_speedups in decoding and as many layers on prompts as reach it, decoding through all layers with "
         "fewer on prompts, and a pruned model, which has lost the same layers for all tokens",
@@ -96,8 +105,6 @@ class EvaluateSchedule(CorpusConfig):
         unknown = sorted(set(self.rivals) - {*RIVALS, "all"})
         if unknown:
             raise ValueError(f"rival {unknown[0]!r} is not known: known are {', '.join(RIVALS)}, all")
-        if any(target <= 1 for target in self.target_speedups):
-            raise ValueError(f"target_speedups must be above 1, got {self.target_speedups}")
         if not (self.schedules or self.rivals or self.needs_bridges):
             raise ValueError("name something to judge: schedules, rivals, or both")
         return self
@@ -119,7 +126,8 @@ def evaluate(config: EvaluateSchedule) -> None:
     shape = describe(config.model)
     for layers in config.prompt_layers:
         check_prompt_layers(layers, shape)
-    named = read_contenders(config.schedules, shape)
+    named = read_contenders(config.schedules, shape, config.storage)
+    config = with_reference_column(config)
     warn_of_seen_rows(config, named)
     tokenizer = Tokenizer.load(config.model)
     prompts = read_prompts(config, config.part, config.rows, tokenizer, shape)
@@ -183,16 +191,32 @@ def write_results(config: EvaluateSchedule, study: Study, contenders: Sequence[C
         console.print(f"{file.split('.')[0]}: {config.output / file}", soft_wrap=True)
 
 
-def read_contenders(paths: Sequence[Path], shape: ModelShape) -> list[Contender]:
-    """Schedules of files and directories. Raises ScheduleError."""
+def with_reference_column(config: EvaluateSchedule) -> EvaluateSchedule:
+    """The same with a column that the input has, or with "". Raises JobError."""
+    if config.reference_column == "":
+        return config
+    columns = input_columns(config.storage(config.input, config.s3_anonymous_input))
+    if config.reference_column is None:
+        return config.model_copy(update={"reference_column": REFERENCE if REFERENCE in columns else ""})
+    if config.reference_column not in columns:
+        raise JobError(
+            f"the input has no column {config.reference_column!r}: name one of {', '.join(sorted(columns))}, or judge "
+            "against full depth's outputs alone (--reference-column '')"
+        )
+    return config
+
+
+def read_contenders(paths: Sequence[str], shape: ModelShape, storage: OpenStorage = Storage) -> list[Contender]:
+    """Schedules of files and directories, local or by URL. Raises JobError, ScheduleError."""
     found = []
     for path in paths:
-        for folder, schedule in read_schedules(str(path)).items():
+        for folder, schedule in read_schedules(path, storage).items():
             schedule.check_fits(shape)
             target = schedule.provenance.get("target_speedup")
             target = None if target is None else float(target)
-            name = str(schedule.provenance.get("name") or (path / folder).name.removesuffix(".json"))
-            found.append((path / folder, Contender(name.removesuffix(ending(target)), target, schedule)))
+            place = f"{path.rstrip('/')}/{folder}" if folder else path
+            name = str(schedule.provenance.get("name") or PurePosixPath(place).name.removesuffix(".json"))
+            found.append((place, Contender(name.removesuffix(ending(target)), target, schedule)))
     often = Counter(contender.label for _, contender in found)
     # Two calibrations of one target have one name: then where they lie is part of it.
     return [
@@ -214,14 +238,22 @@ def read_prompts(
         if config.id_column
         else [hashlib.sha256(text.encode()).hexdigest()[:12] for text in sources]
     )
-    references = texts(drawn[config.reference_column]) if config.reference_column else [""] * len(ids)
+    references = read_references(drawn[config.reference_column]) if config.reference_column else [""] * len(ids)
     prompts = [
-        Prompt(name, source, str(reference or ""), tuple(tokens), tokenizer.decode(tokens))
+        Prompt(name, source, reference, tuple(tokens), tokenizer.decode(tokens))
         for name, source, reference, tokens in zip(ids, sources, references, drawn[TOKENS].to_pylist(), strict=True)
     ]
     if len(prompts) < 2:
         raise JobError(f"the {part} part of {config.input!r} has one usable row: give a larger input")
     return prompts
+
+
+def read_references(column: pa.ChunkedArray) -> list[str]:
+    """One for each row, empty where it has none or one that is no text."""
+    found = texts(column)
+    if broken := sum(isinstance(reference, Exception) for reference in found):
+        log.warning("%d of %d references are no text, and are left out", broken, len(found))
+    return [reference if isinstance(reference, str) else "" for reference in found]
 
 
 def warn_of_seen_rows(config: EvaluateSchedule, contenders: Sequence[Contender]) -> None:

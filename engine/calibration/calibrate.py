@@ -42,6 +42,7 @@ from engine.forward.teacher_forcing import Answer
 from engine.parts.head_preview import HeadPreview
 from engine.parts.prompt_bridge import PromptBridge
 from engine.schedules.schedule import Schedule
+from engine.shape import ModelShape
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class Calibration:
         if len(answers) < LEAST_ANSWERS:
             raise ScheduleError(
                 f"calibration needs {LEAST_ANSWERS} answers of two tokens or more, got {len(answers)}: "
-                "name more prompts"
+                "name more prompts, or give a larger input"
             )
         self._engine, self._progress = engine, progress
         self._shape = shape = engine.shape
@@ -105,7 +106,7 @@ class Calibration:
         self._targets = targets
         head = None if whole_head else HeadStates(engine.decoder)
         counted = [None, *(counted_preview(rank, shape, head.width) for rank in head.ranks)] if head else [None]
-        least = [self._layers_for(target, preview) for target in targets for preview in counted]
+        least = [_fewest_layers(target, shape, self._lengths, preview) for target in targets for preview in counted]
         deepest = min(max(least) + DEEPER, shape.layers - min(WARMUPS) - 1)
         depths = {*range(DEPTH_STEP, deepest + 1, DEPTH_STEP)}
         depths |= {layers - fewer for layers in least for fewer in range(min(MOST_APART + 1, layers))}
@@ -220,18 +221,6 @@ class Calibration:
         provenance = {"name": f"bridged, {decode_target:g}x", **figures}
         return Calibrated(target, replace(schedule, provenance=provenance), quality)
 
-    def _layers_for(self, target: float, preview: HeadPreview | None = None) -> int:
-        """The fewest layers to skip at every step, behind one bridge as low as possible. Raises ScheduleError."""
-        speedup, warmup = 1.0, min(WARMUPS)
-        for depth in range(1, self._shape.layers - warmup):
-            candidate = replace(Candidate.constant(warmup, depth, *FIRST), head=preview)
-            speedup = candidate.speedup(self._shape, self._lengths)
-            if speedup >= target:
-                return depth
-        raise ScheduleError(
-            f"a decode FLOP speed-up of {target:g}x cannot be met, {speedup:.2f}x is the most: ask for less"
-        )
-
     def _figures(self, target: float, candidate: Candidate, schedule: Schedule, quality: Quality) -> dict[str, Any]:
         """Provenance: what was predicted, on how much data, what one bridge and no growth would have given."""
         found = self._found[target]
@@ -260,6 +249,41 @@ class Calibration:
             "with_one_bridge": chosen(found.one),
             "with_constant_depth": chosen(found.constant),
         }
+
+
+def check_targets(
+    targets: Sequence[float], shape: ModelShape, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> None:
+    """Raises ScheduleError for a decode FLOP speed-up that no answers to these prompts can have, whatever they are."""
+    first, last = min(map(len, prompts)), max(map(len, prompts)) + max_new_tokens - 2
+    # No answers save more than the token that saves most, which is the first, the last, or where a window fills.
+    windows = [shape.attention_kind(layer).window for layer in range(shape.layers)]
+    filled = [window - 1 for window in windows if window is not None and first < window - 1 < last]
+    speedups = [_speedups(shape, [(context, 2)]) for context in {first, last, *filled}]
+    most = max((speedup for by_depth in speedups for speedup in by_depth), default=1.0)
+    for target in targets:
+        if target > most:
+            raise _out_of_reach(target, most)
+
+
+def _fewest_layers(target: float, shape: ModelShape, lengths: Lengths, preview: HeadPreview | None) -> int:
+    """To skip at every step, behind one bridge as low as possible. Raises ScheduleError."""
+    speedup = 1.0
+    for depth, speedup in enumerate(_speedups(shape, lengths, preview), 1):
+        if speedup >= target:
+            return depth
+    raise _out_of_reach(target, speedup)
+
+
+def _speedups(shape: ModelShape, lengths: Lengths, preview: HeadPreview | None = None) -> Iterator[float]:
+    """Decode FLOP speed-ups with 1, 2, ... layers skipped at every step, behind one bridge as low as possible."""
+    warmup = min(WARMUPS)
+    for depth in range(1, shape.layers - warmup):
+        yield replace(Candidate.constant(warmup, depth, *FIRST), head=preview).speedup(shape, lengths)
+
+
+def _out_of_reach(target: float, most: float) -> ScheduleError:
+    return ScheduleError(f"a decode FLOP speed-up of {target:g}x cannot be met, {most:.2f}x is the most: ask for less")
 
 
 def _parts(answers: Sequence[Answer]) -> tuple[list[Answer], list[Answer], list[Answer]]:

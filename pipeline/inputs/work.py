@@ -148,6 +148,11 @@ def make_plan(config: JobConfig, template: PromptTemplate, known: Mapping[str, K
     return Plan(files, tuple(read), kept, tuple(units))
 
 
+def input_columns(storage: Storage) -> list[str]:
+    """Names of the columns of all files of an input. Raises JobError: no input, none that can be read; StorageGone."""
+    return _columns(_read_footers(storage.at_first(), None))
+
+
 def _read_footers(storage: Storage, known: Mapping[str, KnownFile] | None) -> tuple[InputFile, ...]:
     paths = find_input_files(storage)
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from engine import Engine, Sampling, Schedule, ScheduleError, checkpoint_directory
-from jobs import calibrate_schedule, command_line
+from jobs import answers, calibrate_schedule, command_line
 from pipeline.errors import JobError
 from pipeline.preparing.fit import read_schedule
 from pipeline.storage.ownership import claim_directory
@@ -142,6 +142,25 @@ def test_layers_on_prompts_are_chosen_by_one_of_the_two(capsys: pytest.CaptureFi
     assert "leave out prompt_layers" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--target-speedups", "--target-sample-speedups"])
+@pytest.mark.parametrize("target", ["nan", "inf", "-3", "0.5", "1"])
+def test_a_target_is_a_number_above_1(capsys: pytest.CaptureFixture[str], flag: str, target: str) -> None:
+    flags = ["--input", "x", "--output", "y", flag, "1.5", target]
+    with pytest.raises(SystemExit):
+        command_line.parse(calibrate_schedule.CalibrateSchedule, calibrate_schedule.PROGRAM, flags)
+    assert f"error: {flag} Input should be" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--prompts", "19"), ("--max-new-tokens", "1")])
+def test_less_than_calibration_needs_is_refused_at_once(
+    capsys: pytest.CaptureFixture[str], flag: str, value: str
+) -> None:
+    flags = ["--input", "x", "--output", "y", flag, value]
+    with pytest.raises(SystemExit):
+        command_line.parse(calibrate_schedule.CalibrateSchedule, calibrate_schedule.PROGRAM, flags)
+    assert f"error: {flag} Input should be greater than or equal to" in capsys.readouterr().err
+
+
 def test_schedules_for_other_targets_are_not_left_among_the_new_ones(model: Path, tmp_path: Path) -> None:
     claim_directory(tmp_path, calibrate_schedule.PROGRAM)
     for name in ("1.5x", "40x"):
@@ -169,19 +188,37 @@ def test_progress_says_how_fast_it_goes(calibrated: tuple[Path, str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--target-speedups", "40"], "40x cannot be met"),
+        (["--target-speedups", "1.02", "40"], "40x cannot be met"),
         (
-            ["--target-speedups", "1.02", "--target-sample-speedups", "90"],
-            "90x of the whole sample cannot be met with 1.02x in decoding",
+            ["--id-column", "id", "--part", "test"],
+            r"needs 20 prompts, and the test part of .* makes 1\d: give a larger",
         ),
-        (["--prompt-layers", "12"], "prompts can run 1 to 11 of this model's layers, not 12"),
-        (["--prompts", "5"], "calibration needs 20 answers"),
         (["--text-column", "body"], "no column 'body'"),
     ],
 )
-def test_what_cannot_work_is_said(model: Path, tmp_path: Path, flags: list[str], said: str) -> None:
-    given = ["--input", str(ROOT / CORPUS), "--model", str(model), "--output", str(tmp_path), "--threads", "1"]
-    given += ["--part", "all", "--prompts", "24", "--max-new-tokens", "4", *flags]
-    config = command_line.parse(calibrate_schedule.CalibrateSchedule, calibrate_schedule.PROGRAM, given)
+def test_what_cannot_work_is_said_before_a_prompt_is_answered(
+    model: Path, tmp_path: Path, flags: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "answer_prompts", lambda *_: pytest.fail("prompts were answered"))
     with pytest.raises((JobError, ScheduleError), match=said):
+        calibrate_schedule.calibrate(parsed(model, tmp_path, *flags))
+
+
+def test_layers_on_prompts_that_the_model_has_not_are_said_before_it_is_loaded(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    with pytest.raises(ScheduleError, match="prompts can run 1 to 11 of this model's layers, not 12"):
+        calibrate_schedule.calibrate(parsed(model, tmp_path, "--prompt-layers", "12"))
+
+
+def test_a_whole_sample_target_out_of_reach_is_said(model: Path, tmp_path: Path) -> None:
+    config = parsed(model, tmp_path, "--target-speedups", "1.02", "--target-sample-speedups", "90")
+    with pytest.raises(ScheduleError, match=r"90x of the whole sample cannot be met with 1\.02x in"):
         calibrate_schedule.calibrate(config)
+
+
+def parsed(model: Path, output: Path, *flags: str) -> calibrate_schedule.CalibrateSchedule:
+    given = ["--input", str(ROOT / CORPUS), "--model", str(model), "--output", str(output), "--threads", "1"]
+    given += ["--part", "all", "--prompts", "24", "--max-new-tokens", "4", *flags]
+    return command_line.parse(calibrate_schedule.CalibrateSchedule, calibrate_schedule.PROGRAM, given)

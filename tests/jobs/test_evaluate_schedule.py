@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 
+import fsspec
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from engine import Schedule, Unit, describe
 from engine.schedules import recipes
 from jobs import evaluate_schedule
-from jobs.evaluate_schedule import main, read_contenders
+from jobs.evaluate_schedule import (
+    EvaluateSchedule,
+    main,
+    read_contenders,
+    read_references,
+    with_reference_column,
+)
 
 CORPUS = "infra/demo/package_descriptions.parquet"
 
@@ -88,7 +97,7 @@ def test_another_precision_is_another_study(
 def test_two_schedules_of_one_name_are_told_apart_by_where_they_lie(tmp_path: Path, schedules: Path) -> None:
     other = tmp_path / "again"
     Schedule.read(schedules / "1.6x").write(other)
-    found = read_contenders([schedules, other], describe("smollm2-135m-instruct"))
+    found = read_contenders([str(schedules), str(other)], describe("smollm2-135m-instruct"))
     names = [f"plain ({path}), 1.6x" for path in (schedules / "1.6x", other)]
     assert [each.label for each in found] == ["plain, 1.1x", *names]
 
@@ -101,8 +110,42 @@ def test_a_schedule_without_a_name_is_called_as_its_file_or_directory(tmp_path: 
         schedule.write(tmp_path / folder)
     file = tmp_path / "by.hand.json"
     file.write_text(schedule.to_json())
-    found = read_contenders([tmp_path / "1.65x", tmp_path / "deeper", file], shape)
+    found = read_contenders([f"{tmp_path}/1.65x", f"{tmp_path}/deeper/", str(file)], shape)
     assert [each.label for each in found] == ["1.65x", "deeper", "by.hand"]
+
+
+def test_schedules_are_read_by_url_too(schedules: Path) -> None:
+    config = EvaluateSchedule(input="in", output=Path("out"), schedules=["memory://evaluated/calibrated"])
+    fsspec.filesystem("memory").put(f"{schedules}/", "/evaluated/calibrated", recursive=True)
+    found = read_contenders(config.schedules, describe("smollm2-135m-instruct"), config.storage)
+    assert [each.label for each in found] == ["plain, 1.1x", "plain, 1.6x"]
+
+
+@pytest.mark.parametrize(
+    ("named", "columns", "taken"),
+    [
+        (None, ["text", "reference"], "reference"),
+        (None, ["text"], ""),
+        ("", ["text", "reference"], ""),
+        ("summary", ["text", "summary"], "summary"),
+    ],
+)
+def test_references_are_taken_where_the_input_has_them(
+    tmp_path: Path, named: str | None, columns: list[str], taken: str
+) -> None:
+    pq.write_table(pa.table({name: ["a"] for name in columns}), tmp_path / "in.parquet")
+    config = EvaluateSchedule(
+        input=str(tmp_path / "in.parquet"), output=tmp_path / "out", rivals=["all"], reference_column=named
+    )
+    assert with_reference_column(config).reference_column == taken
+
+
+def test_a_reference_that_is_no_text_is_none(caplog: pytest.LogCaptureFixture) -> None:
+    offsets, content = pa.array([0, 2, 5, 5], pa.int32()), b"ok\xff\xfe\xfd"
+    broken = pa.StringArray.from_buffers(3, offsets.buffers()[1], pa.py_buffer(content))
+    with caplog.at_level(logging.WARNING):
+        assert read_references(pa.chunked_array([broken, pa.array([None], pa.string())])) == ["ok", "", "", ""]
+    assert "1 of 4 references are no text" in caplog.text
 
 
 def test_schedules_are_judged_with_shorter_prompts_too(
@@ -135,7 +178,13 @@ def test_schedules_are_judged_with_shorter_prompts_too(
     [
         ([], "name something to judge"),
         (["--rivals", "magic"], "rival 'magic' is not known: known are skipdecode"),
-        (["--rivals", "all", "--target-speedups", "0.5"], "must be above 1"),
+        (
+            ["--rivals", "all", "--target-speedups", "0.5"],
+            "--target-speedups Input should be greater than 1",
+        ),
+        (["--rivals", "all", "--target-speedups", "nan"], "should be a finite number"),
+        (["--rivals", "all", "--target-sample-speedup", "inf"], "should be a finite number"),
+        (["--rivals", "all", "--reference-column", "summary"], "full depth's outputs alone (--reference-column '')"),
         (["--prompt-layers", "30"], "prompts can run 1 to 29 of this model's layers, not 30"),
         (["--schedules", "nowhere.json"], "'nowhere.json' cannot be read"),
         (["--schedules", "infra"], "'infra' holds no schedule.json"),

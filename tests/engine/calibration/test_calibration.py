@@ -16,7 +16,7 @@ from torch import Tensor
 from engine import Block, Engine, Ledger, Plateau, Sampling, Schedule, ScheduleError, Unit, decode_flop_speedup
 from engine.calibration import calibrate, own_states
 from engine.calibration.bridged import Bridges, Candidate
-from engine.calibration.calibrate import Calibration
+from engine.calibration.calibrate import Calibration, check_targets
 from engine.calibration.collect import answer_prompts, chunks, collect_moments
 from engine.calibration.growth import best_growths
 from engine.calibration.moments import Moments
@@ -27,6 +27,7 @@ from engine.forward.quality import Judge, Quality
 from engine.forward.teacher_forcing import Answer
 from engine.kernels.base import Kernels
 from engine.parts.prompt_bridge import PromptBridge
+from engine.shape import AttentionKind
 from tests.engine.prompts import random_prompts
 
 WIDTH, LAYERS = 12, 8
@@ -277,6 +278,19 @@ def test_too_few_answers_or_too_high_a_target_are_said(tiny: Engine, answers: li
         Calibration(tiny, answers[:5], [1.2], quiet)
     with pytest.raises(ScheduleError, match="of 9x cannot be met"):
         Calibration(tiny, answers, [9.0], quiet)
+
+
+@pytest.mark.parametrize("window", [None, 4, 9, 30])
+def test_a_target_is_refused_before_answers_are_there_only_if_none_could_meet_it(
+    tiny: Engine, window: int | None
+) -> None:
+    kinds = tuple(AttentionKind(1.0, window if layer < LAYERS - 1 else None) for layer in range(LAYERS))
+    shape, prompts = replace(tiny.shape, attention_kinds=kinds), [[1] * 3, [1] * 19]
+    for lengths in ([(3, 2)], [(3, 9)], [(19, 24)], [(3, 24), (19, 2)], [(3, 2), (19, 24)]):
+        met = max(Candidate.constant(2, depth, 1e-2, 1.2).speedup(shape, lengths) for depth in range(1, LAYERS - 2))
+        check_targets([1.01, met], shape, prompts, 24)
+    with pytest.raises(ScheduleError, match="of 9x cannot be met"):
+        check_targets([1.01, 9.0], shape, prompts, 24)
 
 
 def test_bridges_above_the_first_are_fitted_to_what_reaches_them(tiny: Engine, answers: list[Answer]) -> None:
