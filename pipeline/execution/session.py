@@ -251,8 +251,12 @@ def _ended(error: Exception) -> Exception:
         if isinstance(inner, ModelError | JobError | JobStopped):
             return inner
         cause = inner if isinstance(inner, BaseException) else cause.__cause__
-    last = str(error).strip().splitlines() or [type(error).__name__]
-    return JobStopped(f"Ray ended the job ({last[-1]}): start it again to resume; Ray's logs say more")
+    last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    for kind in (ModelError, JobError, JobStopped):  # of what ends an actor as it starts, Ray keeps the text alone
+        name = f"{kind.__module__}.{kind.__name__}: "
+        if last.startswith(name):
+            return kind(last.removeprefix(name))
+    return JobStopped(f"Ray ended the job ({last}): start it again to resume; Ray's logs say more")
 
 
 def _some(units: list[str]) -> str:

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import ActorDiedError, RayTaskError
 
+from engine import ModelError
 from pipeline.config import JobConfig
 from pipeline.errors import JobStopped
 from pipeline.execution import session
 from pipeline.execution.cluster import ReplicaResources
 from pipeline.execution.interruption import Interruption
-from pipeline.execution.session import Session
+from pipeline.execution.session import Session, _ended
 from pipeline.execution.watchdog import Watchdog
 from pipeline.monitoring.board import _BoardActor
 from pipeline.rows.unit import WorkUnit
@@ -62,3 +64,16 @@ def test_a_session_in_which_nothing_moves_ends_resumably(
     now[0] += 10
     with pytest.raises(JobStopped, match=r"nothing has moved for 1 minutes .* start the job again to resume"):
         stuck._check()
+
+
+def test_what_ends_a_replica_as_it_starts_is_told_as_what_it_is() -> None:
+    def raised_in_a_replica(error: Exception) -> ActorDiedError:
+        kind = type(error)
+        return ActorDiedError(RayTaskError("Replica", f"Traceback:\n{kind.__module__}.{kind.__name__}: {error}", error))
+
+    refused = _ended(raised_in_a_replica(ModelError("device 'cuda' is not there")))
+    assert isinstance(refused, ModelError)
+    assert str(refused) == "device 'cuda' is not there"
+    gone = _ended(raised_in_a_replica(OSError("no route")))
+    assert isinstance(gone, JobStopped)
+    assert "no route" in str(gone)
