@@ -59,8 +59,8 @@ def test_it_is_released_after_success_and_after_every_failure(storage: Storage) 
     with Lease(storage):
         assert files(storage) == {"_lease/000000001.json": True}
     assert files(storage) == {"_lease/000000001.json": False}
-    for number, error in enumerate((ValueError, JobStopped, KeyboardInterrupt), 2):
-        with pytest.raises(error), Lease(storage):
+    for number, error in enumerate((ValueError(), JobStopped("a signal"), KeyboardInterrupt()), 2):
+        with pytest.raises(type(error)), Lease(storage):
             raise error
         assert files(storage) == {f"_lease/{number:09d}.json": False}
 
