@@ -124,9 +124,8 @@ def _answered(
 ) -> list[Answer]:
     """Answers to all prompts, in their order, by this process and its peers, or those that the first of them finds."""
     peers, batch_size = Peers(), config.batch_size
-    decides = [prompts, sampling.to_dict(), engine.model_identity(config.model), config.dtype]
-    drawn_as = hashlib.sha256(json.dumps(decides).encode()).hexdigest()
-    found = read_answers(kept_in, drawn_as) if kept_in is not None and peers.is_first else None
+    keeps = kept_in if peers.is_first else None
+    found = read_answers(keeps, _drawn_as(config, prompts, sampling)) if keeps is not None else None
     if (known := peers.everyones(found)[0]) is not None:
         progress("answering at full depth", len(known), len(known))
         return known
@@ -134,6 +133,12 @@ def _answered(
         batch_size = model.fitting_batch_size(max(map(len, prompts)), sampling)
     ours = answer_prompts(model, peers.share(prompts), sampling, batch_size, progress)
     answers = [answer for share in peers.everyones(ours) for answer in share]
-    if kept_in is not None and peers.is_first:
-        write_answers(kept_in, answers, drawn_as)
+    if keeps is not None:
+        write_answers(keeps, answers, _drawn_as(config, prompts, sampling))
     return answers
+
+
+def _drawn_as(config: AnswersConfig, prompts: Sequence[Sequence[int]], sampling: Sampling) -> str:
+    """Of all that decides answers."""
+    decides = [prompts, sampling.to_dict(), engine.model_identity(config.model), config.dtype]
+    return hashlib.sha256(json.dumps(decides).encode()).hexdigest()

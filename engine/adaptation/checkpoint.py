@@ -83,12 +83,11 @@ def check_settings(path: Path, settings: Mapping[str, Any]) -> None:
     try:
         check_is_file(path)
         with safe_open(path, "pt") as file:
-            facts = parse_json((file.metadata() or {}).get("state", ""))
-        kept = facts.get("settings", {}) if isinstance(facts, dict) else None
+            kept = _facts(file.metadata()).get("settings", {})
         if not isinstance(kept, dict):
             raise ValueError("its settings are no object")
     except (OSError, SafetensorError, ValueError) as error:
-        raise ScheduleError(f"the checkpoint {str(path)!r} cannot be read ({error}): delete it to start anew") from None
+        raise _unreadable(path, error) from None
     # One of another version may know others.
     differ = [name for name, value in settings.items() if name in kept and kept[name] != value]
     if differ:
@@ -107,16 +106,14 @@ def read_state(path: Path, identity: str, trainable: Trainable, optimizer: torch
     try:
         check_is_file(path)
         with safe_open(path, "pt") as file:
-            facts = parse_json((file.metadata() or {}).get("state", ""))
+            facts = _facts(file.metadata())
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
-        if not isinstance(facts, dict):
-            raise ValueError("its state is no object")
         is_of_this = facts.get("of") == identity
         if is_of_this:
             _check_tensors(tensors, trainable)
             state = _state(facts, _named(tensors, "best"))
     except (OSError, SafetensorError, ValueError) as error:
-        raise ScheduleError(f"the checkpoint {str(path)!r} cannot be read ({error}): delete it to start anew") from None
+        raise _unreadable(path, error) from None
     if not is_of_this:
         raise ScheduleError(
             f"the checkpoint {str(path)!r} is of another training (other schedule, answers or recipe): "
@@ -127,6 +124,18 @@ def read_state(path: Path, identity: str, trainable: Trainable, optimizer: torch
         moments = {moment: tensors[f"{moment}.{name}"].to(parameter.device) for moment in MOMENTS}
         optimizer.state[parameter] = {"step": torch.tensor(float(state.step)), **moments}
     return state
+
+
+def _facts(metadata: Mapping[str, str] | None) -> dict[str, Any]:
+    """What a checkpoint holds beside tensors. Raises ValueError."""
+    facts = parse_json((metadata or {}).get("state", ""))
+    if not isinstance(facts, dict):
+        raise ValueError("its state is no object")
+    return facts
+
+
+def _unreadable(path: Path, error: Exception) -> ScheduleError:
+    return ScheduleError(f"the checkpoint {str(path)!r} cannot be read ({error}): delete it to start anew")
 
 
 def _check_tensors(tensors: dict[str, Tensor], trainable: Trainable) -> None:

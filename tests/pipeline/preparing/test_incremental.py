@@ -847,17 +847,8 @@ def test_a_job_that_lost_its_lease_with_its_last_unit_takes_nothing_out_and_fini
     put("a", 6)
     run_job(config, by("one"))
     put("a", 6, "v2")
-    session = InlineSession.run
-
-    def overtaken(self: InlineSession, pending: Any) -> Any:
-        done = session(self, pending)
-        Storage(config.output).write(
-            "_lease/000000003.json", Holder("elsewhere", 7, "another", released=True).to_json()
-        )
-        return done
-
     with monkeypatch.context() as patch:
-        patch.setattr(InlineSession, "run", overtaken)
+        overtaken_at(InlineSession, "run", config, patch)
         with pytest.raises(JobStopped, match="process 7 on elsewhere has taken over output"):
             run_job(config, by("two"))
     assert len(read_commits(Storage(config.output))) == 2 + 2
@@ -876,7 +867,7 @@ def test_a_job_that_lost_its_lease_while_it_planned_leaves_its_successors_output
     run_job(config, by("one"))
     put("a", 6, "v2")
     before = snapshot(config.output)
-    overtaken_at("prepare_run", config, monkeypatch)
+    overtaken_at(run, "prepare_run", config, monkeypatch)
     with pytest.raises(JobStopped, match="process 7 on elsewhere has taken over output"):
         run_job(nightly(fresh=fresh), NoEngineBackend())
     assert snapshot(config.output) == before
@@ -892,15 +883,15 @@ def test_a_job_that_loses_its_lease_at_its_end_sweeps_nothing(
     (commit, _) = read_commits(Storage(config.output))
     Path(config.output, f"data/{commit.unit}-0123456789ab.parquet").write_bytes(b"came second")
     before = snapshot(config.output)
-    overtaken_at("_check_complete", config, monkeypatch)
+    overtaken_at(run, "_check_complete", config, monkeypatch)
     with pytest.raises(JobStopped, match="process 7 on elsewhere has taken over output"):
         run_job(config, NoEngineBackend())
     assert snapshot(config.output) == before
 
 
-def overtaken_at(step: str, config: JobConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let another job take the lease of an output's second job, and end, while that is at a step of `run`."""
-    whole = getattr(run, step)
+def overtaken_at(owner: Any, step: str, config: JobConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let another job take the lease of an output's second job, and end, while that is at a step of its owner."""
+    whole = getattr(owner, step)
 
     def overtaken(*of: Any) -> Any:
         result = whole(*of)
@@ -908,7 +899,7 @@ def overtaken_at(step: str, config: JobConfig, monkeypatch: pytest.MonkeyPatch) 
         Storage(config.output).write("_lease/000000003.json", holder.to_json())
         return result
 
-    monkeypatch.setattr(run, step, overtaken)
+    monkeypatch.setattr(owner, step, overtaken)
 
 
 @pytest.mark.slow
