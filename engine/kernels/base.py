@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.activations import Activation
 from engine.shape import AttentionKind
 
 Linear = Callable[[Tensor], Tensor]  # [N, in] -> [N, out]
@@ -50,7 +49,7 @@ class Kernels:
         pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
         return torch.view_as_real(pairs * factors).flatten(-2).to(x.dtype)
 
-    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+    def gate(self, gate_up: Tensor, activation: Linear) -> Tensor:
         """activation(gate) * up, [N, width], for gate and up side by side, [N, 2 * width]."""
         gate, up = gate_up.chunk(2, -1)
         return activation(gate) * up

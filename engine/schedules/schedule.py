@@ -18,6 +18,7 @@ from engine.parts.adapter import ADAPTER_FILE, Adapter
 from engine.parts.bridge import Bridge
 from engine.parts.head_preview import HeadPreview
 from engine.parts.prompt_bridge import PromptBridge
+from engine.parts.tensor_file import read_tensor_file, write_tensor_file
 from engine.parts.unit import Unit, all_units
 from engine.schedules.schedule_file import (
     BRIDGES_FILE,
@@ -202,7 +203,7 @@ class Schedule:
 
     def adapter_of(self, unit: Unit) -> Adapter | None:
         """The adapter, where it changes a unit."""
-        return self.adapter if self.adapter is not None and unit in self.adapter.units else None
+        return self.adapter if self.adapter is not None and unit in self.adapter.changes else None
 
     @property
     def prompt_plan(self) -> PromptPlan:
@@ -215,7 +216,7 @@ class Schedule:
         """Place of the first unit that some decode token skips, has changed or has a bridge before; 2L if none is."""
         bridged = {bridge.block.first for bridge in self.bridges.values()}
         skipped = self.skip_order[: self.plateaus[-1].skipped]
-        changed = bridged.union(skipped, self.adapter.units if self.adapter else ())
+        changed = bridged.union(skipped, self.adapter.changes if self.adapter else ())
         return min((unit.place for unit in changed), default=2 * self.layers)
 
     @property
@@ -343,7 +344,7 @@ class Schedule:
         if tensors:
             write_tensors(directory / BRIDGES_FILE, tensors)
         if self.adapter is not None:
-            self.adapter.write(directory / ADAPTER_FILE)
+            write_tensor_file(directory / ADAPTER_FILE, self.adapter.tensors)
         (directory / SCHEDULE_FILE).write_text(self.to_json())
 
     @classmethod
@@ -361,7 +362,7 @@ class Schedule:
             return cls.from_dict(
                 data,
                 read_tensors(file.parent / BRIDGES_FILE) if bridged else None,
-                Adapter.read(file.parent / ADAPTER_FILE) if adapted else None,
+                Adapter(read_tensor_file(file.parent / ADAPTER_FILE, "adapter", "it belongs")) if adapted else None,
             )
         except ScheduleError as error:
             raise ScheduleError(f"{str(file)!r}: {error}") from None
