@@ -20,7 +20,6 @@ from engine.parts.part import SchedulePart, check_numbers, digest_of
 from engine.parts.unit import Unit
 from engine.shape import ModelShape
 
-ADAPTER_FILE = "adapter.safetensors"
 ROLES = ("down", "up")
 
 

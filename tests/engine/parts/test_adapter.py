@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from engine import Engine, Ledger, Sampling, Schedule, ScheduleError
-from engine.parts.adapter import ADAPTER_FILE, Adapter, silent_adapter
-from engine.parts.tensor_file import write_tensor_file
+from engine.parts.adapter import Adapter, silent_adapter
 from engine.parts.unit import Unit
+from engine.schedules.schedule_file import ADAPTER_FILE, write_tensors
 from tests.engine.adapters import random_adapter
 from tests.engine.prompts import random_prompts
 
@@ -107,7 +107,7 @@ def test_an_adapted_model_shares_what_is_left_alone(engine: Engine, schedule: Sc
 def test_a_lost_damaged_or_exchanged_file_is_named(engine: Engine, schedule: Schedule, tmp_path: Path) -> None:
     schedule.write(tmp_path)
     file = tmp_path / ADAPTER_FILE
-    write_tensor_file(file, random_adapter(engine.decoder, UNITS, seed=1).tensors)
+    write_tensors(file, random_adapter(engine.decoder, UNITS, seed=1).tensors)
     with pytest.raises(ScheduleError, match="the tensors of the adapter are not those"):
         Schedule.read(tmp_path)
     file.write_bytes(b"no tensors")
