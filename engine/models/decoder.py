@@ -6,7 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +47,7 @@ class Decoder(ABC):
     """A model on one device. x is the hidden states of N tokens, [N, hidden]."""
 
     prefix: str  # of the names of its tensors in a checkpoint
-    layouts: Mapping[str, Layout]  # of the kinds of unit, "a" and "m"
+    layouts: ClassVar[Mapping[str, Layout]]  # of the kinds of unit, "a" and "m"
     rotated: Sequence[str] = ()  # projections whose rows are laid out for `Kernels.rotate`
 
     def __init__(

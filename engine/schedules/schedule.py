@@ -29,6 +29,7 @@ from engine.schedules.schedule_file import (
     PROMPTS,
     PROMPTS_SKIP,
     SCHEDULE_FILE,
+    AnyPart,
     Tensors,
 )
 from engine.shape import ModelShape
@@ -254,7 +255,7 @@ class Schedule:
             "bridges": {name: schedule_file.describe(bridge) for name, bridge in self.bridges.items()},
             "bridged": [list(plateau.bridges) for plateau in self.plateaus],
         }
-        parts = {PROMPTS: self.prompt_bridge, ADAPTER: self.adapter, HEAD: self.head_preview}
+        parts: dict[str, AnyPart | None] = {PROMPTS: self.prompt_bridge, ADAPTER: self.adapter, HEAD: self.head_preview}
         return {
             "format": FORMAT,
             "layers": self.layers,
@@ -320,8 +321,9 @@ class Schedule:
         """Write `schedule.json`, its bridges and its adapter; the directory is made if need be."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        skips = self.prompt_bridge and self.prompt_bridge.skips
-        parts = {**self.bridges, PROMPTS: self.prompt_bridge, PROMPTS_SKIP: skips, HEAD: self.head_preview}
+        parts: dict[str, AnyPart | None] = {**self.bridges, PROMPTS: self.prompt_bridge, HEAD: self.head_preview}
+        if self.prompt_bridge is not None:
+            parts[PROMPTS_SKIP] = self.prompt_bridge.skips
         named = [(name, part.tensors) for name, part in parts.items() if part is not None]
         if named:
             tensors = {f"{name}.{role}": tensor for name, roles in named for role, tensor in roles.items()}

@@ -24,6 +24,7 @@ SCHEDULE_FILE, BRIDGES_FILE, ADAPTER_FILE = "schedule.json", "bridges.safetensor
 PROMPTS, PROMPTS_SKIP, HEAD = "prompts", "prompts skip", "head"
 ADAPTER = "adapter"  # in the file
 Tensors = Mapping[str, Mapping[str, Tensor]]  # part -> role -> tensor
+AnyPart = Bridge | PromptBridge | HeadPreview | Adapter
 Part = TypeVar("Part", bound=SchedulePart)
 
 
@@ -51,7 +52,7 @@ def by_part(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     return parts
 
 
-def describe(part: Bridge | PromptBridge | HeadPreview | Adapter) -> dict[str, Any]:
+def describe(part: AnyPart) -> dict[str, Any]:
     """What a schedule file says of a part. A digest stands for its tensors."""
     said: dict[str, Any] = {}
     if isinstance(part, Bridge):
