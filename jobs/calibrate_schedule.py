@@ -20,7 +20,7 @@ from rich.table import Table
 from engine import ModelShape, describe
 from engine.calibration.calibrate import LEAST_ANSWERS, Calibrated, Calibration, check_targets
 from engine.calibration.prompts import check_prompt_layers
-from engine.schedules.schedule import SCHEDULE_FILE
+from engine.schedules.schedule_file import SCHEDULE_FILE
 from jobs import command_line
 from jobs.answers import PART, AnswersConfig, TargetSpeedup, answer_corpus
 from pipeline import logs

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from engine.errors import ModelError
 
-# Elements of a block and its bytes, by type of tensor (ggml.h).
-BLOCKS = {
-    0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 40), 10: (256, 84),
-    11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292), 16: (256, 66), 17: (256, 74),
-    18: (256, 98), 19: (256, 50), 20: (32, 18), 21: (256, 110), 22: (256, 82), 23: (256, 136), 24: (1, 1), 25: (1, 2),
-    26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2), 34: (256, 54), 35: (256, 66), 39: (32, 17),
-}  # fmt: skip
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 LONGEST_HEADER = 1 << 28  # bytes: a vocabulary of 256,000 words and its merges takes some 10 MB
 MOST_TENSORS, MOST_KEYS, LONGEST_CONTEXT = 1 << 17, 1 << 14, 1 << 27
-
-
-class _Damaged(ValueError):
-    """With the reason."""
 
 
 def check_gguf(path: Path) -> None:
@@ -43,44 +33,44 @@ class _Header:
     def read(self) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
         """Values by key, and each tensor's sizes, innermost first."""
         if self._bytes(4) != b"GGUF":
-            raise _Damaged("it does not begin with GGUF")
+            raise ValueError("it does not begin with GGUF")
         version, count, keys = self._number("I"), self._number("Q"), self._number("Q")
         if version not in (2, 3):
-            raise _Damaged(f"its version is {version}")
+            raise ValueError(f"its version is {version}")
         if count > MOST_TENSORS or keys > MOST_KEYS:
-            raise _Damaged(f"it claims {count} tensors and {keys} keys")
+            raise ValueError(f"it claims {count} tensors and {keys} keys")
         values: dict[str, Any] = {}
         for _ in range(keys):
             key = self._string()
             if key in values:
-                raise _Damaged(f"key {key!r} stands in it twice")
+                raise ValueError(f"key {key!r} stands in it twice")
             values[key] = self._value(self._number("I"))
         tensors: dict[str, tuple[int, ...]] = {}
         ends = []
         for _ in range(count):
             name = self._string()
             if name in tensors:
-                raise _Damaged(f"tensor {name!r} stands in it twice")
+                raise ValueError(f"tensor {name!r} stands in it twice")
             dimensions = self._number("I")
             if not 1 <= dimensions <= 4:
-                raise _Damaged(f"tensor {name!r} has {dimensions} dimensions")
+                raise ValueError(f"tensor {name!r} has {dimensions} dimensions")
             tensors[name] = tuple(self._number("Q") for _ in range(dimensions))
             ends.append((name, self._number("I"), self._number("Q")))
         alignment = values.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
-            raise _Damaged(f"its alignment is {alignment!r}")
+            raise ValueError(f"its alignment is {alignment!r}")
+        from gguf import GGML_QUANT_SIZES  # elements of a block and its bytes, by type of tensor
+
         data = -(-self._stream.tell() // alignment) * alignment
         for name, kind, offset in ends:
-            if kind not in BLOCKS:
-                raise _Damaged(f"tensor {name!r} is of type {kind}, which is not known")
-            elements, size = BLOCKS[kind]
-            total = 1
-            for dimension in tensors[name]:
-                total *= dimension
+            if kind not in GGML_QUANT_SIZES:
+                raise ValueError(f"tensor {name!r} is of type {kind}, which is not known")
+            elements, size = GGML_QUANT_SIZES[kind]
+            total = math.prod(tensors[name])
             if not total or tensors[name][0] % elements:
-                raise _Damaged(f"tensor {name!r} has sizes {list(tensors[name])}")
+                raise ValueError(f"tensor {name!r} has sizes {list(tensors[name])}")
             if offset % alignment or data + offset + total // elements * size > self._size:
-                raise _Damaged(f"tensor {name!r} lies beyond the end of the file, which is {self._size} bytes long")
+                raise ValueError(f"tensor {name!r} lies beyond the end of the file, which is {self._size} bytes long")
         return values, tensors
 
     def _value(self, kind: int) -> Any:
@@ -89,14 +79,14 @@ class _Header:
         if kind in SCALARS:
             return self._number(SCALARS[kind])
         if kind != ARRAY:
-            raise _Damaged(f"a value is of type {kind}, which is not known")
+            raise ValueError(f"a value is of type {kind}, which is not known")
         of, count = self._number("I"), self._number("Q")
         if of in SCALARS:
             # Nothing that is looked at is an array of numbers.
             self._stream.seek(self._end(count * struct.calcsize(f"<{SCALARS[of]}")))
             return None
         if of != STRING or count > self._size // 8:
-            raise _Damaged(f"an array claims {count} values of type {of}")
+            raise ValueError(f"an array claims {count} values of type {of}")
         return [self._string() for _ in range(count)]
 
     def _string(self) -> str:
@@ -113,9 +103,9 @@ class _Header:
         """Where so many bytes from here on end."""
         end = self._stream.tell() + count
         if end > self._size:
-            raise _Damaged(f"it ends within its header, after {self._size} bytes")
+            raise ValueError(f"it ends within its header, after {self._size} bytes")
         if end > LONGEST_HEADER:
-            raise _Damaged(f"its header is longer than {LONGEST_HEADER} bytes")
+            raise ValueError(f"its header is longer than {LONGEST_HEADER} bytes")
         return end
 
 
@@ -123,15 +113,15 @@ def _check_sizes(values: dict[str, Any], tensors: dict[str, tuple[int, ...]]) ->
     """That what a model would be built by is what the tensors are: or gigabytes would be allocated for a typo."""
     family = values.get("general.architecture")
     if not isinstance(family, str):
-        raise _Damaged("it has no general.architecture")
+        raise ValueError("it has no general.architecture")
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding) != 2:
-        raise _Damaged("it has no tensor 'token_embd.weight'")
+        raise ValueError("it has no tensor 'token_embd.weight'")
 
     def number(key: str, default: int | None = None) -> int:
         found = values.get(f"{family}.{key}", default)
         if type(found) is not int or not 1 <= found < 1 << 31:
-            raise _Damaged(f"{family}.{key} is {found!r}")
+            raise ValueError(f"{family}.{key} is {found!r}")
         return found
 
     width, vocabulary = embedding
@@ -144,19 +134,14 @@ def _check_sizes(values: dict[str, Any], tensors: dict[str, tuple[int, ...]]) ->
         wanted[f"blk.{layer}.attn_q.weight"] = (width, heads * head)
         wanted[f"blk.{layer}.attn_k.weight"] = (width, groups * head)
         wanted[f"blk.{layer}.ffn_up.weight"] = (width, number("feed_forward_length"))
-    said = [
-        ("embedding_length", number("embedding_length"), width),
-        ("block_count", blocks, len(layers)),
-        ("vocab_size", number("vocab_size", vocabulary), vocabulary),
-    ]
-    for key, claimed, found in said:
-        if claimed != found:
-            raise _Damaged(f"{family}.{key} is {claimed}, its tensors say {found}")
+    for key, found in {"embedding_length": width, "block_count": len(layers), "vocab_size": vocabulary}.items():
+        if (claimed := number(key, vocabulary if key == "vocab_size" else None)) != found:
+            raise ValueError(f"{family}.{key} is {claimed}, its tensors say {found}")
     if number("context_length", 1) > LONGEST_CONTEXT or heads % groups:
-        raise _Damaged(f"its context is {number('context_length', 1)} and its heads are {heads} in {groups} groups")
+        raise ValueError(f"its context is {number('context_length', 1)} and its heads are {heads} in {groups} groups")
     for name, sizes in wanted.items():
         if tensors.get(name, sizes) != sizes:
-            raise _Damaged(f"tensor {name!r} has sizes {list(tensors[name])} where {list(sizes)} belong")
+            raise ValueError(f"tensor {name!r} has sizes {list(tensors[name])} where {list(sizes)} belong")
     words = values.get("tokenizer.ggml.tokens")
     if not isinstance(words, list) or len(words) > vocabulary:
-        raise _Damaged("its tokenizer does not fit its embeddings")
+        raise ValueError("its tokenizer does not fit its embeddings")

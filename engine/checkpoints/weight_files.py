@@ -31,16 +31,17 @@ class Weights:
         """Raises ModelError: a file is missing or damaged, or holds quantised tensors."""
         self.dtype = dtype
         self._file_of: dict[str, Path] = {}
+        self._sizes: dict[str, tuple[int, ...]] = {}
         index = _read_index(directory)
         files = sorted(set(index.values())) if index is not None else sorted(directory.glob("*.safetensors"))
         for file in files:
             with open_weights(file) as opened:
-                names = list(opened.keys())
-                for name in names:
-                    _check_computable(file, name, opened.get_slice(name).get_dtype())
-            self._file_of |= dict.fromkeys(names, file)
+                for name in opened.keys():  # noqa: SIM118, no mapping
+                    tensor = opened.get_slice(name)
+                    _check_computable(file, name, tensor.get_dtype())
+                    self._file_of[name], self._sizes[name] = file, tuple(tensor.get_shape())
         for name, file in (index or {}).items():
-            if self._file_of.get(name) is None:
+            if name not in self._file_of:
                 raise ModelError(f"weight file {str(file)!r} has no tensor {name!r}: fetch the checkpoint again")
 
     def __contains__(self, name: str) -> bool:
@@ -59,9 +60,8 @@ class Weights:
             return tensor.to(self.dtype, copy=True)
 
     def size(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape, without reading it."""
-        with open_weights(self._file_of[name]) as opened:
-            return tuple(opened.get_slice(name).get_shape())
+        """A tensor's shape."""
+        return self._sizes[name]
 
     def check_shapes(self, config: PreTrainedConfig) -> None:
         """Raises ModelError, naming a tensor whose shape is not what the config asks for."""

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.activations import Activation
 from engine.shape import AttentionKind
 
 Linear = Callable[[Tensor], Tensor]  # [N, in] -> [N, out]
@@ -50,7 +49,7 @@ class Kernels:
         pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
         return torch.view_as_real(pairs * factors).flatten(-2).to(x.dtype)
 
-    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+    def gate(self, gate_up: Tensor, activation: Linear) -> Tensor:
         """activation(gate) * up, [N, width], for gate and up side by side, [N, 2 * width]."""
         gate, up = gate_up.chunk(2, -1)
         return activation(gate) * up
@@ -235,28 +234,22 @@ class _Frozen:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, learning: torch.dtype) -> None:
         """`learning`: of the numbers that are multiplied where gradients pass."""
-        self._whole, self._bias, self._learning = _packed(weight.detach()), bias, learning
+        self._whole, self.bias, self._learning = _packed(weight.detach()), bias, learning
 
     def __call__(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and x.requires_grad:
             out: Tensor = _FrozenProduct.apply(x, self)
             return out
-        return _times(x, self._whole, self._bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The product where gradients pass."""
-        return _rounded_times(x, self._forward, self._bias)
-
-    def backward(self, gradient: Tensor) -> Tensor:
-        """The gradient of x from that of the product."""
-        return _rounded_times(gradient.contiguous(), self._backward, None)
+        return _times(x, self._whole, self.bias)
 
     @cached_property
-    def _forward(self) -> Tensor:
+    def forward(self) -> Tensor:
+        """The weight where gradients pass."""
         return self._whole if self._learning == torch.float32 else _packed(self._whole.to_dense().to(self._learning))
 
     @cached_property
-    def _backward(self) -> Tensor:
+    def backward(self) -> Tensor:
+        """Transposed."""
         return _packed(self._whole.to_dense().to(self._learning).T.contiguous())
 
 
@@ -264,11 +257,11 @@ class _FrozenProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, frozen: _Frozen) -> Tensor:
         ctx.frozen = frozen
-        return frozen.forward(x)
+        return _rounded_times(x, frozen.forward, frozen.bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.frozen.backward(gradients[0]), None
+        return _rounded_times(gradients[0].contiguous(), ctx.frozen.backward, None), None
 
 
 def _packed(weight: Tensor) -> Tensor:

@@ -1,12 +1,22 @@
-"""What a model family provides: its units, on tokens laid side by side."""
+"""What every model family has: its units, on tokens laid side by side, and a vocabulary head."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, Self
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from engine.checkpoints.weight_files import Weights
+from engine.errors import ModelError
+from engine.kernels.base import Kernels
+from engine.models.projections import Layout, Projections
+from engine.models.rotary import interleave
 from engine.parts.adapter import Adapter
 from engine.parts.unit import Unit
 from engine.shape import ModelShape
@@ -16,55 +26,99 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 # Rotary factors of N tokens, one tensor for each kind of rotary embedding that the model's layers use; often one.
 Rotations = tuple[Tensor, ...]
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+}
 
-class Decoder(Protocol):
+
+def activation(name: str) -> Callable[[Tensor], Tensor]:
+    """The function that a config calls so; raises ModelError listing those known."""
+    if name not in ACTIVATIONS:
+        raise ModelError(f"activation {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+class Decoder(ABC):
     """A model on one device. x is the hidden states of N tokens, [N, hidden]."""
 
-    shape: ModelShape
+    prefix: str  # of the names of its tensors in a checkpoint
+    layouts: ClassVar[Mapping[str, Layout]]  # of the kinds of unit, "a" and "m"
+    rotated: Sequence[str] = ()  # projections whose rows are laid out for `Kernels.rotate`
 
+    def __init__(
+        self, config: Any, shape: ModelShape, weights: Weights, kernels: Kernels, device: torch.device
+    ) -> None:
+        self.shape = shape
+        self._weights, self._kernels, self._device = weights, kernels, device
+        self._layers = [f"{self.prefix}.layers.{i}" for i in range(shape.layers)]
+        arranged = dict.fromkeys(self.rotated, partial(interleave, head_dim=shape.head_dim))
+        self._projections = Projections(self._layers, self.layouts, arranged, weights, kernels, device)
+        self._embedding = self._take(f"{self.prefix}.embed_tokens.weight")
+        self._tied = config.tie_word_embeddings  # whether the embedding is the head's matrix too
+        self._head = kernels.linear(self.head_weight())
+        self._read(config)
+
+    @abstractmethod
+    def _read(self, config: Any) -> None:
+        """What else the family needs of the config and the weights."""
+
+    @abstractmethod
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Hidden states [N, hidden] of tokens [N] at positions [N]."""
 
+    @abstractmethod
     def rotations(self, positions: Tensor, lengths: Tensor) -> Rotations:
         """What `attention` needs to know of tokens at `positions` [N] in sequences of `lengths` [N] tokens."""
 
+    @abstractmethod
     def attention(self, layer: int, x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
         """Hidden states after the attention block of a layer, its residual connection included."""
 
+    @abstractmethod
     def mlp(self, layer: int, x: Tensor) -> Tensor:
         """Hidden states after the MLP block of a layer, its residual connection included."""
 
+    @abstractmethod
     def keys_and_values(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """What a layer's attention block would keep of hidden states [N, hidden], the keys still without positions.
 
         Each [N, kv_heads, head_dim].
         """
 
+    @abstractmethod
     def place_keys(self, layer: int, k: Tensor, rotations: Rotations) -> Tensor:
-        """Such keys with their positions."""
+        """Such keys [N, any number of heads, head_dim] with their positions; of a family that rotates, queries too."""
 
-    def logits(self, x: Tensor) -> Tensor:
-        """[N, hidden] -> [N, vocab]: `head_input`, times the head's matrix, `capped`."""
-
+    @abstractmethod
     def head_input(self, x: Tensor) -> Tensor:
         """What the head's matrix multiplies, [N, w], of hidden states [N, hidden] after the last layer."""
 
+    def logits(self, x: Tensor) -> Tensor:
+        """[N, hidden] -> [N, vocab]: `head_input`, times the head's matrix, `capped`."""
+        return self.capped(self._head(self.head_input(x)))
+
     def head_weight(self) -> Tensor:
-        """The head's matrix [vocab, w]; read again where the model itself keeps it in another layout."""
+        """The head's matrix [vocab, w]; read again where it is its own, as kernels may keep it in another layout."""
+        return self._embedding if self._tied else self._take("lm_head.weight")
 
     def capped(self, products: Tensor) -> Tensor:
         """Logits, of their products with the head's matrix; may change them in place. Order is kept."""
+        return products
 
     def projections(self, unit: Unit) -> Mapping[str, tuple[int, int]]:
         """(inputs, outputs) of the unit's projections that an adapter may change."""
+        return self._projections.sizes(unit)
 
-    def adapted(self, adapter: Adapter, merge: bool = True) -> Decoder:
-        """This model with an adapter's changes, sharing what they leave alone.
+    def adapted(self, adapter: Adapter, merge: bool = True) -> Self:
+        """This model with an adapter's changes, see `Projections.adapted`, sharing what they leave alone."""
+        twin = copy.copy(self)
+        twin._projections = self._projections.adapted(adapter, merge)
+        return twin
 
-        Args:
-            adapter: whose changes.
-            merge: into copies of the matrices; else they stay products of their own, through which gradients flow.
-
-        Raises:
-            ScheduleError: the adapter does not fit the model.
-        """
+    def _take(self, name: str) -> Tensor:
+        return self._weights.take(name).to(self._device)

@@ -12,15 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoints.weight_files import Weights
-from engine.kernels.base import Kernels
 from engine.models import llama
-from engine.models.decoder import Attend, Rotations
+from engine.models.decoder import Rotations
 from engine.models.llama import LlamaDecoder, Qwen3Decoder
-from engine.models.rotary import Rotary
 from engine.shape import ModelShape
-
-LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def gemma2_shape(config: Any) -> ModelShape:
@@ -35,29 +30,20 @@ class Gemma2Decoder(LlamaDecoder):
 
     mlp_norm_name = "pre_feedforward_layernorm"
 
-    def __init__(
-        self, config: Any, shape: ModelShape, weights: Weights, kernels: Kernels, device: torch.device
-    ) -> None:
-        super().__init__(config, shape, weights, kernels, device)
-        self._attention_post_norm = self._norms("post_attention_layernorm")
-        self._mlp_post_norm = self._norms("post_feedforward_layernorm")
-        self._embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=weights.dtype, device=device)
+    def _read(self, config: Any) -> None:
+        super()._read(config)
+        post_norms = {"a": "post_attention_layernorm", "m": "post_feedforward_layernorm"}
+        self._post_norms = {kind: self._norms(name) for kind, name in post_norms.items()}
+        self._embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=self._weights.dtype, device=self._device)
         self._logit_softcap: float | None = config.final_logit_softcapping
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states [N, hidden] of tokens [N]."""
         return super().embed(tokens, positions) * self._embedding_scale
 
-    def attention(self, layer: int, x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
-        """x + normed attention block of a layer, [N, hidden]."""
-        return x + self._norm(self._attention_block(layer, x, rotations, attend), self._attention_post_norm[layer])
-
-    def mlp(self, layer: int, x: Tensor) -> Tensor:
-        """x + normed MLP block of a layer, [N, hidden]."""
-        return x + self._norm(self._mlp_block(layer, x), self._mlp_post_norm[layer])
+    def _add(self, x: Tensor, block: Tensor, kind: str, layer: int) -> Tensor:
+        return x + self._norm(block, self._post_norms[kind][layer])
 
     def capped(self, products: Tensor) -> Tensor:
-        """Softly capped, where the model caps them."""
         if self._logit_softcap is None:
             return products
         return (products / self._logit_softcap).tanh_().mul_(self._logit_softcap)
@@ -75,9 +61,8 @@ def gemma3_shape(config: Any) -> ModelShape:
 class Gemma3Decoder(Qwen3Decoder, Gemma2Decoder):
     """Weights of a Gemma 3 on one device."""
 
-    def _place(self, layer: int, qk: Tensor, rotations: Rotations) -> Tensor:
-        windowed = self.shape.attention_kind(layer).window is not None
-        return super()._place(layer, qk, (rotations[windowed],))
+    layer_types = ("full_attention", "sliding_attention")
 
-    def _make_rotaries(self, config: Any) -> tuple[Rotary, ...]:
-        return tuple(Rotary(config, self.shape, self._device, layer_type) for layer_type in LAYER_TYPES)
+    def place_keys(self, layer: int, k: Tensor, rotations: Rotations) -> Tensor:
+        windowed = self.shape.attention_kind(layer).window is not None
+        return super().place_keys(layer, k, (rotations[windowed],))

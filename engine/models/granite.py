@@ -5,13 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from engine.checkpoints.weight_files import Weights
-from engine.kernels.base import Kernels
 from engine.models import llama
-from engine.models.decoder import Attend, Rotations
 from engine.models.llama import LlamaDecoder
 from engine.shape import AttentionKind, ModelShape
 
@@ -25,26 +21,17 @@ def shape(config: Any) -> ModelShape:
 class GraniteDecoder(LlamaDecoder):
     """Weights of a Granite on one device."""
 
-    def __init__(
-        self, config: Any, shape: ModelShape, weights: Weights, kernels: Kernels, device: torch.device
-    ) -> None:
-        super().__init__(config, shape, weights, kernels, device)
+    def _read(self, config: Any) -> None:
+        super()._read(config)
         self._embedding_factor: float = config.embedding_multiplier
         self._block_factor: float = config.residual_multiplier
         self._logit_divisor: float = config.logits_scaling
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states [N, hidden] of tokens [N]."""
         return super().embed(tokens, positions) * self._embedding_factor
 
-    def attention(self, layer: int, x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
-        """x + scaled attention block of a layer, [N, hidden]."""
-        return x + self._attention_block(layer, x, rotations, attend) * self._block_factor
-
-    def mlp(self, layer: int, x: Tensor) -> Tensor:
-        """x + scaled MLP block of a layer, [N, hidden]."""
-        return x + self._mlp_block(layer, x) * self._block_factor
+    def _add(self, x: Tensor, block: Tensor, kind: str, layer: int) -> Tensor:
+        return x + block * self._block_factor
 
     def capped(self, products: Tensor) -> Tensor:
-        """Products with the head's matrix, divided."""
         return products.div_(self._logit_divisor)

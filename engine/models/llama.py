@@ -5,27 +5,18 @@ Pre-norm RMSNorm, rotary grouped-query attention, gated MLP.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.checkpoints.weight_files import Weights
-from engine.kernels.activations import activation
-from engine.kernels.base import Kernels
-from engine.models.decoder import Attend, Rotations
-from engine.models.head import Headed
-from engine.models.projections import Layout, Projected, Projections
+from engine.models.decoder import Attend, Decoder, Rotations, activation
+from engine.models.projections import Layout
 from engine.models.rotary import Rotary, interleave
 from engine.shape import AttentionKind, ModelShape
-
-LAYOUTS = {
-    "a": Layout({name: f"self_attn.{name}_proj" for name in "qkv"}, {"o": "self_attn.o_proj"}),
-    "m": Layout({name: f"mlp.{name}_proj" for name in ("gate", "up")}, {"down": "mlp.down_proj"}),
-}
 
 
 def shape(config: Any) -> ModelShape:
@@ -68,63 +59,57 @@ def windowed_shape(config: Any) -> ModelShape:
     return replace(plain, attention_kinds=attention_kinds(config, plain.head_dim**-0.5))
 
 
-class LlamaDecoder(Projected, Headed):
+class LlamaDecoder(Decoder):
     """Weights of a Llama on one device: fused queries/keys/values and gate/up projections."""
 
+    prefix = "model"
+    layouts: ClassVar = {
+        "a": Layout({name: f"self_attn.{name}_proj" for name in "qkv"}, {"o": "self_attn.o_proj"}),
+        "m": Layout({name: f"mlp.{name}_proj" for name in ("gate", "up")}, {"down": "mlp.down_proj"}),
+    }
+    rotated = "qk"
     mlp_norm_name = "post_attention_layernorm"
+    layer_types: Sequence[str | None] = (None,)  # those whose rotary embeddings differ
 
-    def __init__(
-        self, config: Any, shape: ModelShape, weights: Weights, kernels: Kernels, device: torch.device
-    ) -> None:
-        self.shape = shape
-        self._weights, self._kernels, self._device = weights, kernels, device
+    def _read(self, config: Any) -> None:
         self._eps = config.rms_norm_eps
         self._activation = activation(_activation_name(config))
-        self._rotaries = self._make_rotaries(config)
-        self._layers = layers = [f"model.layers.{i}" for i in range(shape.layers)]
-        rotated = dict.fromkeys("qk", partial(interleave, head_dim=shape.head_dim))  # for `Kernels.rotate`
-        self._projections = Projections(layers, LAYOUTS, rotated, weights, kernels, device)
+        self._rotaries = [Rotary(config, self.shape, self._device, kind) for kind in self.layer_types]
         self._attention_norm = self._norms("input_layernorm")
         self._mlp_norm = self._norms(self.mlp_norm_name)
         self._final_norm = self._norm_weight("model.norm")
-        self._embedding = weights.take("model.embed_tokens.weight").to(device)
-        self._tied = config.tie_word_embeddings
-        self._head = kernels.linear(self.head_weight())
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states [N, hidden] of tokens [N]."""
         return F.embedding(tokens, self._embedding)
 
     def rotations(self, positions: Tensor, lengths: Tensor) -> Rotations:
-        """Rotary factors of N tokens at `positions` [N] in sequences of `lengths` [N] tokens, shared by all layers."""
         return tuple(rotary.factors(positions, lengths) for rotary in self._rotaries)
 
     def attention(self, layer: int, x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
-        """x + attention block of a layer, [N, hidden]."""
-        return x + self._attention_block(layer, x, rotations, attend)
+        heads = self.shape.heads
+        qk, v = self._project(layer, x)
+        qk = self.place_keys(layer, qk, rotations)
+        block = self._projections.attention[layer].out(attend(layer, qk[:, :heads], qk[:, heads:], v))
+        return self._add(x, block, "a", layer)
 
     def mlp(self, layer: int, x: Tensor) -> Tensor:
-        """x + MLP block of a layer, [N, hidden]."""
-        return x + self._mlp_block(layer, x)
+        maps = self._projections.mlp[layer]
+        gated = self._kernels.gate(maps.into(self._norm(x, self._mlp_norm[layer])), self._activation)
+        return self._add(x, maps.out(gated), "m", layer)
 
     def keys_and_values(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What a layer keeps of hidden states [N, hidden], each [N, kv_heads, head_dim], keys without positions."""
         qk, v = self._project(layer, x)
         return qk[:, self.shape.heads :], v
 
     def place_keys(self, layer: int, k: Tensor, rotations: Rotations) -> Tensor:
-        """Such keys with their positions."""
-        return self._place(layer, k, rotations)
+        return self._kernels.rotate(k, rotations[0])
 
     def head_input(self, x: Tensor) -> Tensor:
-        """Normed hidden states [N, hidden]."""
         return self._norm(x, self._final_norm)
 
-    def _attention_block(self, layer: int, x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
-        heads = self.shape.heads
-        qk, v = self._project(layer, x)
-        qk = self._place(layer, qk, rotations)
-        return self._projections.attention[layer].out(attend(layer, qk[:, :heads], qk[:, heads:], v))
+    def _add(self, x: Tensor, block: Tensor, kind: str, layer: int) -> Tensor:
+        """The residual connection of a unit."""
+        return x + block
 
     def _project(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys [N, heads + kv_heads, head_dim], values [N, kv_heads, head_dim]."""
@@ -133,22 +118,11 @@ class LlamaDecoder(Projected, Headed):
         qkv = into(self._norm(x, self._attention_norm[layer])).view(len(x), -1, s.head_dim)
         return qkv[:, : s.heads + s.kv_heads], qkv[:, s.heads + s.kv_heads :]
 
-    def _place(self, layer: int, qk: Tensor, rotations: Rotations) -> Tensor:
-        """Queries, keys or both [N, any number of heads, head_dim] as they attend: with their positions."""
-        return self._kernels.rotate(qk, rotations[0])
-
-    def _mlp_block(self, layer: int, x: Tensor) -> Tensor:
-        maps = self._projections.mlp[layer]
-        return maps.out(self._kernels.gate(maps.into(self._norm(x, self._mlp_norm[layer])), self._activation))
-
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._kernels.rms_norm(x, weight, self._eps)
 
-    def _make_rotaries(self, config: Any) -> tuple[Rotary, ...]:
-        return (Rotary(config, self.shape, self._device),)
-
     def _norm_weight(self, name: str) -> Tensor:
-        return self._weights.take(f"{name}.weight").to(self._device)
+        return self._take(f"{name}.weight")
 
     def _norms(self, name: str) -> list[Tensor]:
         """The norm of that name of every layer."""
@@ -158,10 +132,8 @@ class LlamaDecoder(Projected, Headed):
 class Qwen3Decoder(LlamaDecoder):
     """Weights of a Qwen3 on one device: each head's queries and keys have an RMSNorm."""
 
-    def __init__(
-        self, config: Any, shape: ModelShape, weights: Weights, kernels: Kernels, device: torch.device
-    ) -> None:
-        super().__init__(config, shape, weights, kernels, device)
+    def _read(self, config: Any) -> None:
+        super()._read(config)
         self._head_norm = [self._head_norm_weight(layer) for layer in self._layers]
 
     def _project(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,14 +153,12 @@ class Qwen3Decoder(LlamaDecoder):
 class SmolLM3Decoder(LlamaDecoder):
     """Weights of a SmolLM3 on one device: some layers, by default every fourth, know no positions (NoPE)."""
 
-    def __init__(
-        self, config: Any, shape: ModelShape, weights: Weights, kernels: Kernels, device: torch.device
-    ) -> None:
-        super().__init__(config, shape, weights, kernels, device)
+    def _read(self, config: Any) -> None:
+        super()._read(config)
         self._rotated = config.no_rope_layers  # 1 where the layer does rotate
 
-    def _place(self, layer: int, qk: Tensor, rotations: Rotations) -> Tensor:
-        return super()._place(layer, qk, rotations) if self._rotated[layer] else qk
+    def place_keys(self, layer: int, k: Tensor, rotations: Rotations) -> Tensor:
+        return super().place_keys(layer, k, rotations) if self._rotated[layer] else k
 
 
 def _activation_name(config: Any) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,12 +17,10 @@ from torch import Tensor
 
 from engine.errors import ScheduleError
 from engine.parts.part import SchedulePart, check_numbers, digest_of
-from engine.parts.tensor_file import read_tensor_file, write_tensor_file
 from engine.parts.unit import Unit
 from engine.shape import ModelShape
 
-ADAPTER_FILE = "adapter.safetensors"
-DOWN, UP = "down", "up"
+ROLES = ("down", "up")
 
 
 class LowRank(NamedTuple):
@@ -48,30 +45,29 @@ class Adapter(SchedulePart):
     changes_prompts: bool = False  # all of their tokens but those that prompts share
 
     def __post_init__(self) -> None:
-        if not self.tensors:
+        if not self.changes:
             raise ScheduleError("the adapter changes nothing: leave it out")
-        for name in self.tensors:
-            unit, projection, role = _parse(name)
-            if role == DOWN:
-                down, up = self.tensors[name], self.tensors.get(f"{unit}.{projection}.{UP}")
-                if up is None or down.dim() != 2 or up.dim() != 2 or down.shape[1] != up.shape[0]:
-                    shapes = [list(tensor.shape) for tensor in (down, up) if tensor is not None]
-                    raise ScheduleError(f"the adapter's change of {unit}.{projection} needs down and up, got {shapes}")
-            elif f"{unit}.{projection}.{DOWN}" not in self.tensors:
-                raise ScheduleError(f"the adapter's change of {unit}.{projection} has no down")
         check_numbers("the adapter", self.tensors)
 
     @cached_property
-    def units(self) -> frozenset[Unit]:
-        """Those that it changes."""
-        return frozenset(_parse(name)[0] for name in self.tensors)
-
-    def of(self, unit: Unit) -> dict[str, LowRank]:
-        """A unit's changes, by projection."""
-        names = [_parse(name)[1] for name in self.tensors if name.startswith(f"{unit}.") and name.endswith(f".{DOWN}")]
-        return {
-            name: LowRank(self.tensors[f"{unit}.{name}.{DOWN}"], self.tensors[f"{unit}.{name}.{UP}"]) for name in names
-        }
+    def changes(self) -> dict[Unit, dict[str, LowRank]]:
+        """By unit and projection. Raises ScheduleError for a tensor of another name, or one that lacks its pair."""
+        changes: dict[Unit, dict[str, LowRank]] = {}
+        for name in self.tensors:
+            parts = name.split(".")
+            if len(parts) != 3 or parts[2] not in ROLES:
+                raise ScheduleError(
+                    f"the adapter holds {name!r}: its tensors are named like 'a16.q.down' and 'a16.q.up'"
+                )
+            unit, projection = Unit.parse(parts[0]), parts[1]
+            down, up = (self.tensors.get(f"{unit}.{projection}.{role}") for role in ROLES)
+            if down is None:
+                raise ScheduleError(f"the adapter's change of {unit}.{projection} has no down")
+            if up is None or down.dim() != 2 or up.dim() != 2 or down.shape[1] != up.shape[0]:
+                shapes = [list(tensor.shape) for tensor in (down, up) if tensor is not None]
+                raise ScheduleError(f"the adapter's change of {unit}.{projection} needs down and up, got {shapes}")
+            changes.setdefault(unit, {})[projection] = LowRank(down, up)
+        return changes
 
     @cached_property
     def digest(self) -> str:
@@ -80,18 +76,9 @@ class Adapter(SchedulePart):
 
     def check_fits(self, shape: ModelShape) -> None:
         """Raises ScheduleError if it changes layers that the model does not have."""
-        beyond = [unit for unit in self.units if unit.layer >= shape.layers]
+        beyond = [unit for unit in self.changes if unit.layer >= shape.layers]
         if beyond:
             raise ScheduleError(f"the adapter changes {min(beyond)}, but the model ends at layer {shape.layers - 1}")
-
-    def write(self, path: Path) -> None:
-        """Write its tensors."""
-        write_tensor_file(path, self.tensors)
-
-    @classmethod
-    def read(cls, path: Path) -> Adapter:
-        """One of decode tokens alone. Raises ScheduleError naming a file that is missing, damaged or no adapter."""
-        return cls(read_tensor_file(path, "adapter", "it belongs"))
 
 
 def silent_adapter(
@@ -110,14 +97,6 @@ def silent_adapter(
     for unit, sizes in projections.items():
         for name, (inputs, outputs) in sizes.items():
             r = min(rank, inputs, outputs)
-            tensors[f"{unit}.{name}.{DOWN}"] = torch.randn(inputs, r, generator=draw) * inputs**-0.5
-            tensors[f"{unit}.{name}.{UP}"] = torch.zeros(r, outputs)
+            tensors[f"{unit}.{name}.down"] = torch.randn(inputs, r, generator=draw) * inputs**-0.5
+            tensors[f"{unit}.{name}.up"] = torch.zeros(r, outputs)
     return Adapter(tensors, changes_prompts)
-
-
-def _parse(name: str) -> tuple[Unit, str, str]:
-    """Unit, projection and role of a tensor's name; raises ScheduleError."""
-    parts = name.split(".")
-    if len(parts) != 3 or parts[2] not in (DOWN, UP):
-        raise ScheduleError(f"the adapter holds {name!r}: its tensors are named like 'a16.q.down' and 'a16.q.up'")
-    return Unit.parse(parts[0]), parts[1], parts[2]

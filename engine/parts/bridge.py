@@ -84,17 +84,13 @@ class Bridge(SchedulePart):
 
     @property
     def _fit_together(self) -> bool:
-        """Whether the tensors' shapes do."""
         if any(tensor.dim() != (1 if role == "bias" else 2) for role, tensor in self.tensors.items()):
             return False
-        shapes = [tuple(matrix.shape) for matrix in self._linear]
+        linear = [role for form in LINEAR_FORMS for role in form if role in self.tensors]
+        shapes = [tuple(self.tensors[role].shape) for role in linear]
         if not shapes[0][0] == shapes[-1][-1] == self.hidden or any(a[-1] != b[0] for a, b in pairwise(shapes)):
             return False
         if GATED[0] not in self.tensors:
             return True
         gate, up, down = (tuple(self.tensors[role].shape) for role in GATED)
         return gate == up == down[::-1] and gate[0] == self.hidden
-
-    @property
-    def _linear(self) -> list[Tensor]:
-        return [self.tensors[role] for form in LINEAR_FORMS for role in form if role in self.tensors]

@@ -39,12 +39,6 @@ def early_termination(layers: int, active: int) -> Schedule:
     return Schedule.build(layers, orders.top_first(layers), decays.constant(layers - active), 0, "early termination")
 
 
-def power_law(layers: int, warmup: int, min_active: int, horizon: int, exponent: float = 0.5) -> Schedule:
-    """D3's decay: from full depth to `min_active` layers along step^exponent, lowest layers first."""
-    decay = decays.power_law(0, layers - min_active, horizon, exponent)
-    return Schedule.build(layers, orders.lowest_first(layers, warmup), decay, horizon, name="power law")
-
-
 def _check_active(active: int, layers: int, least: int) -> None:
     if not least <= active <= layers:
         raise ScheduleError(f"active layers must lie between {least} and the model's {layers}, got {active}")

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,30 +15,26 @@ from torch import Tensor
 
 from engine.errors import ScheduleError
 from engine.json_text import read_json
-from engine.parts.adapter import ADAPTER_FILE, Adapter
+from engine.parts.adapter import Adapter
 from engine.parts.bridge import Bridge
 from engine.parts.head_preview import HeadPreview
 from engine.parts.prompt_bridge import PromptBridge
 from engine.parts.unit import Unit, all_units
+from engine.schedules import schedule_file
 from engine.schedules.schedule_file import (
+    ADAPTER,
+    ADAPTER_FILE,
     BRIDGES_FILE,
     HEAD,
     PROMPTS,
     PROMPTS_SKIP,
-    describe_adapter,
-    describe_bridge,
-    describe_prompt_bridge,
-    read_adapter,
-    read_bridges,
-    read_head_preview,
-    read_prompt_bridge,
-    read_tensors,
-    write_tensors,
+    SCHEDULE_FILE,
+    AnyPart,
+    Tensors,
 )
 from engine.shape import ModelShape
 
 FORMAT = 1
-SCHEDULE_FILE = "schedule.json"
 MOST_LAYERS, MOST_PLATEAUS = 10_000, 10_000  # far beyond any model and any use
 
 
@@ -93,7 +90,7 @@ class Schedule:
             raise ScheduleError(f"a schedule has {MOST_PLATEAUS:,} plateaus at most, got {len(self.plateaus):,}")
         if not self.plateaus or self.plateaus[0].first_step != 0:
             raise ScheduleError("skipped must start with a plateau at step 0")
-        for before, after in zip(self.plateaus, self.plateaus[1:], strict=False):
+        for before, after in pairwise(self.plateaus):
             if after.first_step <= before.first_step:
                 raise ScheduleError(f"plateaus must start at increasing steps, got {before} then {after}")
             if after.skipped < before.skipped:
@@ -110,11 +107,10 @@ class Schedule:
             self._check_bridges(index)
         if self.prompt_bridge is not None and self.prompt_bridge.skips and not self.prompt_bridge.keeps_skipped:
             block = self.prompt_bridge.skips.block
-            running = sorted(set(block.units) - self.skipped_units(0), key=lambda unit: unit.place)
-            if running:
+            if running := self._running(block.units, 0):
                 raise ScheduleError(
-                    f"prompts skip {block}, but decode tokens run {', '.join(map(str, running))} at step 0 and would "
-                    "find no keys and values there"
+                    f"prompts skip {block}, but decode tokens run {running} at step 0 and would find no keys and "
+                    "values there"
                 )
 
     def _check_bridges(self, plateau: int) -> None:
@@ -122,31 +118,33 @@ class Schedule:
 
         A correction, a bridge over no unit, stands before a unit that runs, and is the only one there.
         """
-        names, step = self.plateaus[plateau].bridges, self.plateaus[plateau].first_step
+        step = self.plateaus[plateau].first_step
         replaced: set[Unit] = set()
         corrected: set[Unit] = set()
-        for name in names:
+        for name in self.plateaus[plateau].bridges:
             if name not in self.bridges:
                 known = ", ".join(self.bridges) or "none"
                 raise ScheduleError(f"step {step} uses bridge {name!r}, but the schedule's bridges are: {known}")
             block = self.bridges[name].block
-            units = block.units
             if self.bridges[name].corrects:
-                if block.first not in self.active_units(plateau):
+                if not self._running([block.first], plateau):
                     raise ScheduleError(f"bridge {name!r} stands {block}, which does not run at step {step}")
                 if block.first in corrected:
                     raise ScheduleError(f"two bridges stand {block} at step {step}")
                 corrected.add(block.first)
                 continue
-            running = sorted(set(units) - self.skipped_units(plateau), key=lambda unit: unit.place)
-            if running or not units:
+            if (running := self._running(block.units, plateau)) or not block.units:
                 raise ScheduleError(
-                    f"bridge {name!r} replaces {self.bridges[name].block}, but at step {step} "
-                    f"{', '.join(map(str, running)) or 'that is no unit'} still runs"
+                    f"bridge {name!r} replaces {block}, but at step {step} {running or 'that is no unit'} still runs"
                 )
-            if replaced & set(units):
-                raise ScheduleError(f"two bridges replace {min(replaced & set(units))} at step {step}")
-            replaced |= set(units)
+            if twice := replaced & set(block.units):
+                raise ScheduleError(f"two bridges replace {min(twice)} at step {step}")
+            replaced |= set(block.units)
+
+    def _running(self, units: Sequence[Unit], plateau: int) -> str:
+        """Those of these units that run on a plateau."""
+        skipped = self.skipped_units(plateau)
+        return ", ".join(str(unit) for unit in units if unit not in skipped)
 
     @classmethod
     def full_depth(cls, layers: int) -> Schedule:
@@ -202,7 +200,7 @@ class Schedule:
 
     def adapter_of(self, unit: Unit) -> Adapter | None:
         """The adapter, where it changes a unit."""
-        return self.adapter if self.adapter is not None and unit in self.adapter.units else None
+        return self.adapter if self.adapter is not None and unit in self.adapter.changes else None
 
     @property
     def prompt_plan(self) -> PromptPlan:
@@ -215,7 +213,7 @@ class Schedule:
         """Place of the first unit that some decode token skips, has changed or has a bridge before; 2L if none is."""
         bridged = {bridge.block.first for bridge in self.bridges.values()}
         skipped = self.skip_order[: self.plateaus[-1].skipped]
-        changed = bridged.union(skipped, self.adapter.units if self.adapter else ())
+        changed = bridged.union(skipped, self.adapter.changes if self.adapter else ())
         return min((unit.place for unit in changed), default=2 * self.layers)
 
     @property
@@ -252,33 +250,25 @@ class Schedule:
                 part.check_fits(shape)
 
     def to_dict(self) -> dict[str, Any]:
-        """The schedule file's object (design: "Schedule file"). Digests stand for the bridges' tensors."""
+        """The schedule file's object (design: "Schedule file"). Digests stand for the parts' tensors."""
         bridged = {
-            "bridges": {name: describe_bridge(bridge) for name, bridge in self.bridges.items()},
+            "bridges": {name: schedule_file.describe(bridge) for name, bridge in self.bridges.items()},
             "bridged": [list(plateau.bridges) for plateau in self.plateaus],
         }
-        prompts = {"prompts": describe_prompt_bridge(self.prompt_bridge)} if self.prompt_bridge else {}
-        adapter = {"adapter": describe_adapter(self.adapter)} if self.adapter else {}
-        preview = self.head_preview
-        head = {"head": {"candidates": preview.candidates, "digest": preview.digest}} if preview else {}
+        parts: dict[str, AnyPart | None] = {PROMPTS: self.prompt_bridge, ADAPTER: self.adapter, HEAD: self.head_preview}
         return {
             "format": FORMAT,
             "layers": self.layers,
             "skip_order": [str(unit) for unit in self.skip_order],
             "skipped": [[plateau.first_step, plateau.skipped] for plateau in self.plateaus],
             **(bridged if self.bridges else {}),
-            **prompts,
-            **adapter,
-            **head,
+            **{name: schedule_file.describe(part) for name, part in parts.items() if part is not None},
             **self.provenance,
         }
 
     @classmethod
     def from_dict(
-        cls,
-        data: object,
-        tensors: Mapping[str, Mapping[str, Tensor]] | None = None,
-        adapter: Adapter | None = None,
+        cls, data: object, tensors: Tensors | None = None, adapter: Mapping[str, Tensor] | None = None
     ) -> Schedule:
         """Read a schedule file's object; raises ScheduleError naming what is wrong with it.
 
@@ -286,44 +276,42 @@ class Schedule:
             data: the object.
             tensors: bridge -> role -> tensor, where the object names bridges; the prompt bridge is named "prompts",
                 what prompts skip a block by "prompts skip", the head preview "head".
-            adapter: where the object names one.
+            adapter: its tensors, where the object names one.
         """
         if not isinstance(data, dict):
             raise ScheduleError(f"a schedule is a JSON object, got {type(data).__name__}")
         if data.get("format") != FORMAT:
             raise ScheduleError(f"schedule format {data.get('format')!r} is not known, this version reads {FORMAT}")
         layers, order, skipped = (data.get(key) for key in ("layers", "skip_order", "skipped"))
-        if not isinstance(layers, int) or isinstance(layers, bool):
+        if type(layers) is not int:
             raise ScheduleError(f"layers must be a whole number, got {layers!r}")
         if not isinstance(order, list):
             raise ScheduleError(f"skip_order must be a list of units, got {order!r}")
-        if not isinstance(skipped, list) or not all(
-            isinstance(pair, list) and len(pair) == 2 and all(type(number) is int for number in pair)
-            for pair in skipped
-        ):
+        if not _is_lists_of(int, skipped) or any(len(pair) != 2 for pair in skipped):
             raise ScheduleError(f"skipped must be a list of [first step, units skipped], got {skipped!r}")
         bridged = data.get("bridged", [[]] * len(skipped))
-        if (
-            not isinstance(bridged, list)
-            or len(bridged) != len(skipped)
-            or not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in bridged)
-        ):
+        if not _is_lists_of(str, bridged) or len(bridged) != len(skipped):
             raise ScheduleError(f"bridged must list the names of bridges for each plateau of skipped, got {bridged!r}")
         for key in _NUMBERS:
-            if (value := data.get(key)) is not None and not _is_finite(value):
+            value = data.get(key)
+            if value is not None and not (type(value) in (int, float) and abs(value) <= sys.float_info.max):
                 raise ScheduleError(f"{key} must be a finite number, got {value!r}")
         for key in _RECORDS:
             if (value := data.get(key)) is not None and not isinstance(value, dict):
                 raise ScheduleError(f"{key} must be an object, got {value!r}")
+        bridges, tensors = data.get("bridges", {}), tensors or {}
+        if not isinstance(bridges, dict):
+            raise ScheduleError(f"bridges must map names to what each replaces, got {bridges!r}")
+        prompts, adapted, head = (data.get(name) for name in (PROMPTS, ADAPTER, HEAD))
         return cls(
             layers,
             tuple(map(Unit.parse, order)),
             tuple(Plateau(first, count, tuple(names)) for (first, count), names in zip(skipped, bridged, strict=True)),
             {key: value for key, value in data.items() if key not in _OWN_KEYS},
-            read_bridges(data.get("bridges", {}), tensors or {}),
-            read_prompt_bridge(data, tensors or {}),
-            read_adapter(data.get("adapter"), adapter),
-            read_head_preview(data, tensors or {}),
+            {name: schedule_file.read_bridge(name, described, tensors) for name, described in bridges.items()},
+            None if prompts is None else schedule_file.read_prompt_bridge(prompts, tensors),
+            None if adapted is None else schedule_file.read_adapter(adapted, adapter),
+            None if head is None else schedule_file.read_head_preview(head, tensors),
         )
 
     def to_json(self) -> str:
@@ -333,17 +321,15 @@ class Schedule:
         """Write `schedule.json`, its bridges and its adapter; the directory is made if need be."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        tensors = {name: bridge.tensors for name, bridge in self.bridges.items()}
+        parts: dict[str, AnyPart | None] = {**self.bridges, PROMPTS: self.prompt_bridge, HEAD: self.head_preview}
         if self.prompt_bridge is not None:
-            tensors[PROMPTS] = self.prompt_bridge.tensors
-            if self.prompt_bridge.skips is not None:
-                tensors[PROMPTS_SKIP] = self.prompt_bridge.skips.tensors
-        if self.head_preview is not None:
-            tensors[HEAD] = self.head_preview.tensors
-        if tensors:
-            write_tensors(directory / BRIDGES_FILE, tensors)
+            parts[PROMPTS_SKIP] = self.prompt_bridge.skips
+        named = [(name, part.tensors) for name, part in parts.items() if part is not None]
+        if named:
+            tensors = {f"{name}.{role}": tensor for name, roles in named for role, tensor in roles.items()}
+            schedule_file.write_tensors(directory / BRIDGES_FILE, tensors)
         if self.adapter is not None:
-            self.adapter.write(directory / ADAPTER_FILE)
+            schedule_file.write_tensors(directory / ADAPTER_FILE, self.adapter.tensors)
         (directory / SCHEDULE_FILE).write_text(self.to_json())
 
     @classmethod
@@ -354,26 +340,29 @@ class Schedule:
         """
         path = Path(path)
         file = path / SCHEDULE_FILE if os.path.isdir(path) else path  # a Path raises for a name too long
+
+        def beside(name: str, belong: str, *keys: str) -> dict[str, Tensor]:
+            """Tensors in a file beside it, if the object has one of these keys."""
+            needed = isinstance(data, dict) and any(data.get(key) for key in keys)
+            return schedule_file.read_tensors(file.parent / name, belong) if needed else {}
+
         try:
             data = read_json(file)
-            bridged = isinstance(data, dict) and any(data.get(key) for key in ("bridges", "prompts", "head"))
-            adapted = isinstance(data, dict) and data.get("adapter")
-            return cls.from_dict(
-                data,
-                read_tensors(file.parent / BRIDGES_FILE) if bridged else None,
-                Adapter.read(file.parent / ADAPTER_FILE) if adapted else None,
-            )
+            bridges = schedule_file.by_part(beside(BRIDGES_FILE, "the bridges belong", "bridges", PROMPTS, HEAD))
+            return cls.from_dict(data, bridges, beside(ADAPTER_FILE, "the adapter belongs", ADAPTER))
         except ScheduleError as error:
             raise ScheduleError(f"{str(file)!r}: {error}") from None
         except (OSError, ValueError) as error:
             raise ScheduleError(f"the schedule {str(file)!r} cannot be read: {error}") from None
 
 
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+def _is_lists_of(kind: type, value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(each, list) and all(type(item) is kind for item in each) for each in value
+    )
 
 
 # Of the provenance, what jobs reckon with.
 _NUMBERS = ("target_speedup", "target_sample_speedup", "decode_flop_speedup", "sample_flop_speedup")
 _RECORDS = ("calibrated_on", "adapted_on")
-_OWN_KEYS = ("format", "layers", "skip_order", "skipped", "bridges", "bridged", "prompts", "adapter", "head")
+_OWN_KEYS = ("format", "layers", "skip_order", "skipped", "bridges", "bridged", PROMPTS, ADAPTER, HEAD)

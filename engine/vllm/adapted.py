@@ -32,13 +32,13 @@ def adapted_layers(adapter: Adapter, layers: Sequence[Any]) -> tuple[dict[Unit, 
     """
     twins: dict[Unit, Any] = {}
     copies = nn.ModuleList()
-    for unit in adapter.units:
+    for unit, changes in adapter.changes.items():
         twin = holder = _shallow(layers[unit.layer])
         inside = "self_attn" if unit.kind == "a" else "mlp"
         if hasattr(twin, inside):  # an OPT's layer holds the matrices of its MLP itself
             twin._modules[inside] = holder = _shallow(getattr(twin, inside))
         own: dict[str, Any] = {}
-        for projection, (down, up) in adapter.of(unit).items():
+        for projection, (down, up) in changes.items():
             name, part = _place(projection, holder, unit)
             if name not in own:
                 own[name] = _copied(getattr(holder, name))

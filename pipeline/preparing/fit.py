@@ -9,9 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from engine import ModelShape, Schedule, ScheduleError, for_target_speedup
-from engine.parts.adapter import ADAPTER_FILE
-from engine.schedules.schedule import SCHEDULE_FILE
-from engine.schedules.schedule_file import BRIDGES_FILE
+from engine.schedules.schedule_file import ADAPTER_FILE, BRIDGES_FILE, SCHEDULE_FILE
 from pipeline.config import AnswerConfig, GenerationConfig
 from pipeline.errors import JobError
 from pipeline.storage.storage import Storage

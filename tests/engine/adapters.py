@@ -47,7 +47,11 @@ def adapted(model: PreTrainedModel, adapter: Adapter | None, prompt_tokens: int)
         return add
 
     modules = {**MODULES, **(OPT_MODULES if model.config.model_type == "opt" else {})}
-    changes = [(unit, *named) for unit in adapter.units for named in adapter.of(unit).items()] if adapter else []
+    changes = (
+        [(unit, *named) for unit, projections in adapter.changes.items() for named in projections.items()]
+        if adapter
+        else []
+    )
     for unit, name, low_rank in changes:
         module = model.get_decoder().layers[unit.layer].get_submodule(modules[name])
         hooks.append(module.register_forward_hook(change(low_rank)))

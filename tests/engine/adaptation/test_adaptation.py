@@ -155,7 +155,7 @@ def test_the_adapter_covers_what_runs_above_the_first_bridge(
     best, _ = train(engine, schedule, answers, replace(RECIPE, steps=1, adapter_rank=2))[0].best()[0]
     assert best.adapter is not None
     above = {unit for unit in schedule.active_units(0) if unit.place >= schedule.first_place}
-    assert best.adapter.units == above
+    assert best.adapter.changes.keys() == above
 
 
 def test_bridges_that_act_at_once_share_the_step(engine: Engine, answers: list[Answer]) -> None:
@@ -208,7 +208,7 @@ def test_schedules_trained_together_share_an_adapter_and_each_is_what_decoding_r
     first, second = (best for best, _ in found)
     assert first.adapter == second.adapter
     assert first.adapter is not None
-    assert {unit.place for unit in first.adapter.units} == set(range(4, 2 * engine.shape.layers))
+    assert {unit.place for unit in first.adapter.changes} == set(range(4, 2 * engine.shape.layers))
     for best, before in ((first, schedule), (second, deeper)):
         assert best.plateaus == before.plateaus
         assert all(bool(best.bridges[name].tensors["weight"].any()) for name in before.bridges)  # all zero before

@@ -250,7 +250,7 @@ def test_published_schedules_are_points_of_one_space() -> None:
     unified = recipes.unified_layer_skipping(layers=9, active=6)
     assert layers_of(unified.active(0)) == [0, 1, 3, 5, 7, 8]  # 4 is farthest from both ends, then 2 and 6
     assert layers_of(recipes.early_termination(layers=9, active=6).active(99)) == [0, 1, 2, 3, 4, 5]
-    power = recipes.power_law(layers=9, warmup=2, min_active=5, horizon=16)
+    power = Schedule.build(9, orders.lowest_first(9, warmup=2), decays.power_law(0, 4, 16), horizon=16)
     assert [9 - len(layers_of(power.active(step))) for step in (0, 1, 4, 9, 16)] == [0, 1, 2, 3, 4]
     assert layers_of(power.active(16)) == [0, 1, 6, 7, 8]
 
