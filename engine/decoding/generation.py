@@ -27,11 +27,6 @@ class Sample:
     ended: bool = False  # by end-of-sequence or a stop string
 
     @property
-    def prompt_computed(self) -> int:
-        """Prompt tokens that are computed for this sample."""
-        return 0 if self.shares_prompt else len(self.prompt) - self.shared_prefix
-
-    @property
     def step(self) -> int:
         """The decode step of its next pass."""
         return len(self.tokens) - 1

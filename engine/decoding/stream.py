@@ -280,7 +280,7 @@ class Stream:
             for sample in others:
                 self._retire(sample, 0)
                 self._cache.copy_row(self._cache, first.seat, sample.seat, len(first.prompt))
-        return [*chain(*entering)]
+        return list(chain(*entering))
 
     @staticmethod
     def _of_copies(entering: Sequence[Copies], logits: Tensor) -> Tensor:
@@ -319,7 +319,7 @@ class Stream:
         seconds = time.perf_counter() - start
         share = prompt_flops / (prompt_flops + flops)
         self.stats += BatchStats(
-            prompt_tokens=sum(row.prompt_computed for row, *_ in entering),
+            prompt_tokens=sum(len(row.prompt) - row.shared_prefix for row, *_ in entering),
             steps=1,
             live_rows=sum(map(len, entering)) + running,
             seats=self._seats,
