@@ -1,4 +1,4 @@
-"""SkipDecode generation on one device: torch and transformers only, no Ray, no storage."""
+"""SkipDecode generation on one device: torch and transformers only, no Ray, no storage. Its public face."""
 
 from engine.checkpoints.checkpoint import check_files as check_model_files
 from engine.checkpoints.checkpoint import check_weights as check_model_weights
@@ -16,7 +16,7 @@ from engine.decoding.stats import BatchStats
 from engine.engine import Engine, describe, resolve_device, resolve_dtype
 from engine.errors import ModelError, PromptError, ScheduleError, brief
 from engine.forward.ledger import Ledger
-from engine.forward.scoring import AnswerScore, Likelihood
+from engine.forward.quality import AnswerScore, Likelihood
 from engine.forward.target import decode_flop_speedup, for_target_speedup
 from engine.json_text import check_is_file, parse_json, read_json
 from engine.parts.bridge import Bridge
@@ -25,45 +25,5 @@ from engine.parts.prompt_bridge import PromptBridge
 from engine.parts.unit import Block, Unit
 from engine.schedules.schedule import Plateau, Schedule
 from engine.shape import ModelShape
-
-__all__ = [
-    "AnswerScore",
-    "BatchStats",
-    "Block",
-    "Bridge",
-    "Decoding",
-    "EarlyExit",
-    "Engine",
-    "Generation",
-    "HeadPreview",
-    "Ledger",
-    "Likelihood",
-    "ModelError",
-    "ModelShape",
-    "Plateau",
-    "PromptBridge",
-    "PromptError",
-    "Sampling",
-    "Schedule",
-    "ScheduleError",
-    "Tokenizer",
-    "Unit",
-    "brief",
-    "check_is_file",
-    "check_model_files",
-    "check_model_weights",
-    "checkpoint_directory",
-    "decode_flop_speedup",
-    "describe",
-    "for_target_speedup",
-    "model_differences",
-    "model_files",
-    "model_identity",
-    "parse_json",
-    "pinned_model",
-    "read_json",
-    "resolve_device",
-    "resolve_dtype",
-]
 
 __version__ = "0.1.0"

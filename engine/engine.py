@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,7 +24,7 @@ from engine.forward.compiled_parts import compile_bridge, compile_head, compile_
 from engine.forward.ledger import Ledger
 from engine.forward.operations import Compiled, Observe
 from engine.forward.prompt_pass import FULL_DEPTH, PromptPass, StoppedPrompts
-from engine.forward.scoring import AnswerScore, Likelihood, likelihood, score, similarity
+from engine.forward.quality import AnswerScore, Likelihood, likelihood, score, similarity
 from engine.forward.teacher_forcing import Answer, AnswerPass
 from engine.kernels.base import Kernels, kernels_for
 from engine.memory import SHARE, free_bytes, keep_freed_memory, rows_that_fit
@@ -35,6 +36,8 @@ from engine.schedules.schedule import Plateau, PromptPlan, Schedule
 from engine.shape import ModelShape
 
 AHEAD = ORDERED_TOGETHER + 1  # batches: one that runs, and those that are put in order together
+
+Part, Ready = TypeVar("Part"), TypeVar("Ready")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -85,13 +88,11 @@ class Engine:
     def __init__(
         self, decoder: Decoder, tokenizer: Tokenizer, kernels: Kernels, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._decoder = decoder
-        self._kernels = kernels
-        self._dtype = dtype
-        self._device = device
+        self.decoder, self.tokenizer, self.device, self.shape = decoder, tokenizer, device, decoder.shape
+        self._kernels, self._dtype = kernels, dtype
         self._compiled = Compiled()  # of the last schedules
         self._prompts = PromptPass(decoder, kernels, device)
-        self.tokenizer = tokenizer
+        self._forced = partial(AnswerPass, self._prompts)
 
     @classmethod
     def load(
@@ -133,19 +134,6 @@ class Engine:
             keep_freed_memory()
         return cls(decoder, Tokenizer(directory), chosen, precision, where)
 
-    @property
-    def shape(self) -> ModelShape:
-        return self._decoder.shape
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def decoder(self) -> Decoder:
-        """The model itself."""
-        return self._decoder
-
     def share_prefix(self, tokens: Sequence[int]) -> int:
         """Compute, once, tokens that prompts to come begin with, such as a job's instruction; none forgets the last.
 
@@ -168,8 +156,8 @@ class Engine:
         """
         ledger = self._ledger(schedule)
         context = self._context(sampling or Sampling(), self.compiled(ledger.schedule))
-        memory, copies = int(SHARE * free_bytes(self._device)), context.sampling.samples_per_prompt
-        lanes = lanes_for(self._device, batch_size, copies)
+        memory, copies = int(SHARE * free_bytes(self.device)), context.sampling.samples_per_prompt
+        lanes = lanes_for(self.device, batch_size, copies)
         if lanes == 1:
             return Stream(context, ledger, batch_size, memory)
         queue = Queue(ORDERED_TOGETHER * batch_size, lanes)
@@ -199,9 +187,9 @@ class Engine:
             on_batch: called whenever rows have ended, with what the passes since the last call cost.
 
         Raises:
-            ScheduleError: the schedule does not fit the model; ValueError: batch_size is off. Both before anything
-                runs. PromptError: a prompt is empty or does not fit the context; ValueError: there are more prompts
-                than sample_ids, or fewer. Both when it is taken.
+            ScheduleError, ValueError: the schedule does not fit the model, batch_size is off; before anything runs.
+            PromptError, ValueError: a prompt is empty or does not fit the context, there are more prompts than
+                sample_ids, or fewer; when it is taken.
         """
         stream = self.decoding(sampling, schedule, batch_size)
         return feed(stream, self._named(prompts, sample_ids), AHEAD * batch_size, on_batch)
@@ -252,72 +240,43 @@ class Engine:
 
     def unit_similarity(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> dict[Unit, float]:
         """Mean cosine similarity of every unit's input and output at full depth, over the decode steps of answers."""
-        pairs = [Answer(prompt, tokens) for prompt, tokens in zip(prompts, answers, strict=True)]
         with torch.inference_mode():
-            return similarity(self._forced, pairs, self.shape.layers)
+            return similarity(self._forced, _pairs(prompts, answers), self.shape.layers)
 
     def score(
-        self,
-        prompts: Sequence[Sequence[int]],
-        answers: Sequence[Sequence[int]],
-        schedules: Sequence[Schedule],
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], schedules: Sequence[Schedule]
     ) -> list[list[AnswerScore]]:
-        """How far each schedule's next-token distributions are from full depth's on given answers, teacher-forced.
+        """How far each schedule's next-token distributions are from full depth's, by schedule, then answer.
 
-        Args:
-            prompts: token ids.
-            answers: tokens that full depth generated for each prompt, the end-of-sequence token included.
-            schedules: which to score; all share one pass over prompts and answers at full depth.
-
-        Returns:
-            Scores by schedule, then answer.
-
-        Raises:
-            ScheduleError: a schedule does not fit the model; PromptError: an empty prompt.
+        Teacher-forced on the tokens that full depth generated for each prompt, the end-of-sequence token included; the
+        schedules share its pass over them. Raises ScheduleError, and PromptError for an empty prompt.
         """
         for schedule in schedules:
             schedule.check_fits(self.shape)
-        if not all(prompts):
-            raise PromptError("a prompt is empty")
-        pairs = [Answer(prompt, tokens) for prompt, tokens in zip(prompts, answers, strict=True)]
+        pairs = _pairs(prompts, answers)
         with torch.inference_mode():
-            compiled = self.compiled(*schedules)
-            return score(self._forced, pairs, schedules, compiled, self.shape.layers)
+            return score(self._forced, pairs, schedules, self.compiled(*schedules), self.shape.layers)
 
     def likelihood(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[Likelihood]:
-        """How likely full depth finds answers, whoever wrote them, in one teacher-forced pass.
+        """How likely full depth finds each answer, whoever wrote it, in one teacher-forced pass.
 
-        Args:
-            prompts: token ids; the same prompt may come several times, and is computed once.
-            answers: all tokens generated for each prompt, the end-of-sequence token included.
-
-        Returns:
-            By answer.
-
-        Raises:
-            PromptError: an empty prompt.
+        The same prompt may come several times, and is computed once; answers include the end-of-sequence token. Raises
+        PromptError for an empty prompt.
         """
-        if not all(prompts):
-            raise PromptError("a prompt is empty")
-        pairs = [Answer(prompt, tokens) for prompt, tokens in zip(prompts, answers, strict=True)]
         with torch.inference_mode():
-            return likelihood(self._forced, pairs, self.shape.layers)
+            return likelihood(self._forced, _pairs(prompts, answers), self.shape.layers)
 
     def fitting_batch_size(
         self, prompt_tokens: int, sampling: Sampling | None = None, schedule: Schedule | None = None
     ) -> int:
-        """Most rows, at least 1, that decode together in the memory free now and still gain from it.
-
-        Args:
-            prompt_tokens: of the longest prompt.
-            sampling: for its longest generation.
-            schedule: default full depth.
+        """Most rows, at least 1, that decode together in the memory free now and still gain from it, with the longest
+        prompt of so many tokens.
         """
         new_tokens = (sampling or Sampling()).max_new_tokens
         schedule = schedule or Schedule.full_depth(self.shape.layers)
         self.compiled(schedule)  # before the free memory is measured: an adapter takes some
         sizes = (prompt_tokens, new_tokens, self._dtype.itemsize)
-        return rows_that_fit(free_bytes(self._device), self._device.type, self.shape, schedule, *sizes)
+        return rows_that_fit(free_bytes(self.device), self.device.type, self.shape, schedule, *sizes)
 
     def _ledger(self, schedule: Schedule | None) -> Ledger:
         schedule = schedule or Schedule.full_depth(self.shape.layers)
@@ -329,25 +288,24 @@ class Engine:
 
         Raises ScheduleError for an adapter that was trained for another model.
         """
-        kept = self._compiled
+        kept, where = self._compiled, (self._kernels, self._dtype, self.device)
+
+        def ready(
+            parts: Iterable[Part | None], known: Mapping[Part, Ready], make: Callable[[Part], Ready]
+        ) -> dict[Part, Ready]:
+            return {part: known.get(part) or make(part) for part in dict.fromkeys(parts) if part is not None}
+
         with torch.inference_mode():
-            bridges = {
-                bridge: kept.bridges.get(bridge) or compile_bridge(bridge, self._kernels, self._dtype, self._device)
-                for schedule in schedules
-                for bridge in schedule.all_bridges
-            }
-            adapters = {schedule.adapter for schedule in schedules if schedule.adapter is not None}
-            adapted = {adapter: kept.adapted.get(adapter) or self._decoder.adapted(adapter) for adapter in adapters}
-            previews = {schedule.head_preview for schedule in schedules if schedule.head_preview is not None}
-            where = (self._kernels, self._dtype, self._device)
-            heads = {
-                preview: kept.heads.get(preview) or compile_head(preview, self._decoder, *where) for preview in previews
-            }
-            stops = {schedule.prompt_bridge for schedule in schedules if schedule.prompt_bridge is not None}
-            maps = {
-                stop: kept.prompt_maps.get(stop) or compile_prompt_bridge(stop, self.shape, *where) for stop in stops
-            }
-        self._compiled = Compiled(bridges, adapted, heads, maps)
+            self._compiled = Compiled(
+                ready((b for s in schedules for b in s.all_bridges), kept.bridges, lambda b: compile_bridge(b, *where)),
+                ready((s.adapter for s in schedules), kept.adapted, self.decoder.adapted),
+                ready((s.head_preview for s in schedules), kept.heads, lambda h: compile_head(h, self.decoder, *where)),
+                ready(
+                    (s.prompt_bridge for s in schedules),
+                    kept.prompt_maps,
+                    lambda stop: compile_prompt_bridge(stop, self.shape, *where),
+                ),
+            )
         return self._compiled
 
     def teacher_forced(
@@ -355,10 +313,7 @@ class Engine:
     ) -> AnswerPass:
         """Known answers to prompts, to be passed through the layers under any schedule that has this one's prompt plan.
 
-        Args:
-            answers: to pass.
-            schedule: that the prompts run under; default full depth.
-            compiled: what it brings along; default `compiled(schedule)`.
+        `schedule` is what the prompts run under, by default at full depth, `compiled` what it brings along.
         """
         plan = FULL_DEPTH if schedule is None else schedule.prompt_plan
         if schedule is not None and compiled is None and not plan.is_full_depth:
@@ -372,21 +327,15 @@ class Engine:
         skips: Bridge | None = None,
         observe: Observe | None = None,
     ) -> StoppedPrompts:
-        """Pass prompts through the layers below `first`, all in one pass, by a bridge over a block of them.
-
-        `observe` as for `PromptPass.run`.
-        """
+        """As `PromptPass.stop`, by a bridge over a block."""
         skipped = None
         if skips is not None:
-            skipped = skips.block, compile_bridge(skips, self._kernels, self._dtype, self._device)
+            skipped = skips.block, compile_bridge(skips, self._kernels, self._dtype, self.device)
         return self._prompts.stop(prompts, first, skipped, observe)
 
     def observe_prompts(self, prompts: Sequence[Sequence[int]], observe: Observe) -> None:
         """Pass prompts through all layers, all in one pass; `observe` as for `PromptPass.run`."""
         self._prompts.run(prompts, lambda *_: None, observe=observe)
-
-    def _forced(self, answers: Sequence[Answer], plan: PromptPlan, compiled: Compiled | None) -> AnswerPass:
-        return AnswerPass(self._decoder, self._kernels, self._device, self._prompts, answers, plan, compiled)
 
     def _named(self, prompts: Iterable[str | Sequence[int]], sample_ids: Iterable[str] | None) -> Named:
         return named(prompts, sample_ids, self.tokenizer.encode)
@@ -404,12 +353,13 @@ class Engine:
             alike.setdefault(ledger.schedule.prompt_plan, []).append(index)
         together = max(1, batch_size // context.sampling.samples_per_prompt)  # prompts of a batch
         waiting = sorted(prompts, key=lambda each: -len(each[2]))
+        seats = max(batch_size, context.sampling.samples_per_prompt)
         for first in range(0, len(waiting), together):
             for plan, indices in alike.items():
                 skipped = () if plan.bridge is None or plan.bridge.keeps_skipped else plan.bridge.skipped_units
                 plateaus = (Plateau(0, len(skipped)),)
                 whole = Schedule(self.shape.layers, skipped, plateaus, prompt_bridge=plan.bridge, adapter=plan.adapter)
-                base = Stream(context, self._ledger(whole), max(batch_size, context.sampling.samples_per_prompt))
+                base = Stream(context, self._ledger(whole), seats)
                 for place, sample_id, tokens in waiting[first : first + together]:
                     base.add(tokens, sample_id, place)
                 logits = base.prefill()
@@ -423,5 +373,11 @@ class Engine:
                     yield from ((index, generation) for generation in done)
 
     def _context(self, sampling: Sampling, compiled: Compiled) -> Context:
-        stopping = Stopping(sampling, self.tokenizer)
-        return Context(self._decoder, self._kernels, self._prompts, compiled, stopping, self._dtype, self._device)
+        return Context(self._prompts, compiled, Stopping(sampling, self.tokenizer), self._dtype)
+
+
+def _pairs(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[Answer]:
+    """Raises PromptError for an empty prompt."""
+    if not all(prompts):
+        raise PromptError("a prompt is empty")
+    return [Answer(prompt, tokens) for prompt, tokens in zip(prompts, answers, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+from bisect import bisect_right
 from pathlib import Path
 
 import torch
@@ -32,13 +33,8 @@ def batch_bytes(
     new_tokens: int,
     element_bytes: int,
 ) -> int:
-    """Most memory that a batch takes beside the weights.
-
-    Args:
-        rows: of the batch.
-        prompt_tokens: of its longest prompt.
-        new_tokens: most that a row generates.
-        element_bytes: 4 in float32, 2 in half precision.
+    """Most memory that a batch takes beside the weights: its longest prompt has `prompt_tokens`, a row generates up to
+    `new_tokens`.
     """
     mlp_width = shape.mlp_parameters // shape.hidden  # three times the inner width where there is a gate
     per_token = 8 * shape.hidden + 2 * shape.query_width + mlp_width
@@ -46,8 +42,7 @@ def batch_bytes(
     logits = LOGIT_COPIES * rows * shape.vocab * 4
     if (preview := schedule.head_preview) is not None:
         logits += rows * preview.candidates * preview.width * element_bytes
-    cache = cache_peak(shape, rows, prompt_tokens, new_tokens, element_bytes)
-    return cache + prompt_pass + logits
+    return cache_peak(shape, rows, prompt_tokens, new_tokens, element_bytes) + prompt_pass + logits
 
 
 def cache_peak(shape: ModelShape, rows: int, prompt_tokens: int, new_tokens: int, element_bytes: int) -> int:
@@ -65,21 +60,13 @@ def rows_that_fit(
     new_tokens: int,
     element_bytes: int,
 ) -> int:
-    """Largest batch size, at least 1, whose predicted memory is within SHARE of `free_bytes`.
+    """Largest batch size, at least 1, whose `batch_bytes` are within SHARE of `free_bytes` of a "cpu" or "cuda"."""
 
-    Args:
-        device: "cpu" or "cuda"; other arguments as for `batch_bytes`.
-    """
-    fits, most = 1, MOST_ROWS.get(device, MOST_ROWS["cuda"])
-    low, high = 1, most
-    while low <= high:
-        middle = (low + high) // 2
-        needed = batch_bytes(shape, schedule, middle, prompt_tokens, new_tokens, element_bytes)
-        if needed <= SHARE * free_bytes:
-            fits, low = middle, middle + 1
-        else:
-            high = middle - 1
-    return fits
+    def needed(rows: int) -> int:
+        return batch_bytes(shape, schedule, rows, prompt_tokens, new_tokens, element_bytes)
+
+    sizes = range(1, MOST_ROWS.get(device, MOST_ROWS["cuda"]) + 1)
+    return max(1, bisect_right(sizes, SHARE * free_bytes, key=needed))
 
 
 def free_bytes(device: torch.device) -> int:
@@ -108,14 +95,9 @@ def keep_freed_memory() -> None:
 
 
 class _Heap(ctypes.Structure):
-    """glibc's `struct mallinfo2`."""
+    """glibc's `struct mallinfo2`, of ten numbers; the ninth, `fordblks`, is the bytes that are free."""
 
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
-        )
-    ]  # fmt: skip
+    _fields_ = [("others", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
 
 
 def _kept_bytes() -> int:

@@ -8,18 +8,17 @@ running sample by sample, the time is not, and no speed is claimed from it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from engine.decoding.generation import Generation
-from engine.decoding.sample import Sample
+from engine.decoding.generation import Generation, Sample
 from engine.decoding.stream import Context, Stream
 from engine.forward.ledger import Ledger
-from engine.forward.one_pass import EnteringPrompt, NewestToken, OnePass
+from engine.forward.one_pass import OnePass
 from engine.forward.operations import RunUnit
 from engine.parts.unit import Unit
 from engine.schedules.schedule import Schedule
@@ -62,67 +61,53 @@ class EarlyExit:
 
 
 class ExitPass(OnePass):
-    """A pass whose decode tokens leave under a rule."""
+    """A pass whose decode tokens leave under a stream's rule; the stream is told of what they did."""
 
-    rule: EarlyExit
+    def __init__(self, stream: ExitStream, *args: Any) -> None:
+        super().__init__(*args)
+        self._stream = stream
 
     def run(self) -> Tensor:
         """Hidden states [last + decoding, hidden] that each of these tokens left with."""
-        layers, first = self._plans.schedule.layers, self.bulk + self.last
+        rule, layers, first = self._stream.rule, self._plans.schedule.layers, self.bulk + self.last
         x = left_with = self.embedded
         inside = torch.ones(len(x), 1, dtype=torch.bool, device=self._device)  # tokens that have not left
-        self.depth = torch.full((len(x) - first,), layers, device=self._device)  # of each decode token
-        self.confidences: list[float] = []  # of them at the first check
+        depths = torch.full((len(x) - first,), layers, device=self._device)  # of decode tokens
         for layer in range(layers):
             attended = self.apply(RunUnit(Unit("a", layer)), x, 0, len(x))
-            above = x if self.rule.kind == "CALM-DEC" else attended
+            above = x if rule.kind == "CALM-DEC" else attended
             x = torch.where(inside, self.apply(RunUnit(Unit("m", layer)), attended, 0, len(x)), above)
             left_with = torch.where(inside, x, left_with)
-            if layer + 1 in self.rule.checks and len(self.depth):
-                confidence = self._confidence(left_with[first:])
-                if layer + 1 == self.rule.checks[0]:
-                    self.confidences = confidence.tolist()
-                leaving = inside[first:, 0] & (confidence >= self.rule.threshold)
-                self.depth[leaving] = layer + 1
+            if layer + 1 in rule.checks and len(depths):
+                top = self._decoder.logits(left_with[first:]).float().softmax(-1).topk(2).values
+                confidence = top[:, 0] - top[:, 1]
+                if layer + 1 == rule.checks[0]:
+                    self._stream.confidences += confidence.tolist()
+                leaving = inside[first:, 0] & (confidence >= rule.threshold)
+                depths[leaving] = layer + 1
                 inside[first:, 0] &= ~leaving
+        for seat, depth in zip(self._seats[self.last :], depths.tolist(), strict=True):
+            self._stream.depths.setdefault(seat, []).append(depth)
         return left_with[self.bulk :]
-
-    def _confidence(self, x: Tensor) -> Tensor:
-        """Difference of the two largest probabilities, [B]."""
-        top = self._decoder.logits(x).float().softmax(-1).topk(2).values
-        return top[:, 0] - top[:, 1]
 
 
 class ExitStream(Stream):
     """A stream that decodes under an exit rule; FLOPs and mean depth are those of the layers that tokens really ran."""
 
-    kind_of_pass = ExitPass
-
     def __init__(self, rule: EarlyExit, context: Context, ledger: Ledger, batch_size: int) -> None:
         """`ledger` must be of full depth."""
         super().__init__(context, ledger, batch_size)
-        self._rule = rule
-        self._depths: dict[int, list[int]] = {}  # by seat: layers run, step by step
+        self._kind_of_pass = partial(ExitPass, self)
+        self.rule = rule
+        self.depths: dict[int, list[int]] = {}  # by seat: layers run, step by step
         self.confidences: list[float] = []  # of decode tokens at the first check
 
-    def _make_pass(self, prompts: Sequence[EnteringPrompt], newest: Sequence[NewestToken]) -> OnePass:
-        one = super()._make_pass(prompts, newest)
-        assert isinstance(one, ExitPass)
-        one.rule = self._rule
-        return one
-
-    def _ran(self, one: OnePass, running: Sequence[Sample]) -> None:
-        assert isinstance(one, ExitPass)
-        self.confidences += one.confidences
-        for sample, depth in zip(running, one.depth.tolist(), strict=True):
-            self._depths.setdefault(sample.seat, []).append(depth)
-
     def _generation(self, sample: Sample) -> Generation:
-        shape, depths = self._context.decoder.shape, self._depths.pop(sample.seat, [])
+        shape, depths = self._decoder.shape, self.depths.pop(sample.seat, [])
         first = len(sample.prompt) + 1
         return replace(
             super()._generation(sample),
-            flops_decode=sum(self._rule.token_flops(shape, depth, first + t) for t, depth in enumerate(depths)),
+            flops_decode=sum(self.rule.token_flops(shape, depth, first + t) for t, depth in enumerate(depths)),
             mean_active_layers=(shape.layers + sum(depths)) / (len(depths) + 1),  # the first token ran every layer
         )
 

@@ -21,15 +21,9 @@ class Decoding(Protocol):
         """Rows queued or running."""
 
     def add(self, prompt: Sequence[int], sample_id: str, index: int) -> None:
-        """Queue a prompt, all its samples.
+        """Queue a prompt, all its samples; `index` is what its generations will name it by.
 
-        Args:
-            prompt: token ids.
-            sample_id: names its random stream.
-            index: of the prompt, as its generations will name it.
-
-        Raises:
-            PromptError: it is empty or does not fit the context. Nothing is queued then.
+        Raises PromptError where it is empty or does not fit the context; nothing is queued then.
         """
 
     def step(self) -> list[Generation]:
@@ -59,13 +53,9 @@ def named(
 def feed(
     decoding: Decoding, prompts: Named, ahead: int, on_batch: Callable[[BatchStats], None] | None
 ) -> Iterator[Generation]:
-    """All generations; the decoding is closed then, or when they are not wanted any more.
+    """All generations of an empty decoding, which is closed then, or when they are not wanted any more.
 
-    Args:
-        decoding: an empty one.
-        prompts: taken one by one; raises PromptError when a bad one is.
-        ahead: rows that may be unfinished before the next prompt is taken.
-        on_batch: as for `Engine.generate`.
+    The next prompt is taken when fewer than `ahead` rows are unfinished; raises PromptError when it is a bad one.
     """
     with closing(decoding):
         while True:

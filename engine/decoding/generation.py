@@ -1,12 +1,60 @@
-"""What comes out for one sample."""
+"""One generation: under way, from its place in the queue to its last token, and what comes out."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from engine.decoding.sample import Sample
+from engine.decoding.sampling import Sampling
 from engine.decoding.stopping import Stopping
+from engine.errors import PromptError
 from engine.forward.ledger import Ledger
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """One generation under way."""
+
+    index: int  # of the prompt, as its caller counts
+    copy: int  # which of the prompt's samples
+    sample_id: str
+    prompt: Sequence[int]
+    limit: int  # most tokens it may generate
+    seat: int = -1  # while it runs, whose state it has in cache and sampler
+    shares_prompt: bool = False  # another sample has computed this prompt in the same pass
+    shared_prefix: int = 0  # tokens of the prompt that a prefix has computed for all
+    tokens: list[int] = field(default_factory=list)
+    ended: bool = False  # by end-of-sequence or a stop string
+
+    @property
+    def step(self) -> int:
+        """The decode step of its next pass."""
+        return len(self.tokens) - 1
+
+    @property
+    def length(self) -> int:
+        """Tokens so far, prompt and generation."""
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def longest(self) -> int:
+        """Tokens at its end, should it get there."""
+        return len(self.prompt) + self.limit
+
+    @property
+    def finished(self) -> bool:
+        return self.ended or len(self.tokens) >= self.limit
+
+
+def samples_of(prompt: Sequence[int], sample_id: str, index: int, sampling: Sampling, context: int) -> list[Sample]:
+    """All of a prompt's. Raises PromptError where it is empty or does not fit the context."""
+    if not len(prompt):
+        raise PromptError(f"prompt {index} is empty")
+    if len(prompt) >= context:
+        raise PromptError(f"prompt {index} has {len(prompt)} tokens, the context is {context}")
+    limit = min(sampling.max_new_tokens, context - len(prompt))
+    ids = [f"{sample_id}\0{copy}" if copy else sample_id for copy in range(sampling.samples_per_prompt)]
+    return [Sample(index, copy, name, prompt, limit) for copy, name in enumerate(ids)]
 
 
 @dataclass(slots=True)  # frozen, it would take six times as long to make, of millions of them

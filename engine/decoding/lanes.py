@@ -44,7 +44,7 @@ class Lanes:
         return self._streams[0].queued
 
     def add(self, prompt: Sequence[int], sample_id: str, index: int) -> None:
-        """Queue a prompt, all its samples. Raises PromptError where it is empty or does not fit the context."""
+        """As `Decoding.add`."""
         self._streams[0].add(prompt, sample_id, index)
         self.unfinished += self._copies
 
@@ -75,19 +75,16 @@ class Lanes:
     def _begin(self) -> None:
         """The next pass of every lane that is in none and has rows, or finds some."""
         busy = list(self._passes.values())
-        active = [stream for stream in self._streams if stream in busy or stream.running or self.queued]
+        active = [stream for stream in self._streams if stream in busy or stream.rows or self.queued]
         for index, stream in enumerate(active):  # when few are left, they have the cores of the others
             if stream not in busy:
                 threads = self._threads // len(active) + (index < self._threads % len(active))
                 self._passes[self._pool.submit(_step, stream, threads)] = stream
 
-    def _holds_rows(self, stream: Stream) -> bool:
-        return stream.running > 0 or stream in self._passes.values()
-
     def _count(self, stream: Stream) -> None:
         """Add a pass to the stats: its seconds are shared with the other lanes', its memory comes on top of theirs."""
-        stats, lanes = stream.take_stats(), 1 + len(self._passes)
-        others = sum(each.held_bytes for each in self._streams if each is not stream and self._holds_rows(each))
+        stats, busy, lanes = stream.take_stats(), self._passes.values(), 1 + len(self._passes)
+        others = sum(s.held_bytes for s in self._streams if s is not stream and (s.rows or s in busy))
         self._stats += replace(
             stats,
             cache_course=tuple(held + others for held in stats.cache_course),

@@ -85,12 +85,8 @@ class Sampler:
             self._seen[seat, torch.tensor(prompt, device=self._device)] = True
 
     def choose(self, logits: Tensor, seats: Sequence[int], steps: Sequence[int]) -> Tensor:
-        """Tokens [B].
-
-        Args:
-            logits: [B, vocab], overwritten.
-            seats: of the B rows.
-            steps: how many tokens each has generated before.
+        """Tokens [B] of rows in these seats, which have generated so many before, from logits [B, vocab], which are
+        overwritten.
         """
         rows = torch.tensor(seats, device=self._device)
         if self._seen is not None:

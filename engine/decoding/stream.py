@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from threading import Lock
 
 import torch
 from torch import Tensor
 
-from engine.decoding.generation import Generation, generation_of
-from engine.decoding.sample import Sample
+from engine.decoding.generation import Generation, Sample, generation_of, samples_of
 from engine.decoding.sampling import Sampler, Sampling
 from engine.decoding.stats import BatchStats
 from engine.decoding.stopping import Stopping
-from engine.errors import PromptError
 from engine.forward.cache import KVCache, slots_for
 from engine.forward.ledger import Ledger
 from engine.forward.one_pass import EnteringPrompt, NewestToken, OnePass, Plans
 from engine.forward.operations import Compiled
 from engine.forward.prompt_pass import PROMPT_TOKENS, PromptPass
-from engine.kernels.base import Kernels
-from engine.models.decoder import Decoder
 
 # Prompts that are put in order of length together, in batches: rows of like length attend with little padding, and a
 # prompt waits for so many others at the most.
@@ -39,13 +36,10 @@ Copies = list[Sample]  # of one prompt, that enter together: the prompt is compu
 class Context:
     """What the streams of a call share."""
 
-    decoder: Decoder
-    kernels: Kernels
-    prompts: PromptPass
+    prompts: PromptPass  # with the model
     compiled: Compiled  # of all schedules that the call runs
     stopping: Stopping
     dtype: torch.dtype
-    device: torch.device
 
     @property
     def sampling(self) -> Sampling:
@@ -106,8 +100,6 @@ class Queue:
 class Stream:
     """Rows under one sampling and one schedule."""
 
-    kind_of_pass = OnePass
-
     def __init__(
         self,
         context: Context,
@@ -128,15 +120,15 @@ class Stream:
         if batch_size < 1:
             raise ValueError(f"batch_size must be >= 1, got {batch_size}")
         self._context, self._ledger, self._seats, self._cache_bytes = context, ledger, batch_size, cache_bytes
-        shape, self._plans = context.decoder.shape, Plans(ledger.schedule)
-        bridge = ledger.schedule.prompt_bridge
+        self._decoder, device, stopping = context.prompts.decoder, context.prompts.device, context.stopping
+        self._kind_of_pass: Callable[..., OnePass] = OnePass
+        self._plans, bridge = Plans(ledger.schedule), ledger.schedule.prompt_bridge
         self._maps = None if bridge is None else context.compiled.prompt_maps[bridge]
-        self._cache = KVCache(shape, self._plans.spans, context.dtype, context.device)
-        stopping = context.stopping
-        self._sampler = Sampler(stopping.sampling, stopping.eos_ids, shape.vocab, batch_size, context.device)
+        self._cache = KVCache(self._decoder.shape, self._plans.spans, context.dtype, device)
+        self._sampler = Sampler(stopping.sampling, stopping.eos_ids, self._decoder.shape.vocab, batch_size, device)
         self._free = list(reversed(range(batch_size)))
         self._queue = Queue(ORDERED_TOGETHER * batch_size) if queue is None else queue
-        self._rows: list[Sample] = []  # that run, by plateau
+        self.rows: list[Sample] = []  # that run, between passes by plateau
         self._prefix = context.prompts.prefix  # as it was when the rows of this pass entered
         self.held_bytes = 0  # of the cache, in the last pass
         self.stats = BatchStats()  # since they were last taken
@@ -144,17 +136,12 @@ class Stream:
     @property
     def unfinished(self) -> int:
         """Rows queued or running."""
-        return len(self._rows) + self.queued
+        return len(self.rows) + self.queued
 
     @property
     def queued(self) -> int:
         """Rows that wait to enter."""
         return self._queue.samples
-
-    @property
-    def running(self) -> int:
-        """Rows that have entered; between passes."""
-        return len(self._rows)
 
     def take_stats(self) -> BatchStats:
         """What passes have cost since this was last asked."""
@@ -165,15 +152,8 @@ class Stream:
         """Nothing to end: passes run in the caller's thread."""
 
     def add(self, prompt: Sequence[int], sample_id: str, index: int) -> None:
-        """Queue a prompt, all its samples. Raises PromptError where it is empty or does not fit the context."""
-        sampling, context = self._context.sampling, self._context.decoder.shape.context
-        if not len(prompt):
-            raise PromptError(f"prompt {index} is empty")
-        if len(prompt) >= context:
-            raise PromptError(f"prompt {index} has {len(prompt)} tokens, the context is {context}")
-        limit = min(sampling.max_new_tokens, context - len(prompt))
-        ids = [f"{sample_id}\0{copy}" if copy else sample_id for copy in range(sampling.samples_per_prompt)]
-        samples = [Sample(index, copy, name, prompt, limit) for copy, name in enumerate(ids)]
+        """As `Decoding.add`."""
+        samples = samples_of(prompt, sample_id, index, self._context.sampling, self._decoder.shape.context)
         for first in range(0, len(samples), self._seats):
             self._queue.add(samples[first : first + self._seats])
 
@@ -182,11 +162,13 @@ class Stream:
         start = time.perf_counter()
         with torch.inference_mode():
             entering = self._admit()
-            if not entering and not self._rows:
+            if not entering and not self.rows:
                 return []
-            running = self._rows
+            running = self.rows
             logits, flops, padding = self._pass(entering, running)
-            return self._count(start, entering, running, flops, padding, self._extend(entering, running, logits))
+            done = self._choose([*self._enter(entering), *running], self._of_copies(entering, logits))
+            self._count(start, entering, len(running), flops, padding)
+            return done
 
     def fork(self, ledger: Ledger) -> Stream:
         """These rows as they entered, to be decoded under another schedule with the same prompt plan.
@@ -195,9 +177,9 @@ class Stream:
         """
         fork = Stream(self._context, ledger, self._seats)
         fork._free = list(self._free)
-        fork._rows = [replace(sample, tokens=[], ended=False) for sample in self._rows]
-        fork._cache.enter({sample.seat: sample.longest for sample in fork._rows})
-        for sample in fork._rows:
+        fork.rows = [replace(sample, tokens=[], ended=False) for sample in self.rows]
+        fork._cache.enter({sample.seat: sample.longest for sample in fork.rows})
+        for sample in fork.rows:
             fork._cache.copy_row(self._cache, sample.seat, sample.seat, len(sample.prompt))
             fork._sampler.enter(sample.seat, sample.prompt, sample.sample_id)
         fork.stats = replace(self.stats)
@@ -212,43 +194,41 @@ class Stream:
                 entering = self._admit()
                 assert entering, "the prompts do not fit together"
                 found, flops, padding = self._pass(entering, [])
-                self._enter(entering)
+                self.rows += self._enter(entering)
                 logits.append(self._of_copies(entering, found))
-                self._count(start, entering, [], flops, padding, [])
+                self._count(start, entering, 0, flops, padding)
         return torch.cat(logits)
 
     def begin(self, logits: Tensor) -> list[Generation]:
         """The first tokens of a fork's rows, from the logits of `prefill`; the generations that end with them."""
         with torch.inference_mode():
-            rows, self._rows = self._rows, []
-            return self._choose(rows, logits.clone())
+            return self._choose(self.rows, logits.clone())
 
     def _admit(self) -> list[Copies]:
         """Prompts that enter: as many as seats, the cache and a pass have room for."""
         self._prefix = self._context.prompts.prefix
         with self._queue.lock:
             entering = self._take()
-        for copies in entering:
-            for sample in copies:
-                sample.seat = self._free.pop()
-                self._sampler.enter(sample.seat, sample.prompt, sample.sample_id)
+        for sample in chain(*entering):
+            sample.seat = self._free.pop()
+            self._sampler.enter(sample.seat, sample.prompt, sample.sample_id)
         return entering
 
     def _take(self) -> list[Copies]:
         """Those prompts, from the queue."""
         entering: list[Copies] = []
         tokens, free = 0, len(self._free)
-        if not self._queue or (self._rows and free < min(self._seats // ENTER_TOGETHER, self.queued)):
+        if not self._queue or (self.rows and free < min(self._seats // ENTER_TOGETHER, self.queued)):
             return []
-        share = max(self._queue.share, 0 if self._rows else len(self._queue.first))
-        free = min(free, share - len(self._rows))
+        share = max(self._queue.share, 0 if self.rows else len(self._queue.first))
+        free = min(free, share - len(self.rows))
         held = self._cache.used_bytes
         while self._queue and len(copies := self._queue.first) <= free:
             first = copies[0]
             shared = self._prefix.shared(first.prompt) if self._prefix else 0
             needed = len(copies) * self._bytes(first)
             tokens += len(first.prompt) - shared
-            occupied = self._rows or entering
+            occupied = self.rows or entering
             if entering and tokens > PROMPT_TOKENS // self._queue.lanes:
                 break
             if occupied and self._cache_bytes is not None and held + needed > self._cache_bytes:
@@ -261,7 +241,7 @@ class Stream:
 
     def _bytes(self, sample: Sample) -> int:
         """Of the cache, for a row that gets as long as it can."""
-        shape = self._context.decoder.shape
+        shape = self._decoder.shape
         return shape.layers * shape.cache_elements(slots_for(sample.longest)) * self._context.dtype.itemsize
 
     def _pass(self, entering: Sequence[Copies], running: Sequence[Sample]) -> tuple[Tensor, int, int]:
@@ -276,23 +256,15 @@ class Stream:
         # Now that nobody leaves before the pass: rows that enter stand after the others.
         self._cache.enter({row.seat: row.longest for row, *_ in entering})
         prompts = [EnteringPrompt(row.prompt, row.shared_prefix, row.seat) for row, *_ in entering]
-        one = self._make_pass(prompts, newest)
+        model = context.prompts, context.compiled, self._plans, self._cache
+        one = self._kind_of_pass(*model, prompts, newest, self._prefix, self._maps)
         x = one.run()
-        self._ran(one, running)
         self.held_bytes = self._cache.bytes
-        exact, ours = context.decoder.logits, context.compiled.head(schedule, context.decoder)
+        exact, ours = self._decoder.logits, context.compiled.head(schedule, self._decoder)
         if schedule.head_preview is None or not running:
             return exact(x), flops, one.padding
         parts = ([exact(x[: one.last])] if entering else []) + [ours(x[one.last :])]
         return torch.cat(parts), flops, one.padding
-
-    def _make_pass(self, prompts: Sequence[EnteringPrompt], newest: Sequence[NewestToken]) -> OnePass:
-        context = self._context
-        model = context.decoder, context.kernels, context.compiled, self._plans, self._cache
-        return self.kind_of_pass(*model, prompts, newest, self._prefix, self._maps, context.device)
-
-    def _ran(self, one: OnePass, running: Sequence[Sample]) -> None:
-        """Told of every pass and the rows whose newest tokens it took."""
 
     def _retire(self, sample: Sample, plateau: int) -> None:
         """Give back a row's keys and values in layers where it attends no more."""
@@ -300,7 +272,7 @@ class Stream:
             if plateau >= last:
                 self._cache.give_back(sample.seat, span)
 
-    def _enter(self, entering: Sequence[Copies]) -> None:
+    def _enter(self, entering: Sequence[Copies]) -> list[Sample]:
         """Rows whose prompts have run: copies get the same keys and values."""
         for first, *others in entering:
             self._retire(first, 0)
@@ -308,31 +280,21 @@ class Stream:
             for sample in others:
                 self._retire(sample, 0)
                 self._cache.copy_row(self._cache, first.seat, sample.seat, len(first.prompt))
-            self._rows += [first, *others]
+        return list(chain(*entering))
 
     @staticmethod
     def _of_copies(entering: Sequence[Copies], logits: Tensor) -> Tensor:
-        """Logits [samples, vocab], from those of each prompt."""
+        """Logits [rows, vocab], from those of each prompt that enters and each row that runs."""
         if all(len(copies) == 1 for copies in entering):
             return logits
-        counts = torch.tensor([len(copies) for copies in entering], device=logits.device)
-        return logits.repeat_interleave(counts, 0)
-
-    def _extend(self, entering: Sequence[Copies], running: list[Sample], logits: Tensor) -> list[Generation]:
-        """The next token of every row."""
-        first = self._of_copies(entering, logits[: len(entering)])
-        self._rows = []
-        self._enter(entering)
-        rows, self._rows = [*self._rows, *running], []
-        return self._choose(
-            rows, logits if len(first) == len(entering) else torch.cat([first, logits[len(entering) :]])
-        )
+        counts = [len(copies) for copies in entering] + [1] * (len(logits) - len(entering))
+        return logits.repeat_interleave(torch.tensor(counts, device=logits.device), 0)
 
     def _choose(self, rows: Sequence[Sample], logits: Tensor) -> list[Generation]:
         """Take rows on by a token, from logits [rows, vocab], which are overwritten; those that ended by it."""
         steps = [len(sample.tokens) for sample in rows]
         tokens = self._sampler.choose(logits, [sample.seat for sample in rows], steps).tolist()
-        done = []
+        self.rows, done = [], []
         for sample, token in zip(rows, tokens, strict=True):
             sample.tokens.append(token)
             sample.ended = self._context.stopping.ends(sample.tokens)
@@ -343,35 +305,26 @@ class Stream:
                 self.stats.samples += 1
                 done.append(self._generation(sample))
             else:
-                self._rows.append(sample)
+                self.rows.append(sample)
         self._queue.ended(len(done))
-        self._rows.sort(key=lambda sample: self._ledger.schedule.plateau_at(sample.step))
+        self.rows.sort(key=lambda sample: self._ledger.schedule.plateau_at(sample.step))
         return done
 
     def _generation(self, sample: Sample) -> Generation:
         return generation_of(sample, self._context.stopping, self._ledger)
 
-    def _count(
-        self,
-        start: float,
-        entering: Sequence[Copies],
-        running: Sequence[Sample],
-        flops: int,
-        padding: int,
-        done: list[Generation],
-    ) -> list[Generation]:
+    def _count(self, start: float, entering: Sequence[Copies], running: int, flops: int, padding: int) -> None:
         """Add a pass to the stats."""
         prompt_flops = sum(self._ledger.prompt(len(row.prompt), row.shared_prefix) for row, *_ in entering)
         seconds = time.perf_counter() - start
         share = prompt_flops / (prompt_flops + flops)
         self.stats += BatchStats(
-            prompt_tokens=sum(row.prompt_computed for row, *_ in entering),
+            prompt_tokens=sum(len(row.prompt) - row.shared_prefix for row, *_ in entering),
             steps=1,
-            live_rows=sum(map(len, entering)) + len(running),
+            live_rows=sum(map(len, entering)) + running,
             seats=self._seats,
             flops_padding=padding,
             cache_course=(self.held_bytes,),
             prefill_seconds=share * seconds,
             decode_seconds=(1 - share) * seconds,
         )
-        return done

@@ -6,7 +6,7 @@ leaves it is replaced by its last row. What a block computes with is therefore o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class RowBlock:
     def __init__(self, shape: ModelShape, layers: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
         self.slots = slots
         self.seats: list[int] = []  # place -> whose
-        self._place: dict[int, int] = {}
+        self.place: dict[int, int] = {}  # seat -> place
         # Of each layer [keys or values, rows, kv_heads, slots, head_dim]: where a block grows, one layer at a time has
         # old and new. Zeros, not empty: a masked slot is multiplied by zero, and 0 x NaN would not be zero.
         size = (2, 0, shape.kv_heads, slots, shape.head_dim)
@@ -45,9 +45,6 @@ class RowBlock:
     @property
     def bytes(self) -> int:
         return sum(layer.nbytes for layer in self._store)
-
-    def holds(self, seat: int) -> bool:
-        return seat in self._place
 
     @property
     def capacity(self) -> int:
@@ -65,25 +62,25 @@ class RowBlock:
 
     def row(self, seat: int, within: int) -> Tensor:
         """Keys and values of a row in a layer, [2, kv_heads, slots, head_dim], a view."""
-        return self._store[within][:, self._place[seat]]
+        return self._store[within][:, self.place[seat]]
 
     def add(self, seats: Iterable[int]) -> None:
         """Places for rows, after those that are there."""
         for seat in seats:
-            self._place[seat] = len(self.seats)
+            self.place[seat] = len(self.seats)
             self.seats.append(seat)
         if len(self.seats) > self.capacity:
             self._resize()
 
     def remove(self, seat: int) -> None:
         """Give a row's place to the last one, and leave nothing behind, which might be no finite number."""
-        place, last = self._place.pop(seat), self.seats.pop()
+        place, last = self.place.pop(seat), self.seats.pop()
         for layer in self._store:
             if last != seat:
                 layer[:, place] = layer[:, len(self.seats)]
             layer[:, len(self.seats)] = 0
         if last != seat:
-            self.seats[place], self._place[last] = last, place
+            self.seats[place], self.place[last] = last, place
         if self.capacity - rows_held(len(self.seats)) > ROWS:
             self._resize()
 
@@ -116,9 +113,9 @@ class KVCache:
         """Of the rows that are there: blocks have memory for a few more."""
         return sum(block.used_bytes for blocks in self._blocks for block in blocks.values())
 
-    def blocks(self, span: int) -> Iterator[RowBlock]:
+    def blocks(self, span: int) -> Iterable[RowBlock]:
         """Those that hold rows."""
-        yield from self._blocks[span].values()
+        return self._blocks[span].values()
 
     def enter(self, longest: dict[int, int]) -> None:
         """Room in every layer for rows, by seat the number of tokens that each will end with at the most."""
@@ -134,7 +131,7 @@ class KVCache:
 
     def holds(self, seat: int, span: int) -> bool:
         block = self._blocks[span].get(self._slots[seat])
-        return block is not None and block.holds(seat)
+        return block is not None and seat in block.place
 
     def row(self, seat: int, layer: int) -> Tensor:
         """Keys and values of a row, [2, kv_heads, slots, head_dim], a view."""

@@ -34,12 +34,10 @@ class PlateauCost:
     attention: tuple[tuple[int | None, int], ...]  # (window, FLOPs per token attended to) of the layers of each window
     active_units: int
 
-    def tokens(self, first_context: int, last_context: int) -> int:
-        """FLOPs of consecutive tokens, the first attending to `first_context` tokens, the last to `last_context`."""
-        weights = (last_context - first_context + 1) * self.weights
-        return weights + sum(
-            rate * _sum_contexts(first_context, last_context, window) for window, rate in self.attention
-        )
+    def tokens(self, first: int, last: int) -> int:
+        """FLOPs of consecutive tokens, the first attending to `first` tokens, the last to `last`."""
+        attention = sum(rate * _sum_contexts(first, last, window) for window, rate in self.attention)
+        return (last - first + 1) * self.weights + attention
 
 
 @dataclass(frozen=True)
@@ -86,11 +84,10 @@ class Ledger:
             return inputs + self._layers(range(layers), shared + 1, tokens)
         whole = int(shared == 0 and tokens > 1)  # the first token runs every layer, and attends to nothing else
         flops = inputs + whole * 2 * layers * self.shape.layer_parameters
-        flops += self._layers(bridge.run_layers, shared + whole + 1, tokens) + self._layers(
-            range(bridge.first, layers), tokens, tokens
-        )
-        skipping = 2 * (computed - whole) * bridge.skip_parameters
-        return flops + skipping + 2 * (computed - whole - 1) * bridge.stop_parameters
+        flops += self._layers(bridge.run_layers, shared + whole + 1, tokens)
+        flops += self._layers(range(bridge.first, layers), tokens, tokens)
+        flops += 2 * (computed - whole) * bridge.skip_parameters
+        return flops + 2 * (computed - whole - 1) * bridge.stop_parameters
 
     def _layers(self, layers: Sequence[int], first: int, last: int) -> int:
         """FLOPs of layers on a prompt's tokens from `first` to `last`, counted from 1."""

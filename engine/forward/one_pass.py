@@ -18,11 +18,10 @@ from torch import Tensor
 
 from engine.forward.cache import KVCache, RowBlock
 from engine.forward.compiled_parts import PromptMaps
-from engine.forward.operations import ApplyBridge, Compiled, Operation, RunUnit, decode_plan
-from engine.forward.prompt_pass import Prefix
-from engine.kernels.base import Kernels, attended_alone, seen_by
-from engine.models.decoder import Attend, Decoder, Rotations
-from engine.parts.unit import all_units
+from engine.forward.operations import ApplyBridge, Compiled, Operation, RunUnit, unit_plans
+from engine.forward.prompt_pass import Prefix, PromptPass
+from engine.kernels.base import attended_alone, seen_by
+from engine.models.decoder import Attend, Rotations
 from engine.schedules.schedule import Schedule
 
 
@@ -61,9 +60,7 @@ class Attending:
     places: Tensor  # [n]
     positions: Tensor  # [n]
     longest: int
-    masks: dict[
-        int | None, tuple[Tensor, int]
-    ]  # window -> [n, 1, 1, longest]: 0 for what is seen, else -inf; how many see
+    masks: dict[int | None, tuple[Tensor, int]]  # window -> [n, 1, 1, longest]: 0 for what is seen, else -inf; how many
 
 
 class Plans:
@@ -74,38 +71,22 @@ class Plans:
         bridge = schedule.prompt_bridge
         self.stop = schedule.layers if bridge is None else bridge.first  # layer before which prompts stop
         self.skips = None if bridge is None else bridge.skips  # what they skip a block by
-        plans = [decode_plan(schedule, plateau) for plateau in range(len(schedule.plateaus))]
-        self.plateaus = len(plans)
-        bridges = [{op.bridge.block.first: op for op in plan if isinstance(op, ApplyBridge)} for plan in plans]
-        runs = [{op.unit: op for op in plan if isinstance(op, RunUnit)} for plan in plans]
-        # unit, what each plateau applies before it, how it runs, and on how many plateaus (the first ones)
-        self.units = [
-            (
-                unit,
-                [before.get(unit) for before in bridges],
-                RunUnit(unit, schedule.adapter_of(unit)),
-                sum(unit in run for run in runs),
-            )
-            for unit in all_units(schedule.layers)
-        ]
-        attended = {unit.layer: count for unit, _, _, count in self.units if unit.kind == "a"}
+        self.plateaus = len(schedule.plateaus)
+        self._units = unit_plans(schedule)
+        attended = {run.unit.layer: count for run, count, _ in self._units if run.unit.kind == "a"}
         self.retirements = sorted(set(attended.values()))  # by span, the plateau that attends there no more
         self.spans = [[layer for layer, count in attended.items() if count == last] for last in self.retirements]
 
     def slices(self, bulk: int, whole: int, last: int, decoding: Sequence[int]) -> Iterator[Slice]:
-        """What a pass does, in order.
-
-        Args:
-            bulk: prompts' tokens but those that follow.
-            whole: first tokens, which run every layer.
-            last: last tokens.
-            decoding: decode tokens of each plateau.
+        """What a pass does, in order: over so many last tokens of prompts, `whole` first ones that run every layer,
+        `bulk` others, and decode tokens of each plateau.
         """
         skipped = frozenset() if self.skips is None else frozenset(self.skips.block.units)
         first = bulk + whole + last
         ends = list(accumulate(decoding, initial=first))  # [p]: where the tokens of plateaus before p end
-        for unit, before, run, count in self.units:
-            for _, found in groupby(range(self.plateaus), key=lambda plateau: before[plateau]):
+        for run, count, before in self._units:
+            unit = run.unit
+            for _, found in groupby(range(self.plateaus), key=before.__getitem__):
                 same = list(found)
                 bridge, span = before[same[0]], (ends[same[0]], ends[same[-1] + 1])
                 if bridge is not None and span[0] < span[1]:
@@ -130,8 +111,7 @@ class OnePass:
 
     def __init__(
         self,
-        decoder: Decoder,
-        kernels: Kernels,
+        model: PromptPass,
         compiled: Compiled,
         plans: Plans,
         cache: KVCache,
@@ -139,20 +119,18 @@ class OnePass:
         newest: Sequence[NewestToken],
         prefix: Prefix | None,
         maps: PromptMaps | None,
-        device: torch.device,
     ) -> None:
         """Rows have their places in the cache, in the layers that they still attend in.
 
         Args:
-            decoder, kernels, compiled, plans, device: the model, and what the schedule brings along.
+            model, compiled, plans, maps: the model, what the schedule and its prompt bridge bring along.
             cache: of all rows of the pass and no others; changed.
-            entering: prompts to compute.
+            entering: prompts to compute, some of which begin with the prefix.
             newest: tokens of the others, by plateau.
-            prefix: what prompts share.
-            maps: of the schedule's prompt bridge.
         """
-        self._decoder, self._kernels, self._compiled, self._device = decoder, kernels, compiled, device
-        self._plans, self._cache, self._prompts, self._prefix, self._maps = plans, cache, entering, prefix, maps
+        self._decoder, self._kernels, self._device = model.decoder, model.kernels, model.device
+        self._compiled, self._plans, self._cache = compiled, plans, cache
+        self._prompts, self._maps = entering, maps
         # By prompt, whether its first token runs every layer, in a place of its own.
         whole = [maps is not None and not prompt.shared and len(prompt.tokens) > 1 for prompt in entering]
         self._begins = [prompt.shared + alone for prompt, alone in zip(entering, whole, strict=True)]
@@ -170,9 +148,9 @@ class OnePass:
         tokens = [prompt.tokens[place] for prompt, place in laid] + [row.token for row in newest]
         places = [place for _, place in laid] + [row.position for row in newest]
         lengths = [len(prompt.tokens) for prompt, _ in laid] + [row.position + 1 for row in newest]
-        positions, ends = torch.tensor(places, device=device), torch.tensor(lengths, device=device)
-        self._rotations = decoder.rotations(positions, ends)
-        self.embedded = decoder.embed(torch.tensor(tokens, device=device), positions)
+        positions, ends = torch.tensor(places, device=self._device), torch.tensor(lengths, device=self._device)
+        self._rotations = self._decoder.rotations(positions, ends)
+        self.embedded = self._decoder.embed(torch.tensor(tokens, device=self._device), positions)
         decoding = [0] * plans.plateaus
         for row in newest:
             decoding[row.plateau] += 1
@@ -182,8 +160,10 @@ class OnePass:
         self._seen: dict[tuple[int, int, int | None], Tensor | None] = {}  # masks of prompts
         self._stopped: Tensor | None = None
         for prompt in entering:
-            if prompt.shared:
-                self._write_prefix(prompt)
+            if prompt.shared and prefix is not None:
+                for layer, pair in enumerate(prefix.layers):
+                    for row, kept in zip(cache.row(prompt.seat, layer), pair, strict=True):
+                        row[:, : prompt.shared] = kept.transpose(0, 1)
 
     def run(self) -> Tensor:
         """Hidden states [last + decoding, hidden] after all layers, of the prompts' last tokens and the newest ones."""
@@ -271,12 +251,6 @@ class OnePass:
         for prompt, place, *pair in zip(prompts, places, k, v, strict=True):
             for row, kept in zip(self._cache.row(prompt.seat, layer), pair, strict=True):
                 row[:, place] = kept
-
-    def _write_prefix(self, prompt: EnteringPrompt) -> None:
-        assert self._prefix is not None
-        for layer, pair in enumerate(self._prefix.layers):
-            for row, kept in zip(self._cache.row(prompt.seat, layer), pair, strict=True):
-                row[:, : prompt.shared] = kept.transpose(0, 1)
 
     def _attend_prompt(self, layer: int, q: Tensor, index: int) -> Tensor:
         """Of the tokens of a prompt but the last, [n, heads * head_dim]."""

@@ -1,11 +1,8 @@
-"""What a pass over the layers does: a short list of operations.
-
-Decoding and every other forward under a schedule read this one list.
-"""
+"""What a pass over the layers does under a schedule: decoding and every other forward read it here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -37,6 +34,29 @@ class ApplyBridge(NamedTuple):
 Operation = RunUnit | ApplyBridge
 
 
+class UnitPlan(NamedTuple):
+    """What decode tokens go through at a unit's place."""
+
+    run: RunUnit
+    plateaus: int  # that run it: the first ones
+    before: Sequence[ApplyBridge | None]  # what tokens of each plateau go through first
+
+
+def unit_plans(schedule: Schedule) -> list[UnitPlan]:
+    """Of all units, in running order."""
+    plateaus = range(len(schedule.plateaus))
+    skipped = [schedule.skipped_units(plateau) for plateau in plateaus]
+    starts = [{each.block.first: ApplyBridge(each) for each in schedule.bridges_on(plateau)} for plateau in plateaus]
+    return [
+        UnitPlan(
+            RunUnit(unit, schedule.adapter_of(unit)),
+            sum(unit not in units for units in skipped),
+            [bridges.get(unit) for bridges in starts],
+        )
+        for unit in all_units(schedule.layers)
+    ]
+
+
 @dataclass(frozen=True)
 class Compiled:
     """What schedules bring along, ready to run on a device."""
@@ -55,46 +75,20 @@ class Compiled:
         return base.logits if schedule.head_preview is None else self.heads[schedule.head_preview]
 
 
-Observe = Callable[[int, Tensor], None]  # place of a unit, hidden states before it
+Observe = Callable[[int, Tensor], None]  # place of a unit, hidden states before it, which must not be changed
 
 
-def decode_plan(schedule: Schedule, plateau: int) -> tuple[Operation, ...]:
-    """What decode tokens go through on a plateau, in order: active units, and a bridge where its block would start."""
-    skipped = schedule.skipped_units(plateau)
-    starts = {bridge.block.first: bridge for bridge in schedule.bridges_on(plateau)}
-    plan: list[Operation] = []
-    for unit in all_units(schedule.layers):
-        if unit in starts:
-            plan.append(ApplyBridge(starts[unit]))
-        if unit not in skipped:
-            plan.append(RunUnit(unit, schedule.adapter_of(unit)))
-    return tuple(plan)
-
-
-def run_plan(
+def run_units(
     decoder: Decoder,
-    plan: Sequence[Operation],
-    compiled: Compiled,
+    units: Iterable[Unit],
     x: Tensor,
     rotations: Rotations,
     attend: Attend,
     observe: Observe | None = None,
 ) -> Tensor:
-    """Hidden states [N, hidden] after a plan's operations.
-
-    Args:
-        compiled: the plan's bridges and adapted units, on x's device.
-        x: hidden states [N, hidden] before them.
-        rotations, attend: of the N tokens, as `Decoder.attention` takes them.
-        observe: called with the place of each unit that runs and the hidden states before it. It must not change them.
-    """
-    for operation in plan:
-        if isinstance(operation, RunUnit) and observe is not None:
-            observe(operation.unit.place, x)
-        if isinstance(operation, ApplyBridge):
-            x = compiled.bridges[operation.bridge](x)
-        elif operation.unit.kind == "a":
-            x = compiled.model(operation, decoder).attention(operation.unit.layer, x, rotations, attend)
-        else:
-            x = compiled.model(operation, decoder).mlp(operation.unit.layer, x)
+    """Hidden states [N, hidden] after units, of x before them; `rotations` and `attend` as for `Decoder.attention`."""
+    for unit in units:
+        if observe is not None:
+            observe(unit.place, x)
+        x = decoder.attention(unit.layer, x, rotations, attend) if unit.kind == "a" else decoder.mlp(unit.layer, x)
     return x

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.forward.compiled_parts import BridgeMap, PromptMaps
-from engine.forward.operations import Compiled, Observe, RunUnit, run_plan
+from engine.forward.operations import Compiled, Observe, run_units
 from engine.kernels.base import Kernels, attended_alone
 from engine.models.decoder import Attend, Decoder, Rotations
-from engine.parts.unit import Block, all_units
+from engine.parts.unit import Block, Unit, all_units
 from engine.schedules.schedule import PromptPlan
 
 FULL_DEPTH = PromptPlan()
@@ -44,7 +45,7 @@ class PromptPass:
     """Passes over prompts, on one device."""
 
     def __init__(self, decoder: Decoder, kernels: Kernels, device: torch.device) -> None:
-        self._decoder, self._kernels, self._device = decoder, kernels, device
+        self.decoder, self.kernels, self.device = decoder, kernels, device
         self.prefix: Prefix | None = None
 
     def share(self, tokens: Sequence[int]) -> bool:
@@ -53,12 +54,12 @@ class PromptPass:
         Returns False where there is none, it fills the context, or its keys would depend on what follows it.
         """
         self.prefix = None
-        context = self._decoder.shape.context
+        context = self.decoder.shape.context
         if not 0 < len(tokens) < context:
             return False
-        positions = torch.arange(len(tokens), device=self._device)
-        alone = self._decoder.rotations(positions, torch.full_like(positions, len(tokens)))
-        longest = self._decoder.rotations(positions, torch.full_like(positions, context))
+        positions = torch.arange(len(tokens), device=self.device)
+        alone = self.decoder.rotations(positions, torch.full_like(positions, len(tokens)))
+        longest = self.decoder.rotations(positions, torch.full_like(positions, context))
         if not all(torch.equal(*pair) for pair in zip(alone, longest, strict=True)):
             return False
         layers: list[tuple[Tensor, Tensor]] = []
@@ -80,18 +81,17 @@ class PromptPass:
         Args:
             prompts: token ids. Those that begin with the prefix compute only their other tokens.
             keep: told of every layer's keys and values, views of what the pass computes.
-            plan: what they run.
-            compiled: what the plan brings along, on this device.
-            observe: without a prompt bridge, called with the place of each unit and the hidden states [N, hidden]
-                before it, of the N tokens computed, prompt after prompt. It must not change them.
+            plan, compiled: what they run.
+            observe: without a prompt bridge, told of the hidden states [N, hidden] before each unit, of the N tokens
+                computed, prompt after prompt.
         """
         compiled = compiled or Compiled()
-        ours = self._pass(prompts, keep, compiled.adapted[plan.adapter] if plan.adapter else self._decoder)
+        ours = _Pass(self, prompts, keep, compiled.adapted[plan.adapter] if plan.adapter else self.decoder)
         if plan.bridge is None:
             return ours.run(observe)
         skips, maps = plan.bridge.skips, compiled.prompt_maps[plan.bridge]
         skipped = None if skips is None else (skips.block, compiled.bridges[skips])
-        return ours.above(ours.stop(plan.bridge.first, skipped, maps).all_states, maps)
+        return ours.above(ours.stop(plan.bridge.first, skipped, maps), maps)
 
     def stop(
         self,
@@ -103,39 +103,24 @@ class PromptPass:
         """Run the layers below `first` alone, but for a block with what stands in for it; prompt bridges take it from
         there. Other arguments as for `run`. No keys and values are kept.
         """
-        return self._pass(prompts, lambda *_: None, self._decoder).stop(first, skipped, observe=observe)
-
-    def _pass(self, prompts: Sequence[Sequence[int]], keep: Keep, model: Decoder) -> _Pass:
-        return _Pass(model, self._kernels, self._device, prompts, keep, self.prefix)
+        ours = _Pass(self, prompts, lambda *_: None, self.decoder)
+        return StoppedPrompts(ours.stop(first, skipped, observe=observe)[ours.others], ours.others)
 
 
-@dataclass(frozen=True)
-class StoppedPrompts:
+class StoppedPrompts(NamedTuple):
     """Prompts that have run the layers below a prompt bridge."""
 
-    all_states: Tensor  # [N, hidden] of the N tokens computed, where they have stopped
-    others: Tensor  # [n]: which of them go no further
-
-    @property
-    def states(self) -> Tensor:
-        """[n, hidden] of these."""
-        return self.all_states[self.others]
+    states: Tensor  # [n, hidden] of the tokens that go no further
+    others: Tensor  # [n]: which of the N computed these are
 
 
 class _Pass:
     """One pass: where each prompt's tokens lie among the N computed, and what they attend to."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        kernels: Kernels,
-        device: torch.device,
-        prompts: Sequence[Sequence[int]],
-        keep: Keep,
-        prefix: Prefix | None,
-    ) -> None:
-        self._decoder, self._kernels, self._keep, self._prefix = decoder, kernels, keep, prefix
-        self._shared = [prefix.shared(prompt) if prefix else 0 for prompt in prompts]
+    def __init__(self, passes: PromptPass, prompts: Sequence[Sequence[int]], keep: Keep, decoder: Decoder) -> None:
+        self._decoder, self._kernels, self._keep, self._prefix = decoder, passes.kernels, keep, passes.prefix
+        device = passes.device
+        self._shared = [self._prefix.shared(prompt) if self._prefix else 0 for prompt in prompts]
         starts = list(zip(prompts, self._shared, strict=True))
         lengths = torch.tensor([len(prompt) - start for prompt, start in starts])
         self._spans = list(pairwise([0, *lengths.cumsum(0).tolist()]))
@@ -148,13 +133,14 @@ class _Pass:
         is_last[lengths.cumsum(0) - 1] = True
         is_whole[[start for (start, end), shared in zip(self._spans, self._shared, strict=True) if not shared]] = True
         is_whole &= ~is_last
-        self._plan = [RunUnit(unit) for unit in all_units(decoder.shape.layers)]
+        self._units = all_units(decoder.shape.layers)
         self._last, self._whole = is_last.nonzero()[:, 0].to(device), is_whole.nonzero()[:, 0].to(device)
+        self._going = torch.cat([self._whole, self._last])  # tokens that run all layers, under a prompt bridge
         self.others: Tensor = (~(is_last | is_whole)).nonzero()[:, 0].to(device)
 
     def run(self, observe: Observe | None) -> Tensor:
         """Hidden states [P, hidden] of the last tokens, all running all layers."""
-        return self._run(self._plan, self._embedded, observe)[self._last]
+        return self._run(self._units, self._embedded, observe)[self._last]
 
     def stop(
         self,
@@ -162,19 +148,21 @@ class _Pass:
         skipped: tuple[Block, BridgeMap] | None,
         maps: PromptMaps | None = None,
         observe: Observe | None = None,
-    ) -> StoppedPrompts:
-        """All tokens as they are before layer `first`, having skipped a block, whose keys and values maps may give."""
+    ) -> Tensor:
+        """Hidden states [N, hidden] before layer `first`, having skipped a block, whose keys and values maps may
+        give.
+        """
         x, start = self._embedded, 0
         if skipped is not None:
             block, bridge = skipped
             start = block.last.place + 1
-            x = self._run(self._plan[: block.first.place], x, observe)
+            x = self._run(self._units[: block.first.place], x, observe)
             own: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, of first tokens
-            whole = self._alone(self._plan[block.first.place : start], x[self._whole], own)
+            whole = self._alone(block.units, x[self._whole], own)
             if maps is not None:
                 self._keep_skipped(x, maps, own)
             x = bridge(x).index_copy(0, self._whole, whole)
-        return StoppedPrompts(self._run(self._plan[start : 2 * first], x, observe), self.others)
+        return self._run(self._units[start : 2 * first], x, observe)
 
     def _keep_skipped(self, x: Tensor, maps: PromptMaps, own: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         """Keys and values in a block that is skipped, from states [N, hidden] before it, or a first token's own."""
@@ -186,25 +174,24 @@ class _Pass:
                 keys, values = (mapped.index_copy(0, self._whole, ours) for mapped, ours in pairs)
             self._of_prompts(layer, keys, values)
 
-    def _alone(self, plan: Sequence[RunUnit], x: Tensor, kept: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
+    def _alone(self, units: Sequence[Unit], x: Tensor, kept: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
         """First tokens, which attend to themselves, through some units; by layer what was kept of them."""
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             kept[layer] = k, v
             return attended_alone(v, q.shape[1])
 
-        return run_plan(self._decoder, plan, Compiled(), x, self._rotations_of(self._whole), attend) if len(x) else x
+        return run_units(self._decoder, units, x, self._rotations_of(self._whole), attend) if len(x) else x
 
-    def _run(self, plan: Sequence[RunUnit], x: Tensor, observe: Observe | None = None) -> Tensor:
+    def _run(self, units: Sequence[Unit], x: Tensor, observe: Observe | None) -> Tensor:
         """All N tokens through some units."""
-        return run_plan(self._decoder, plan, Compiled(), x, self._rotations, self._attend, observe)
+        return run_units(self._decoder, units, x, self._rotations, self._attend, observe)
 
     def above(self, x: Tensor, maps: PromptMaps) -> Tensor:
         """Hidden states [P, hidden] of the last tokens after all layers, from states [N, hidden] where all stopped."""
-        going = torch.cat([self._whole, self._last])
-        plan, attend = self._plan[2 * maps.first :], self._attend_alone(x[self.others], maps)
-        x = run_plan(self._decoder, plan, Compiled(), x[going], self._rotations_of(going), attend)
-        return x[len(self._whole) :]
+        attend = self._attend_alone(x[self.others], maps)
+        units, rotations = self._units[2 * maps.first :], self._rotations_of(self._going)
+        return run_units(self._decoder, units, x[self._going], rotations, attend)[len(self._whole) :]
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Of all N tokens."""
@@ -215,11 +202,11 @@ class _Pass:
         """Of first tokens and each prompt's last, the others having stopped below with states [n, hidden]."""
         rotations = self._rotations_of(self.others)
         spans = list(pairwise(range(len(self._last) + 1)))
-        going, first = torch.cat([self._whole, self._last]), len(self._whole)
+        first = len(self._whole)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = (x.new_empty(len(self._embedded), *x.shape[1:]) for x in (k, v))
-            keys[going], values[going] = k, v
+            keys[self._going], values[self._going] = k, v
             if len(stopped):
                 above, values[self.others] = maps.keys_and_values(layer, stopped)
                 keys[self.others] = self._decoder.place_keys(layer, above, rotations)

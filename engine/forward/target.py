@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from engine.errors import ScheduleError
@@ -21,17 +22,16 @@ def decode_flop_speedup(shape: ModelShape, schedule: Schedule, lengths: Sequence
         lengths: (prompt tokens, generated tokens) of each sample.
     """
     ledger = Ledger(shape, schedule)
-    scheduled = sum(ledger.decode(prompt, generated) for prompt, generated in lengths)
-    full = sum(ledger.full_depth.decode(prompt, generated) for prompt, generated in lengths)
+    scheduled, full = (sum(each.decode(*length) for length in lengths) for each in (ledger, ledger.full_depth))
     return full / scheduled if scheduled else 1.0
 
 
 def sample_flop_speedup(shape: ModelShape, schedule: Schedule, lengths: Sequence[tuple[int, int]]) -> float:
     """The same for whole samples, prompts included."""
     ledger = Ledger(shape, schedule)
-    scheduled = sum(ledger.prompt(prompt) + ledger.decode(prompt, generated) for prompt, generated in lengths)
-    full = sum(
-        ledger.full_depth.prompt(prompt) + ledger.full_depth.decode(prompt, generated) for prompt, generated in lengths
+    scheduled, full = (
+        sum(each.prompt(prompt) + each.decode(prompt, generated) for prompt, generated in lengths)
+        for each in (ledger, ledger.full_depth)
     )
     return full / scheduled if scheduled else 1.0
 
@@ -68,18 +68,14 @@ def for_target_speedup(
     def schedule_with(floor: int) -> Schedule:
         return Schedule.build(shape.layers, groups, decay(floor), horizon, name=f"target {target:g}x")
 
-    low, high = 0, len(groups)
-    best = decode_flop_speedup(shape, schedule_with(high), lengths)
+    best = decode_flop_speedup(shape, schedule_with(len(groups)), lengths)
     if best < target:
         always = shape.layers - len({unit.layer for group in groups for unit in group})
         raise ScheduleError(
             f"a decode FLOP speed-up of {target:g}x cannot be met: the vocabulary head and the {always} layers that "
             f"always run allow at most {best:.2f}x with this order, decay and these lengths; ask for less"
         )
-    while low < high:
-        middle = (low + high) // 2
-        if decode_flop_speedup(shape, schedule_with(middle), lengths) >= target:
-            high = middle
-        else:
-            low = middle + 1
-    return schedule_with(low)
+    floors = range(len(groups))
+    return schedule_with(
+        bisect_left(floors, target, key=lambda floor: decode_flop_speedup(shape, schedule_with(floor), lengths))
+    )

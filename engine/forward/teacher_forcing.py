@@ -6,7 +6,7 @@ to all that came before it. One pass is therefore exactly what decoding under th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -14,12 +14,9 @@ import torch
 from torch import Tensor
 
 from engine.forward.compiled_parts import Head
-from engine.forward.operations import ApplyBridge, Compiled, Observe, Operation, RunUnit, decode_plan
+from engine.forward.operations import ApplyBridge, Compiled, Observe, Operation, run_units, unit_plans
 from engine.forward.packing import packs
-from engine.forward.prompt_pass import FULL_DEPTH, PROMPT_TOKENS, PromptPass
-from engine.kernels.base import Kernels
-from engine.models.decoder import Decoder
-from engine.parts.unit import all_units
+from engine.forward.prompt_pass import PROMPT_TOKENS, PromptPass
 from engine.schedules.schedule import PromptPlan, Schedule
 
 LOGIT_TOKENS = 512  # tokens whose logits are computed at a time: bounds memory
@@ -46,47 +43,26 @@ class AnswerPass:
     """
 
     def __init__(
-        self,
-        decoder: Decoder,
-        kernels: Kernels,
-        device: torch.device,
-        prompts: PromptPass,
-        answers: Sequence[Answer],
-        plan: PromptPlan = FULL_DEPTH,
-        compiled: Compiled | None = None,
+        self, prompts: PromptPass, answers: Sequence[Answer], plan: PromptPlan, compiled: Compiled | None = None
     ) -> None:
-        """Runs the prompts.
-
-        Answers need two tokens or more: the first comes from the prompt pass.
-
-        Args:
-            decoder, kernels, device: the model.
-            prompts: passes over its prompts.
-            answers: what to pass.
-            plan, compiled: what the prompts run, as for `PromptPass.run`.
+        """Runs the prompts, with `plan` and `compiled` as for `PromptPass.run`. Answers need two tokens or more: the
+        first comes from the prompt pass.
         """
-        self._decoder, self._kernels, self._device = decoder, kernels, device
-        self.answers = answers
+        self._decoder, self._kernels, self._device = prompts.decoder, prompts.kernels, prompts.device
         passes = torch.tensor([answer.passes for answer in answers])
         self.sample = torch.arange(len(answers)).repeat_interleave(passes)  # [N]: whose token
         self.step = torch.cat([torch.arange(count) for count in passes.tolist()])  # [N]: decode step
         self.next_token = torch.tensor([token for answer in answers for token in answer.tokens[1:]])  # [N]: the label
-        prompt = torch.tensor([len(answer.prompt) for answer in answers])
-        positions = (prompt[self.sample] + self.step).to(device)
-        fed = torch.tensor([token for answer in answers for token in answer.tokens[:-1]], device=device)
-        self._prompts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(decoder.shape.layers)]
+        lengths = torch.tensor([len(answer.prompt) for answer in answers])
+        self._positions = (lengths[self.sample] + self.step).to(self._device)
+        fed = torch.tensor([token for answer in answers for token in answer.tokens[:-1]], device=self._device)
+        self._prompts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(self._decoder.shape.layers)]
         places = {prompt: place for place, prompt in enumerate(dict.fromkeys(tuple(a.prompt) for a in answers))}
         self._prompt_of = [places[tuple(answer.prompt)] for answer in answers]
         ends = [prompts.run(pack, self._keep, plan, compiled) for pack in packs(places, len, PROMPT_TOKENS)]
         # [A, hidden]: what each answer's first token was chosen from, the prompt's last token after all layers
         self.first_hidden = torch.cat(ends)[self._prompt_of]
-        self._embedded = decoder.embed(fed, positions)
-        self._positions = positions
-
-    @property
-    def tokens(self) -> int:
-        """N."""
-        return len(self.step)
+        self._embedded = self._decoder.embed(fed, self._positions)
 
     def _keep(self, layer: int, index: int, k: Tensor, v: Tensor) -> None:
         # Copies: a view of the fused projection would keep the queries too.
@@ -108,34 +84,27 @@ class AnswerPass:
         """Hidden states [N, hidden] after the last layer, or before the unit whose place is `end`.
 
         Args:
-            schedule: whose plateaus decide what each token runs.
-            compiled: its bridges and adapted units, on this device.
+            schedule, compiled: what each token runs.
             start: (place of a unit, hidden states [N, hidden] before it) to go on from; default the embeddings.
             observe: called with the place of each unit and the hidden states [N, hidden] before it, and with 2L at the
-                end. It must not change them.
+                end.
         """
-        plateaus = [schedule.plateau_at(int(step)) for step in range(int(self.step.max()) + 1)]
-        plateau = torch.tensor(plateaus)[self.step]  # [N]
-        plans = [decode_plan(schedule, index) for index in range(max(plateaus) + 1)]
-        bridged, run = [_bridges_by_place(plan) for plan in plans], [_units_by_place(plan) for plan in plans]
+        plateau = torch.tensor([schedule.plateau_at(step) for step in range(int(self.step.max()) + 1)])[self.step]
         place, x = start or (0, self._embedded)
-        for unit in all_units(schedule.layers)[place:end]:
+        for run, plateaus, before in unit_plans(schedule)[place:end]:
             if observe is not None:
-                observe(unit.place, x)
-            for by_plateau in (bridged, run):  # a correction comes before the unit that it stands before
-                for operation in {plan.get(unit.place) for plan in by_plateau} - {None}:
-                    assert operation is not None
-                    running = torch.tensor([plan.get(unit.place) == operation for plan in by_plateau])
-                    rows = running[plateau].nonzero()[:, 0].to(self._device)
-                    x = self._run(operation, x, rows, compiled)
+                observe(run.unit.place, x)
+            for bridge in dict.fromkeys(before):
+                if bridge is not None:
+                    applied = torch.tensor([each == bridge for each in before])
+                    x = self._run(bridge, x, applied[plateau], compiled)
+            x = self._run(run, x, plateau < plateaus, compiled)
         if observe is not None and end is None:
             observe(2 * schedule.layers, x)
         return x
 
     def logits(self, x: Tensor, head: Head | None = None) -> Iterator[tuple[slice, Tensor]]:
-        """Logits [n, vocab] of hidden states [N, hidden], a slice of the tokens at a time, by default of all of them
-        exactly.
-        """
+        """Logits [n, vocab] of hidden states [N, hidden], a slice of the tokens at a time, by default exactly."""
         head = head or self._decoder.logits
         for first in range(0, len(x), LOGIT_TOKENS):
             part = slice(first, min(first + LOGIT_TOKENS, len(x)))
@@ -145,40 +114,28 @@ class AnswerPass:
         """The same as decoding under a schedule computes them."""
         return self.logits(x, compiled.head(schedule, self._decoder))
 
-    def _run(self, operation: Operation, x: Tensor, rows: Tensor, compiled: Compiled) -> Tensor:
-        """Hidden states [N, hidden] after an operation on some rows."""
+    def _run(self, operation: Operation, x: Tensor, which: Tensor, compiled: Compiled) -> Tensor:
+        """Hidden states [N, hidden] after an operation on some of the tokens, `which` [N] of bool."""
+        owners, rows = self.sample[which], which.nonzero()[:, 0].to(self._device)
         if len(rows) == 0:
             return x
         whole = len(rows) == len(x)
         part = x if whole else x[rows]
         if isinstance(operation, ApplyBridge):
             part = compiled.bridges[operation.bridge](part)
-        elif operation.unit.kind == "m":
-            part = compiled.model(operation, self._decoder).mlp(operation.unit.layer, part)
         else:
-            owners = self.sample[rows.cpu()]
-            counts = torch.bincount(owners, minlength=len(self.answers)).tolist()
+            counts = torch.bincount(owners, minlength=len(self._prompt_of)).tolist()
             spans = list(pairwise(accumulate(counts, initial=0)))
 
             def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                whole = [
+                kept = (self._prompts[layer][prompt] for prompt in self._prompt_of)
+                seen = [
                     (torch.cat([keys, k[start:end]]), torch.cat([values, v[start:end]]))
-                    for (keys, values), (start, end) in zip(
-                        (self._prompts[layer][prompt] for prompt in self._prompt_of), spans, strict=True
-                    )
+                    for (keys, values), (start, end) in zip(kept, spans, strict=True)
                 ]
-                return self._kernels.packed_attention(q, spans, whole, self._decoder.shape.attention_kind(layer))
+                return self._kernels.packed_attention(q, spans, seen, self._decoder.shape.attention_kind(layer))
 
             positions = self._positions[rows]
             rotations = self._decoder.rotations(positions, positions + 1)
-            part = compiled.model(operation, self._decoder).attention(operation.unit.layer, part, rotations, attend)
+            part = run_units(compiled.model(operation, self._decoder), [operation.unit], part, rotations, attend)
         return part if whole else x.index_copy(0, rows, part)
-
-
-def _bridges_by_place(plan: Sequence[Operation]) -> Mapping[int, Operation]:
-    """Where each stands in running order."""
-    return {op.bridge.block.first.place: op for op in plan if isinstance(op, ApplyBridge)}
-
-
-def _units_by_place(plan: Sequence[Operation]) -> Mapping[int, Operation]:
-    return {op.unit.place: op for op in plan if isinstance(op, RunUnit)}

@@ -13,7 +13,7 @@ from engine.parts.adapter import Adapter
 from engine.parts.unit import Unit
 
 # The modules that may hold a projection, and which of the parts stacked there it is.
-PLACES = {
+PLACES: dict[str, tuple[tuple[str, ...], int]] = {
     "q": (("qkv_proj",), 0),
     "k": (("qkv_proj",), 1),
     "v": (("qkv_proj",), 2),
@@ -39,7 +39,10 @@ def adapted_layers(adapter: Adapter, layers: Sequence[Any]) -> tuple[dict[Unit, 
             twin._modules[inside] = holder = _shallow(getattr(twin, inside))
         own: dict[str, Any] = {}
         for projection, (down, up) in changes.items():
-            name, part = _place(projection, holder, unit)
+            names, part = PLACES.get(projection, ((), 0))
+            name = next((name for name in names if hasattr(holder, name)), None)
+            if name is None:
+                raise ScheduleError(f"the adapter changes {unit}.{projection}, which this model does not have")
             if name not in own:
                 own[name] = _copied(getattr(holder, name))
             rows = _rows(own[name], part)
@@ -61,14 +64,6 @@ def _rows(linear: Any, part: int) -> Tensor:
     weight: Tensor = linear.weight.data
     sizes: Sequence[int] = getattr(linear, "output_partition_sizes", [len(weight)])
     return weight if len(sizes) == 1 else weight.split(list(sizes))[part]
-
-
-def _place(projection: str, holder: Any, unit: Unit) -> tuple[str, int]:
-    names, part = PLACES.get(projection, ((), 0))
-    for name in names:
-        if hasattr(holder, name):
-            return name, part
-    raise ScheduleError(f"the adapter changes {unit}.{projection}, which this model does not have")
 
 
 def _shallow(module: nn.Module) -> Any:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import count
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -18,18 +18,18 @@ import torch
 from engine.checkpoints import checkpoint
 from engine.checkpoints.tokenizer import Tokenizer
 from engine.decoding.feeding import feed, named
-from engine.decoding.generation import Generation, generation_of
-from engine.decoding.sample import Sample
+from engine.decoding.generation import Generation, Sample, generation_of, samples_of
 from engine.decoding.sampling import Sampling
 from engine.decoding.stats import BatchStats
 from engine.decoding.stopping import Stopping
 from engine.engine import Engine, check_device, resolve_device, resolve_dtype
-from engine.errors import ModelError, PromptError
+from engine.errors import ModelError
 from engine.forward.ledger import Ledger
-from engine.forward.scoring import AnswerScore, Likelihood
+from engine.forward.quality import AnswerScore, Likelihood
 from engine.models.families import family_of
 from engine.schedules.schedule import Schedule
 from engine.shape import ModelShape
+from engine.vllm.plugin import FULL_DEPTH, SETTING, register
 
 MOST_ROWS = 256  # that decode together, vLLM's own default
 WAITING = 4  # times as many rows as decode together are with vLLM, so that none of its passes wants for prompts
@@ -48,7 +48,7 @@ class _Running:
 
     def __post_init__(self) -> None:
         """Have every preemption told to the stream whose row it is."""
-        preempt = self.scheduler._preempt_request
+        preempt = self.scheduler._preempt_request  # in this process: see `VllmEngine`
 
         def told(request: Any, *args: Any, **kwargs: Any) -> None:
             name = request.request_id.split("-")[0]  # vLLM puts something random behind ours
@@ -60,15 +60,13 @@ class _Running:
 
     @property
     def scheduler(self) -> Any:
-        return self.llm.engine_core.engine_core.scheduler  # one process: see `VllmEngine`
+        return self.llm.engine_core.engine_core.scheduler
 
     @property
     def cache_bytes(self) -> int:
         """That rows take in its cache now, on one device."""
         tensors = self.scheduler.kv_cache_config.kv_cache_tensors  # of one allocation, each with its size
-        share: float = self.scheduler.kv_cache_manager.usage
-        size: int = max(tensor.size for tensor in tensors)
-        return round(share * size)
+        return round(self.scheduler.kv_cache_manager.usage * max(tensor.size for tensor in tensors))
 
     def can(self, schedule: Schedule, rows: int) -> bool:
         """Run rows under a schedule; at full depth it can under any."""
@@ -106,12 +104,12 @@ class VllmEngine:
         check_device(device)
         directory = checkpoint.prepare(model)
         config: Any = checkpoint.read_config(str(directory))
-        self._model, self._directory, self._options = model, directory, options
-        self._device, self._dtype = resolve_device(device).type, resolve_dtype(device, dtype)
         self.shape: ModelShape = family_of(config).shape(config)
+        self._model, self._directory = model, directory
+        self._options: dict[str, Any] = {"max_model_len": self.shape.context, **options}
+        self._device, self._dtype = resolve_device(device).type, resolve_dtype(device, dtype)
         self.tokenizer = Tokenizer(directory)
         self._running: _Running | None = None
-        self._own: Engine | None = None
 
     def share_prefix(self, tokens: Sequence[int]) -> int:
         """Nothing to do: vLLM finds what prompts share, in whole blocks. Each row is charged for its whole prompt."""
@@ -147,7 +145,7 @@ class VllmEngine:
             self.close()
             self._running = _Running(self._start(schedule, rows), schedule, rows)
         stopping = Stopping(sampling or Sampling(), self.tokenizer)
-        return VllmDecoding(self._running, stopping, Ledger(self.shape, schedule), self._check)
+        return VllmDecoding(self._running, stopping, Ledger(self.shape, schedule), self._options["max_model_len"])
 
     def fitting_batch_size(
         self, prompt_tokens: int, sampling: Sampling | None = None, schedule: Schedule | None = None
@@ -156,17 +154,14 @@ class VllmEngine:
         return MOST_ROWS
 
     def score(
-        self,
-        prompts: Sequence[Sequence[int]],
-        answers: Sequence[Sequence[int]],
-        schedules: Sequence[Schedule],
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], schedules: Sequence[Schedule]
     ) -> list[list[AnswerScore]]:
         """As `Engine.score`, and by one, on the CPU: vLLM has no pass over known answers under a schedule."""
-        return self._beside().score(prompts, answers, schedules)
+        return self._beside.score(prompts, answers, schedules)
 
     def likelihood(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[Likelihood]:
         """As `Engine.likelihood`, and by one, as `score`."""
-        return self._beside().likelihood(prompts, answers)
+        return self._beside.likelihood(prompts, answers)
 
     def close(self) -> None:
         """End vLLM, as far as one process can."""
@@ -175,68 +170,43 @@ class VllmEngine:
             self._running = None
             gc.collect()
 
+    @cached_property
     def _beside(self) -> Engine:
-        if self._own is None:
-            self._own = Engine.load(self._model, "cpu", "float32")
-        return self._own
+        return Engine.load(self._model, "cpu", "float32")
 
     def _start(self, schedule: Schedule, rows: int) -> Any:
         """vLLM's engine."""
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        from engine.vllm.plugin import SETTING, register
-
         register()  # vLLM's own look at entry points misses it where the project is not installed, but imported
         with TemporaryDirectory() as directory:
             setting = {}
             if not schedule.is_full_depth:
                 schedule.write(directory)
-                setting = {"additional_config": {SETTING: str(Path(directory))}}
+                setting = {"additional_config": {SETTING: directory}}
             args = EngineArgs(
                 model=str(self._directory),
                 skip_tokenizer_init=True,
                 dtype=self._dtype,
                 max_num_seqs=rows,
-                max_model_len=self._options.get("max_model_len", self.shape.context),
                 async_scheduling=False,  # penalties look at tokens that a pass prepared ahead does not know yet
                 logits_processors=["engine.vllm.sampling:OurSampling"],
                 disable_log_stats=True,
                 enforce_eager=self._device == "cpu",  # compiling wants a C++ compiler there
                 **setting,
-                **{name: value for name, value in self._options.items() if name != "max_model_len"},
+                **self._options,
             )
             return LLMEngine.from_engine_args(args)
-
-    def _check(self, prompt: Sequence[int], name: str) -> int:
-        """How many tokens may follow; raises PromptError for a prompt that leaves no room for any."""
-        if not prompt:
-            raise PromptError(f"{name} is empty")
-        context = self._options.get("max_model_len", self.shape.context)
-        if len(prompt) >= context:
-            raise PromptError(f"{name} has {len(prompt)} tokens, the context is {context}")
-        return int(context) - len(prompt)
 
 
 class VllmDecoding:
     """Rows under way in vLLM, under one sampling and schedule; more may be added at any time."""
 
-    def __init__(
-        self,
-        running: _Running,
-        stopping: Stopping,
-        ledger: Ledger,
-        room: Callable[[Sequence[int], str], int],
-    ) -> None:
-        """An empty one.
-
-        Args:
-            running: vLLM.
-            stopping, ledger: the sampling, the schedule.
-            room: how many tokens may follow a prompt of that name; raises PromptError.
-        """
+    def __init__(self, running: _Running, stopping: Stopping, ledger: Ledger, context: int) -> None:
+        """An empty one, of rows of so many tokens at the most."""
         self._running, self._llm = running, running.llm
-        self._stopping, self._ledger, self._room = stopping, ledger, room
+        self._stopping, self._ledger, self._context = stopping, ledger, context
         # At full depth in an engine that has a schedule.
         self._whole = ledger.schedule.is_full_depth and not running.schedule.is_full_depth
         self._samples: dict[str, Sample] = {}  # by request
@@ -257,14 +227,14 @@ class VllmDecoding:
         return replace(stats, prefill_seconds=share * seconds, decode_seconds=(1 - share) * seconds)
 
     def add(self, prompt: Sequence[int], sample_id: str, index: int) -> None:
-        """Let a row in: its prompt's samples, `index` of each generation. Raises PromptError."""
-        sampling = self._stopping.sampling
-        limit = min(sampling.max_new_tokens, self._room(prompt, f"prompt {index}"))
-        for copy in range(sampling.samples_per_prompt):
-            name = f"{sample_id}\0{copy}" if copy else sample_id
-            sample = Sample(index, copy, name, prompt, limit, shares_prompt=copy > 0)
+        """As `Decoding.add`."""
+        for sample in samples_of(prompt, sample_id, index, self._stopping.sampling, self._context):
+            sample.shares_prompt = sample.copy > 0
             request = next(self._running.names)
-            self._llm.add_request(request, {"prompt_token_ids": list(prompt), **self._salt()}, self._params(sample))
+            tokens: dict[str, Any] = {"prompt_token_ids": list(prompt)}
+            if self._whole:  # blocks of prompts at full depth are not those of prompts under a prompt bridge
+                tokens["cache_salt"] = "full depth"
+            self._llm.add_request(request, tokens, self._params(sample))
             self._samples[request], self._running.whose[request] = sample, self
 
     def step(self) -> list[Generation]:
@@ -325,7 +295,6 @@ class VllmDecoding:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        from engine.vllm.plugin import FULL_DEPTH
         from engine.vllm.sampling import SAMPLED, describe
 
         eos_ids = list(self._stopping.eos_ids)
@@ -341,7 +310,3 @@ class VllmDecoding:
             output_kind=RequestOutputKind.CUMULATIVE,
             extra_args=extra or None,
         )
-
-    def _salt(self) -> Mapping[str, str]:
-        """Blocks of prompts at full depth are not those of prompts under a prompt bridge."""
-        return {"cache_salt": "full depth"} if self._whole else {}

@@ -21,10 +21,11 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from engine.errors import ScheduleError
 from engine.forward.compiled_parts import PromptMaps, compile_bridge, compile_prompt_bridge
+from engine.forward.operations import unit_plans
 from engine.kernels.base import Kernels
 from engine.models.families import family_of
 from engine.parts.bridge import Bridge
-from engine.parts.unit import Unit, all_units
+from engine.parts.unit import Unit
 from engine.vllm.adapted import adapted_layers
 from engine.vllm.passes import BEGINS, ENDS, PLATEAU, WHOLE, Pass, Rows, install
 from engine.vllm.plugin import schedule_of
@@ -49,19 +50,17 @@ class Skipping:
         self._bridges = {bridge: compile_bridge(bridge, *where) for bridge in schedule.all_bridges}
         self._adapted: dict[Unit, Any] = {}  # a unit's layer with the adapter's changes
         self._adapted_for_prompts: dict[Unit, Any] = {}
-        plateaus = range(len(schedule.plateaus))
-        skipped = [schedule.skipped_units(plateau) for plateau in plateaus]
+        plans = unit_plans(schedule)
         # How many plateaus, the first ones, run each unit; and which bridges stand before it, on which plateau.
-        self._running = {unit: sum(unit not in units for units in skipped) for unit in all_units(schedule.layers)}
-        self._standing: dict[Unit, list[tuple[int, Any]]] = {}
-        for plateau in plateaus:
-            for bridge in schedule.bridges_on(plateau):
-                self._standing.setdefault(bridge.block.first, []).append((plateau, self._bridges[bridge]))
+        self._running = {run.unit: plateaus for run, plateaus, _ in plans}
+        self._standing = {
+            run.unit: [(plateau, self._bridges[each.bridge]) for plateau, each in enumerate(before) if each]
+            for run, _, before in plans
+        }
         self._maps: PromptMaps | None = None
         self._skips: Bridge | None = None  # what prompts skip a block by
         if schedule.prompt_bridge is not None:
-            kernels, *place = where
-            self._maps = compile_prompt_bridge(schedule.prompt_bridge, self.shape, kernels, *place)
+            self._maps = compile_prompt_bridge(schedule.prompt_bridge, self.shape, *where)
             self._skips = schedule.prompt_bridge.skips
         self._skipped_by_prompts = frozenset(self._skips.block.units if self._skips else ())
 
@@ -125,16 +124,19 @@ class Skipping:
                 prompts = slice(0, current.token(current.rows[ENDS]))
                 if prompts.stop:
                     self._skip_block(self._skips, current, prompts, positions, x)
-            for plateau, bridge in self._standing.get(unit, ()):
+            for plateau, bridge in self._standing[unit]:
                 first, end = current.rows[PLATEAU + plateau - 1 : PLATEAU + plateau + 1]
-                tokens = _tokens(current, Rows(first, end, above))
+                tokens = current.tokens(Rows(first, end, above))
                 if tokens.stop > tokens.start:
                     x[tokens] = bridge(x[tokens])
             for rows, layer in self._spans(unit, current):
-                tokens = _tokens(current, rows)
+                tokens = current.tokens(rows)
                 with current.attending(rows):
                     part = self.run(unit, layer, positions[tokens], x[tokens])
-                x = _with(x, tokens, part)
+                if len(part) == len(x):
+                    x = part
+                else:
+                    x[tokens] = part
         return x
 
     def _skip_block(self, skips: Bridge, current: Pass, prompts: slice, positions: Tensor, x: Tensor) -> None:
@@ -244,7 +246,6 @@ class _Sandwiched(Skipping):
     """Gemma 2 and 3: norms before and after each block."""
 
     def change(self, unit: Unit, layer: Any, positions: Tensor, x: Tensor) -> Tensor:
-        """As `Skipping.change`."""
         if unit.kind == "a":
             inner = layer.self_attn(positions=positions, hidden_states=layer.input_layernorm(x))
             return layer.post_attention_layernorm(inner)  # type: ignore[no-any-return]
@@ -263,12 +264,10 @@ class SkippingGranite(Skipping, GraniteForCausalLM):
     """Granite: factors on the embeddings and on what each block adds."""
 
     def embedded(self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None) -> Tensor:
-        """As `Skipping.embedded`."""
         factor: float = self.config.embedding_multiplier
         return super().embedded(input_ids, positions, inputs_embeds) * factor
 
     def run(self, unit: Unit, layer: Any, positions: Tensor, x: Tensor) -> Tensor:
-        """As `Skipping.run`."""
         factor: float = layer.residual_multiplier
         return x + self.change(unit, layer, positions, x) * factor
 
@@ -281,7 +280,6 @@ class SkippingOPT(Skipping, OPTForCausalLM):
         return self.model.decoder.layers  # type: ignore[no-any-return]
 
     def embedded(self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None) -> Tensor:
-        """As `Skipping.embedded`."""
         decoder = self.model.decoder
         x = super().embedded(input_ids, positions, inputs_embeds)
         if decoder.project_in is not None:
@@ -305,25 +303,9 @@ class SkippingOPT(Skipping, OPTForCausalLM):
         return k.contiguous()
 
     def normed(self, x: Tensor) -> Tensor:
-        """As `Skipping.normed`."""
         decoder = self.model.decoder
         if decoder.final_layer_norm is not None:
             x = decoder.final_layer_norm(x)
         if decoder.project_out is not None:
             x, _ = decoder.project_out(x)
         return x
-
-
-def _tokens(current: Pass, rows: Rows) -> slice:
-    """Where rows' tokens lie: in the pass, or above a prompt bridge among those kept."""
-    if not rows.ends_only:
-        return current.tokens(rows)
-    return slice(current.above(rows.first), current.above(rows.end))
-
-
-def _with(x: Tensor, tokens: slice, part: Tensor) -> Tensor:
-    """x with some of its tokens' states replaced; x itself is spent."""
-    if tokens.start == 0 and tokens.stop >= len(x):
-        return part
-    x[tokens] = part
-    return x

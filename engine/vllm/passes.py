@@ -53,7 +53,9 @@ class Pass:
         return int(self.starts[row])
 
     def tokens(self, rows: Rows) -> slice:
-        return slice(self.token(rows.first), self.token(rows.end))
+        """Where rows' tokens lie: in the pass, or above a prompt bridge among those kept."""
+        place = self.above if rows.ends_only else self.token
+        return slice(place(rows.first), place(rows.end))
 
     @property
     def beginning(self) -> Rows:
@@ -95,14 +97,7 @@ class Pass:
 
 
 def groups_of(schedule: Schedule, batch: Any, scheduled: Sequence[int], requests: Any) -> list[int]:
-    """Each row's group.
-
-    Args:
-        schedule: of the model.
-        batch: vLLM's persistent batch.
-        scheduled: how many tokens of each row the pass takes.
-        requests: the runner's, by id.
-    """
+    """The group of each row of vLLM's persistent batch, of which the pass takes so many tokens; `requests` by id."""
     groups = []
     for row, (request, count) in enumerate(zip(batch.req_ids, scheduled, strict=True)):
         computed, prompt = int(batch.num_computed_tokens_cpu[row]), int(batch.num_prompt_tokens[row])
@@ -134,23 +129,21 @@ def sort_rows(batch: Any, groups: Sequence[int]) -> list[int]:
 
 def part_of(common: Any, rows: Rows, current: Pass) -> Any:
     """vLLM's common metadata of some rows of a pass."""
-    span, tokens = slice(rows.first, rows.end), current.tokens(rows)
+    span = slice(rows.first, rows.end)
+    tokens: slice | Tensor = current.tokens(rows)
     starts = common.query_start_loc[rows.first : rows.end + 1] - common.query_start_loc[rows.first]
     starts_cpu = common.query_start_loc_cpu[rows.first : rows.end + 1] - common.query_start_loc_cpu[rows.first]
-    slots, positions = common.slot_mapping[tokens], common.positions[tokens]
     lengths, lengths_cpu = common.seq_lens[span], common.seq_lens_cpu_upper_bound[span]
     if rows.begins_only:
-        begins = current.begins()
-        starts_cpu = torch.arange(len(begins) + 1, dtype=starts_cpu.dtype)
+        tokens = current.begins()
+        starts_cpu = torch.arange(len(tokens) + 1, dtype=starts_cpu.dtype)
         starts = starts_cpu.to(starts.device)
-        slots, positions = common.slot_mapping[begins], common.positions[begins]
         lengths, lengths_cpu = torch.ones_like(lengths), torch.ones_like(lengths_cpu)
     if rows.ends_only:
+        tokens = current.kept()[tokens]
         above = [current.above(row) for row in range(rows.first, rows.end + 1)]
-        kept = current.kept()[above[0] : above[-1]]
         starts_cpu = torch.tensor(above, dtype=starts_cpu.dtype) - above[0]
         starts = starts_cpu.to(starts.device)
-        slots, positions = common.slot_mapping[kept], common.positions[kept]
     return replace(
         common,
         query_start_loc=starts,
@@ -161,8 +154,8 @@ def part_of(common: Any, rows: Rows, current: Pass) -> Any:
         num_actual_tokens=int(starts_cpu[-1]),
         max_query_len=int(starts_cpu.diff().max()),
         block_table_tensor=common.block_table_tensor[span],
-        slot_mapping=slots,
-        positions=positions,
+        slot_mapping=common.slot_mapping[tokens],
+        positions=common.positions[tokens],
         is_prefilling=common.is_prefilling[span],
         _num_computed_tokens_cache=None,
         _token_to_req_indices_cache=None,

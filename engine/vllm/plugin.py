@@ -41,8 +41,6 @@ def register() -> None:
     from vllm.config import VllmConfig
     from vllm.model_executor.models import ModelRegistry
 
-    from engine.vllm import admission
-
     for architecture, name in MODELS.items():
         ModelRegistry.register_model(PREFIX + architecture, f"engine.vllm.models:{name}")
     if hasattr(VllmConfig, "skipdecode"):
@@ -55,7 +53,7 @@ def register() -> None:
         apply(config)
 
     VllmConfig.try_verify_and_update_config = verify_and_apply
-    admission.install()
+    _look_at_requests()
 
 
 def schedule_of(config: Any) -> Schedule | None:
@@ -135,3 +133,34 @@ def _attention_backend(config: Any) -> Any:
         and not is_quantized_kv_cache(config.cache_config.cache_dtype)
     )
     return AttentionBackendEnum.FLASH_ATTN if is_flash else AttentionBackendEnum.TRITON_ATTN
+
+
+def _look_at_requests() -> None:
+    """Have vLLM's input processors refuse, by vLLM's own kind of error, what a schedule cannot serve."""
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    begin, process = InputProcessor.__init__, InputProcessor.process_inputs
+
+    def begun(processor: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        schedule = schedule_of(vllm_config)  # now: its directory may be gone by the time that requests come
+        processor.has_schedule = schedule is not None
+        processor.has_prompt_bridge = schedule is not None and schedule.prompt_bridge is not None
+        begin(processor, vllm_config, *args, **kwargs)
+
+    def processed(processor: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        if processor.has_schedule and kwargs.get("resumable"):
+            # Answers become parts of prompts, with the layers that they skipped missing from the cache.
+            raise VLLMValidationError("a schedule does not run together with streaming input", parameter="resumable")
+        asked = getattr(params, "prompt_logprobs", None)
+        full_depth = (getattr(params, "extra_args", None) or {}).get(FULL_DEPTH)
+        if processor.has_prompt_bridge and asked is not None and not full_depth:
+            # Of states that stop below the upper layers.
+            raise VLLMValidationError(
+                f"under a prompt bridge prompts have no log-probabilities: ask for {FULL_DEPTH} too",
+                parameter="prompt_logprobs",
+                value=asked,
+            )
+        return process(processor, request_id, prompt, params, *args, **kwargs)
+
+    InputProcessor.__init__, InputProcessor.process_inputs = begun, processed

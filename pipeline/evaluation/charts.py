@@ -15,7 +15,6 @@ from matplotlib.patches import Patch
 from engine import Schedule
 from engine.adaptation.trainer import Point
 from engine.bootstrap import Estimate
-from engine.forward.operations import ApplyBridge, decode_plan
 from engine.parts.unit import all_units
 from pipeline.evaluation.contender import FULL_DEPTH
 from pipeline.evaluation.figures import Figures
@@ -180,9 +179,8 @@ def schedule_grid(schedule: Schedule) -> np.ndarray:
         plateau = schedule.plateau_at(step)
         active = set(schedule.active_units(plateau))
         grid[:, step] = [2 * (unit in active) for unit in all_units(schedule.layers)]
-        for operation in decode_plan(schedule, plateau):
-            if isinstance(operation, ApplyBridge):
-                grid[[unit.place for unit in operation.bridge.block.units], step] = 1
+        for bridge in schedule.bridges_on(plateau):
+            grid[[unit.place for unit in bridge.block.units], step] = 1
     return grid
 
 

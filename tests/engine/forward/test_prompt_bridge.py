@@ -90,7 +90,7 @@ def replaced_keys_and_values(
     for layer, both in mapped.items():
         attention = layers[layer].self_attn
         keys, values = both.unbind(1)
-        if not isinstance(engine._decoder, OPTDecoder):  # ours lie as rotary embeddings like them: pairs side by side
+        if not isinstance(engine.decoder, OPTDecoder):  # ours lie as rotary embeddings like them: pairs side by side
             keys = torch.cat([keys[..., 0::2], keys[..., 1::2]], -1)
         for module, own in ((getattr(attention, "k_norm", attention.k_proj), keys), (attention.v_proj, values)):
 

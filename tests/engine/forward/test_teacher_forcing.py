@@ -78,7 +78,7 @@ def test_teacher_forcing_is_decoding(
         hidden = forced.hidden(schedule, model.compiled(schedule))
         logits = torch.cat([part for _, part in forced.logits(hidden)])
     expected = torch.stack(decoded)
-    assert forced.tokens == len(expected)
+    assert len(forced.step) == len(expected)
     assert forced.next_token.tolist() == [token for answer in answers for token in answer.tokens[1:]]
     assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
 
