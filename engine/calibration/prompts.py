@@ -57,10 +57,10 @@ def prompt_cut(shape: ModelShape, layers: int, schedules: Iterable[Schedule]) ->
     by 0.22 stopping at 19, by 0.13 skipping 10. The skipped ones begin with those that decode tokens skip from their
     first step on under all of the schedules, and may go on above.
     """
-    skipped_by_decoding = _skipped_by_decoding(schedules)
-    start = skipped_by_decoding.start if skipped_by_decoding else min(DEFAULT_WARMUP, layers)
+    spared = _skipped_by_decoding(schedules)
+    start = spared.start if spared else min(DEFAULT_WARMUP, layers)
     skipped = range(start, start + (shape.layers - layers) // 2) if start <= layers else range(0)
-    return PromptCut(layers + len(skipped), skipped, not set(skipped) <= set(skipped_by_decoding))
+    return PromptCut(layers + len(skipped), skipped, not set(skipped) <= set(spared))
 
 
 def _skipped_by_decoding(schedules: Iterable[Schedule]) -> range:
@@ -76,23 +76,12 @@ def _skipped_by_decoding(schedules: Iterable[Schedule]) -> range:
 
 
 def fit_prompt_bridge(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    cut: PromptCut,
-    progress: Progress,
-    ridge: float = RIDGE,
+    engine: Engine, prompts: Sequence[Sequence[int]], cut: PromptCut, progress: Progress, ridge: float = RIDGE
 ) -> PromptBridge:
     """The prompt bridge with the least ridge loss over the prompts' tokens, in memory that does not grow with them.
 
-    Args:
-        engine: with the model. Tokens that prompts share (`Engine.share_prefix`) are never bridged, and not fitted to.
-        prompts: token ids.
-        cut: which layers they are to run.
-        progress: told of prompts.
-        ridge: relative to the mean variance of an entry of the state.
-
-    Raises:
-        ScheduleError: the prompts have too few tokens that could be bridged.
+    Tokens that prompts share (`Engine.share_prefix`) are never bridged, and not fitted to. `ridge` is relative to the
+    mean variance of an entry of the state. Raises ScheduleError if too few tokens could be bridged.
     """
     with torch.inference_mode():
         skips, within = _fit_skip(engine, prompts, cut, progress, ridge) if cut.skipped else (None, {})
@@ -122,10 +111,7 @@ def prompt_cut_for(
     shape: ModelShape, schedule: Schedule, lengths: Sequence[tuple[int, int]], target: float
 ) -> PromptCut | None:
     """The cut with the most layers on prompts with which a schedule without a prompt bridge reaches a whole-sample FLOP
-    speed-up; None where one layer is too many.
-
-    Args:
-        lengths: (prompt tokens, generated tokens) of each sample.
+    speed-up on samples of these (prompt tokens, generated tokens); None where one layer is too many.
     """
     for layers in range(shape.layers - 1, 0, -1):
         cut = prompt_cut(shape, layers, [schedule])
@@ -159,7 +145,7 @@ def _fit_skip(
         sums.add_outputs(STATES, stopped.states - before)
         for place, x in states.items():
             sums.observe(stopped.others, place, x)
-    weight, bias = (rounded(tensor).cpu() for tensor in sums.fit([STATES], ridge))
+    weight, bias = (rounded(tensor).cpu() for tensor in sums.solve([STATES], ridge))
     within = sums.maps(WITHIN, ridge) if cut.keeps_skipped else {}
     return Bridge.affine(Block.of_layers(start, end), weight, bias), within
 
@@ -181,16 +167,16 @@ class _PromptSums(RidgeSums):
         k, v = self._decoder.keys_and_values(layer, x[rows])
         self.add_outputs(layer, torch.cat([k.flatten(1), v.flatten(1)], 1))
 
-    def fit(self, keys: Sequence[int], ridge: float, gain: float = 1.0) -> tuple[Tensor, Tensor]:
-        """As `RidgeSums.fit`; raises ScheduleError where there are too few tokens to say how they vary."""
+    def solve(self, keys: Sequence[int], ridge: float, gain: float = 1.0) -> tuple[Tensor, Tensor]:
+        """As `RidgeSums.solve`; raises ScheduleError where there are too few tokens to say how they vary."""
         if self.count < 2:
             raise ScheduleError(
                 "a prompt bridge is fitted to what lies between a prompt's first token and its last, and these prompts "
                 "have next to nothing there: name more prompts, or longer ones"
             )
-        return super().fit(keys, ridge, gain)
+        return super().solve(keys, ridge, gain)
 
     def maps(self, roles: Sequence[str], ridge: float) -> dict[str, Tensor]:
         """What gives these keys and values, by the roles of its matrix and bias."""
-        fitted = (rounded(tensor).cpu() for tensor in self.fit(self._layers, ridge))
+        fitted = (rounded(tensor).cpu() for tensor in self.solve(self._layers, ridge))
         return dict(zip(roles, fitted, strict=True))
