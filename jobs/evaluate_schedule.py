@@ -136,12 +136,10 @@ def evaluate(config: EvaluateSchedule) -> None:
         identity += f" {where}"  # tokens of another precision are another study's
     engine.share_prefix(config.template().shared_prefix(engine.tokenizer))  # as jobs do
     contenders = [Contender.full_depth(shape.layers), *named]
+    fitted_to = [prompt.tokens for prompt in held_back[: config.bridge_rows]]
     if config.prompt_layers:
-        contenders += with_shorter_prompts(
-            contenders, config.prompt_layers, engine, [prompt.tokens for prompt in held_back[: config.bridge_rows]]
-        )
+        contenders += with_shorter_prompts(contenders, config.prompt_layers, engine, fitted_to)
     if config.bridged_rivals or config.target_sample_speedup is not None:
-        fitted_to = [prompt.tokens for prompt in held_back[: config.bridge_rows]]
         log.info("fitting the rivals' bridges on %d calibration prompts", len(fitted_to))
         calibration = RivalCalibration.measure(engine, sampling, fitted_to)
         if config.bridged_rivals:

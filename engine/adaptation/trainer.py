@@ -108,7 +108,6 @@ class Trainer:
         with torch.no_grad():
             self._lessons = self._prepare(self._peers.share(train))
             self._judge = Judge(engine.teacher_forced(held_out), engine.shape.layers, (self._place,))
-            self._held_out = held_out
             self._judge.answers.keep_prompts(attended_layers(self._schedules, self._place))
         self._state = TrainingState(self._trainable.snapshot())
         self.untrained = self._qualities()  # of each schedule on the held-out answers
@@ -171,7 +170,7 @@ class Trainer:
                 compiled = self._trainable.compiled(schedule, self._kernels)
                 passed = None
                 if not schedule.prompt_plan.is_full_depth:
-                    passed = self._engine.teacher_forced(self._held_out, schedule, compiled)
+                    passed = self._engine.teacher_forced(self._judge.answers.answers, schedule, compiled)
                 found.append(self._judge.judge(schedule, compiled, passed))
         return found
 

@@ -108,8 +108,7 @@ class Calibration:
             chooser = Judge(engine.teacher_forced(choose), shape.layers, everywhere)
             self._judge = Judge(engine.teacher_forced(judge), shape.layers, places)
         self._prompt_layers, self._sample_targets = prompt_layers, sample_targets
-        self._choosing, self._judging, self._chooser = choose, judge, chooser
-        self._prompts = [answer.prompt for answer in (*fit, *choose)]
+        self._chooser, self._prompts = chooser, [answer.prompt for answer in (*fit, *choose)]
         self._prompt_bridges: dict[tuple[PromptCut, int], PromptBridge] = {}  # by how many prompts, too
         self._found: dict[float, Found] = {}  # by decode target
         bridges, previews = Bridges(fitted, own), head.fit(head.ranks) if head else []
@@ -159,7 +158,7 @@ class Calibration:
                 if cut is None:
                     continue
                 schedule = self._bridged(schedule, cut, CHOOSE_PROMPTS)
-            kl = self._judged(self._chooser, self._choosing, schedule).mean_kl
+            kl = self._judged(self._chooser, schedule).mean_kl
             log.info(
                 "%gx of the whole sample: %gx in decoding, skipped %s, prompts in %d layers: KL %.3f",
                 target, decode_target, dict(candidate.growth), cut.layers if cut else self._shape.layers, kl,
@@ -187,15 +186,16 @@ class Calibration:
             for candidate in dict.fromkeys((found.best, found.constant)):
                 yield target, candidate
 
-    def _judged(self, judge: Judge, answers: Sequence[Answer], schedule: Schedule) -> Quality:
+    def _judged(self, judge: Judge, schedule: Schedule) -> Quality:
         """By answers whose prompts run under the schedule too."""
         with torch.inference_mode():
+            answers = judge.answers.answers
             passed = self._engine.teacher_forced(answers, schedule) if schedule.prompt_bridge else None
             return judge.judge(schedule, self._engine.compiled(schedule), passed)
 
     def _calibrated(self, target: float, decode_target: float, candidate: Candidate, schedule: Schedule) -> Calibrated:
         """With provenance: what was predicted, on how much data, what one bridge and no growth would have given."""
-        quality, found = self._judged(self._judge, self._judging, schedule), self._found[decode_target]
+        quality, found = self._judged(self._judge, schedule), self._found[decode_target]
 
         def chosen(one: Candidate) -> dict[str, float]:
             seen = self._search.chosen(one)

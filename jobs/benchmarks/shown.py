@@ -61,7 +61,9 @@ def quality_table(rows: Rows) -> Table:
 
 
 def _filled(title: str, caption: str, columns: Mapping[str, tuple[str, str]], rows: Rows) -> Table:
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left", box=SIMPLE_HEAD)
+    table = Table(
+        title=title, title_justify="left", caption=caption, caption_justify="left", box=SIMPLE_HEAD, padding=0
+    )
     table.add_column("contender")
     for heading in columns:
         table.add_column(heading, justify="right")
@@ -95,9 +97,10 @@ def write_chart(path: Path, title: str, rows: Rows) -> None:
             cache.plot([size / 1e6 for size in row["cache_course"]], label=row["name"], drawstyle="steps-post")
     cache.set_xlabel("pass")
     cache.set_title("key/value cache, MB", loc="left", fontsize=11, color=INK)
+    axes.legend(frameon=False, fontsize=9, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    cache.legend(frameon=False, fontsize=9)
     for each in (axes, cache):
         each.spines[["top", "right"]].set_visible(False)
-        each.legend(frameon=False, fontsize=9)
     figure.savefig(path)
 
 
