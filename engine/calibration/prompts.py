@@ -76,22 +76,22 @@ def _skipped_by_decoding(schedules: Iterable[Schedule]) -> range:
 
 
 def fit_prompt_bridge(
-    engine: Engine, prompts: Sequence[Sequence[int]], cut: PromptCut, progress: Progress, ridge: float = RIDGE
+    engine: Engine, prompts: Sequence[Sequence[int]], cut: PromptCut, progress: Progress
 ) -> PromptBridge:
     """The prompt bridge with the least ridge loss over the prompts' tokens, in memory that does not grow with them.
 
-    Tokens that prompts share (`Engine.share_prefix`) are never bridged, and not fitted to. `ridge` is relative to the
-    mean variance of an entry of the state. Raises ScheduleError if too few tokens could be bridged.
+    Tokens that prompts share (`Engine.share_prefix`) are never bridged, and not fitted to. Raises ScheduleError if too
+    few tokens could be bridged.
     """
     with torch.inference_mode():
-        skips, within = _fit_skip(engine, prompts, cut, progress, ridge) if cut.skipped else (None, {})
+        skips, within = _fit_skip(engine, prompts, cut, progress) if cut.skipped else (None, {})
         sums = _PromptSums(engine, range(cut.first, engine.shape.layers))
         for pack in _packs(prompts, "collecting keys and values", progress):
             stopped = engine.stop_prompts(pack, cut.first, skips)
             if len(stopped.others):
                 sums.add_inputs(stopped.states)
                 engine.observe_prompts(pack, partial(sums.observe, stopped.others))
-        return PromptBridge(cut.first, {**sums.maps(ROLES, ridge), **within}, skips)
+        return PromptBridge(cut.first, {**sums.maps(ROLES), **within}, skips)
 
 
 def counted_prompt_bridge(shape: ModelShape, cut: PromptCut) -> PromptBridge:
@@ -130,7 +130,7 @@ def _packs(prompts: Sequence[Sequence[int]], what: str, progress: Progress) -> I
 
 
 def _fit_skip(
-    engine: Engine, prompts: Sequence[Sequence[int]], cut: PromptCut, progress: Progress, ridge: float
+    engine: Engine, prompts: Sequence[Sequence[int]], cut: PromptCut, progress: Progress
 ) -> tuple[Bridge, dict[str, Tensor]]:
     """The affine bridge over the skipped layers for prompt tokens, and what gives their keys and values if need be."""
     start, end = cut.skipped.start, cut.skipped.stop
@@ -145,9 +145,8 @@ def _fit_skip(
         sums.add_outputs(STATES, stopped.states - before)
         for place, x in states.items():
             sums.observe(stopped.others, place, x)
-    weight, bias = (rounded(tensor).cpu() for tensor in sums.solve([STATES], ridge))
-    within = sums.maps(WITHIN, ridge) if cut.keeps_skipped else {}
-    return Bridge.affine(Block.of_layers(start, end), weight, bias), within
+    skips = Bridge.affine(Block.of_layers(start, end), *sums.stored([STATES]))
+    return skips, sums.maps(WITHIN) if cut.keeps_skipped else {}
 
 
 class _PromptSums(RidgeSums):
@@ -167,16 +166,16 @@ class _PromptSums(RidgeSums):
         k, v = self._decoder.keys_and_values(layer, x[rows])
         self.add_outputs(layer, torch.cat([k.flatten(1), v.flatten(1)], 1))
 
-    def solve(self, keys: Sequence[int], ridge: float, gain: float = 1.0) -> tuple[Tensor, Tensor]:
-        """As `RidgeSums.solve`; raises ScheduleError where there are too few tokens to say how they vary."""
+    def stored(self, keys: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """W and b as they are stored; raises ScheduleError where there are too few tokens to say how they vary."""
         if self.count < 2:
             raise ScheduleError(
                 "a prompt bridge is fitted to what lies between a prompt's first token and its last, and these prompts "
                 "have next to nothing there: name more prompts, or longer ones"
             )
-        return super().solve(keys, ridge, gain)
+        weight, bias = self.solve(keys, RIDGE)
+        return rounded(weight).cpu(), rounded(bias).cpu()
 
-    def maps(self, roles: Sequence[str], ridge: float) -> dict[str, Tensor]:
+    def maps(self, roles: Sequence[str]) -> dict[str, Tensor]:
         """What gives these keys and values, by the roles of its matrix and bias."""
-        fitted = (rounded(tensor).cpu() for tensor in self.solve(self._layers, ridge))
-        return dict(zip(roles, fitted, strict=True))
+        return dict(zip(roles, self.stored(self._layers), strict=True))
