@@ -11,7 +11,8 @@ from engine import BatchStats, Engine, Sampling, Schedule, __version__
 from engine.kernels.base import Kernels, kernels_for
 from jobs.benchmarks.peers.protocol import Job, Peer, Prompts, Run, longest_first, serve
 
-LOCK_STEP, UNSHARED = "lock-step", "unshared"  # nobody enters before all rows have ended, as in SkipDecode's batches
+LOCK_STEP = "lock-step"  # nobody enters before all rows have ended, as in SkipDecode's batches
+UNSHARED = "unshared"  # what all prompts begin with is computed in each of them
 PLAIN = {"unpacked": "linear", "torch-norm": "rms_norm"}  # the kernel that is torch's own instead
 
 
