@@ -80,9 +80,9 @@ lint: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-benchmark: install  ## engine against its peers on this machine, and the pipeline's own overhead
-	$(PIP) --editable '.[benchmark]'
-	$(BIN)/python -m jobs.benchmarks.engine
+benchmark: install peers  ## one batch of the engine and its peers on this machine, and the pipeline's own overhead
+	$(BIN)/python -m jobs.benchmarks.job --contenders engine transformers ctranslate2 --schedules --speedups 1.5 2 3 \
+		--rows 8 --batch-size 8 --max-new-tokens 32 --full-length --output out/benchmark-batch
 	$(BIN)/python -m jobs.benchmarks.pipeline
 
 benchmark-job: install peers  ## whole jobs: the engine, its schedules and its peers in turns; options: JOB='--rows 48 ...'

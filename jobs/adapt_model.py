@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from huggingface_hub import ModelCardData
@@ -19,12 +19,12 @@ from rich.table import Table
 
 import engine
 from engine import ModelShape, Schedule, ScheduleError, decode_flop_speedup
-from engine.adaptation.trainer import Point, is_trainable
+from engine.adaptation.curve import Point
+from engine.adaptation.trainer import is_trainable
 from engine.calibration.prompts import check_prompt_layers
 from engine.forward.target import sample_flop_speedup
 from jobs import command_line
 from jobs.adaptation import ANSWERS_FILE, CHECKPOINT_FILE, AdaptModel, Training, train, train_on_cluster
-from pipeline import logs
 from pipeline.evaluation.charts import learning_curve
 from pipeline.evaluation.contender import ending
 from pipeline.preparing.fit import read_schedule, read_schedules
@@ -37,9 +37,7 @@ log = logging.getLogger("jobs.adapt_model")
 
 
 def main() -> int:
-    logs.set_up("text")
-    config = command_line.parse(AdaptModel, PROGRAM)
-    return command_line.run(PROGRAM, lambda: adapt(config))
+    return command_line.start(AdaptModel, PROGRAM, adapt)
 
 
 def adapt(config: AdaptModel) -> None:
@@ -59,7 +57,7 @@ def adapt(config: AdaptModel) -> None:
             "adapted_on": done.learnt_from,
         }
         replace(after, provenance=provenance).write(output / name)
-    (output / CURVE_FILE).write_text(json.dumps([asdict(point) for point in done.points], indent=1))
+    (output / CURVE_FILE).write_text(json.dumps([point._asdict() for point in done.points], indent=1))
     (output / FIGURE_FILE).write_text(learning_curve(done.points))
     (output / CARD_FILE).write_text(_card(config, list(schedules), done))
     Console().print(_table(done.points))
@@ -97,10 +95,8 @@ def _table(points: list[Point]) -> Table:
     table = Table(title="on held-out answers, teacher-forced", title_justify="left")
     for name in ("step", "training loss", "KL", "agreement", "seconds"):
         table.add_column(name, justify="right")
-    for point in points:
-        table.add_row(
-            str(point.step), f"{point.loss:.3f}", f"{point.kl:.3f}", f"{point.agreement:.3f}", f"{point.seconds:.0f}"
-        )
+    for step, *figures, seconds in points:
+        table.add_row(str(step), *(f"{figure:.3f}" for figure in figures), f"{seconds:.0f}")
     return table
 
 

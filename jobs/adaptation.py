@@ -18,11 +18,11 @@ from pydantic import Field
 
 from engine import Engine, ModelError, Schedule, ScheduleError, model_identity
 from engine.adaptation.checkpoint import check_settings
-from engine.adaptation.estimate import is_early_look, reachable_kl
+from engine.adaptation.curve import Point, is_early_look, reachable_kl
 from engine.adaptation.memory import check_memory, kept_bytes, model_bytes, working_bytes
 from engine.adaptation.peers import Peers
 from engine.adaptation.recipe import Recipe
-from engine.adaptation.trainer import Point, Trainer
+from engine.adaptation.trainer import Trainer
 from engine.calibration.prompts import counted_prompt_bridge, fit_prompt_bridge, prompt_cut
 from engine.forward.quality import Quality
 from engine.kernels.base import training_kernels_for

@@ -9,6 +9,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -23,7 +24,6 @@ from engine.calibration.prompts import check_prompt_layers
 from engine.schedules.schedule_file import SCHEDULE_FILE
 from jobs import command_line
 from jobs.answers import PART, AnswersConfig, TargetSpeedup, answer_corpus
-from pipeline import logs
 from pipeline.errors import JobError
 from pipeline.evaluation.charts import schedule_maps
 from pipeline.inputs.corpus_parts import Part
@@ -32,6 +32,9 @@ from pipeline.storage.ownership import claim_directory
 
 PROGRAM = "calibrate_schedule.py"
 MAPS_FILE = "schedules.svg"
+COLUMNS = (
+    "target", "decode FLOPs", "whole sample", "skipped from step", "on prompts", "head", "KL", "agreement", "directory",
+)  # fmt: skip
 
 log = logging.getLogger("jobs.calibrate_schedule")
 
@@ -69,9 +72,7 @@ class CalibrateSchedule(AnswersConfig):
 
 
 def main() -> int:
-    logs.set_up("text")
-    config = command_line.parse(CalibrateSchedule, PROGRAM)
-    return command_line.run(PROGRAM, lambda: calibrate(config))
+    return command_line.start(CalibrateSchedule, PROGRAM, calibrate)
 
 
 def calibrate(config: CalibrateSchedule) -> None:
@@ -87,10 +88,11 @@ def calibrate(config: CalibrateSchedule) -> None:
     drawn = answer_corpus(config, model, progress, partial(check_sample, config, shape))
     chosen = (config.prompt_layers, config.whole_head, sample_targets)
     calibration = Calibration(model, drawn.answers, targets, progress, *chosen)
-    table, maps = _table(), []
+    table, maps = Table(*COLUMNS, title="on held-out answers, teacher-forced", title_justify="left"), []
     for found in calibration.run():
         name = _name(found.target)
-        found.with_provenance(calibrated_on=drawn.provenance).write(output / name)
+        provenance = {**found.schedule.provenance, "calibrated_on": drawn.provenance}
+        replace(found.schedule, provenance=provenance).write(output / name)
         table.add_row(*_row(found), str(output / name))
         maps.append((name, found.schedule))
     (output / MAPS_FILE).write_text(schedule_maps(maps))
@@ -125,23 +127,6 @@ def _check_others(output: Path, targets: Sequence[float]) -> None:
             f"{str(output)!r} holds schedules for other targets ({', '.join(others)}), among which a job could choose: "
             "name another directory, or remove them"
         )
-
-
-def _table() -> Table:
-    table = Table(title="on held-out answers, teacher-forced", title_justify="left")
-    for name in (
-        "target",
-        "decode FLOPs",
-        "whole sample",
-        "skipped from step",
-        "on prompts",
-        "head",
-        "KL",
-        "agreement",
-        "directory",
-    ):
-        table.add_column(name)
-    return table
 
 
 def _row(found: Calibrated) -> list[str]:

@@ -63,6 +63,13 @@ def parse(
     raise SystemExit(USAGE_EXIT)
 
 
+def start(config_class: type[Config], program: str, job: Callable[[Config], None]) -> int:
+    """Exit code of a job with the configuration that was given, which logs as that says."""
+    config = parse(config_class, program)
+    logs.set_up(getattr(config, "log_format", "text"))
+    return run(program, lambda: job(config))
+
+
 def run(program: str, job: Callable[[], None]) -> int:
     """Exit code of a job; what it ended with is one line, unless it is a defect, which keeps its traceback.
 

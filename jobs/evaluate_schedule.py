@@ -10,7 +10,7 @@ import json
 import logging
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -30,7 +30,6 @@ from engine.checkpoints.tokenizer import Tokenizer
 from jobs import command_line
 from jobs.answers import PART, TargetSpeedup
 from jobs.prompts import SUMMARIZE
-from pipeline import logs
 from pipeline.errors import JobError
 from pipeline.evaluation.bridged_rivals import bridged_rivals
 from pipeline.evaluation.contender import Contender, ending
@@ -115,9 +114,7 @@ class EvaluateSchedule(CorpusConfig):
 
 
 def main() -> int:
-    logs.set_up("text")
-    config = command_line.parse(EvaluateSchedule, PROGRAM)
-    return command_line.run(PROGRAM, lambda: evaluate(config))
+    return command_line.start(EvaluateSchedule, PROGRAM, evaluate)
 
 
 def evaluate(config: EvaluateSchedule) -> None:
@@ -139,12 +136,10 @@ def evaluate(config: EvaluateSchedule) -> None:
         identity += f" {where}"  # tokens of another precision are another study's
     engine.share_prefix(config.template().shared_prefix(engine.tokenizer))  # as jobs do
     contenders = [Contender.full_depth(shape.layers), *named]
+    fitted_to = [prompt.tokens for prompt in held_back[: config.bridge_rows]]
     if config.prompt_layers:
-        contenders += with_shorter_prompts(
-            contenders, config.prompt_layers, engine, [prompt.tokens for prompt in held_back[: config.bridge_rows]]
-        )
+        contenders += with_shorter_prompts(contenders, config.prompt_layers, engine, fitted_to)
     if config.bridged_rivals or config.target_sample_speedup is not None:
-        fitted_to = [prompt.tokens for prompt in held_back[: config.bridge_rows]]
         log.info("fitting the rivals' bridges on %d calibration prompts", len(fitted_to))
         calibration = RivalCalibration.measure(engine, sampling, fitted_to)
         if config.bridged_rivals:
@@ -275,35 +270,27 @@ def warn_of_seen_rows(config: EvaluateSchedule, contenders: Sequence[Contender])
 
 
 def _table(found: Sequence[Figures]) -> Table:
-    table = Table(title=f"{found[0].rows} prompts, 95 % intervals", title_justify="left", box=SIMPLE_HEAD, padding=0)
-    table.add_column("contender")
-    for heading in (
-        "sample\nFLOP x",
-        "decode\nFLOP x",
-        "excess NLL",
-        "ROUGE-L\nshare",
-        "repe-\ntition",
-        "unsup-\nported",
-    ):
+    title = f"{found[0].rows} prompts, 95 % intervals"
+    table = Table("contender", title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
+    columns: dict[str, Callable[[Figures], Estimate | None]] = {
+        "sample\nFLOP x": lambda each: each.sample_flop_speedup,
+        "decode\nFLOP x": lambda each: each.decode_flop_speedup,
+        "excess NLL": lambda each: each.excess_nll,
+        "ROUGE-L\nshare": lambda each: each.share_of_full_depth["rouge_l"],
+        "repe-\ntition": lambda each: each.repetition,
+        "unsup-\nported": lambda each: each.unsupported,
+    }
+    for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)  # a long name gives way, a figure does not
     for each in found:
-        table.add_row(
-            each.label,
-            _shown(each.sample_flop_speedup, interval=False),
-            _shown(each.decode_flop_speedup, interval=False),
-            _shown(each.excess_nll),
-            _shown(each.share_of_full_depth["rouge_l"], interval=False),
-            _shown(each.repetition, interval=False),
-            _shown(each.unsupported, interval=False),
-        )
+        table.add_row(each.label, *(_shown(of(each), heading == "excess NLL") for heading, of in columns.items()))
     return table
 
 
-def _shown(estimate: Estimate | None, interval: bool = True) -> str:
+def _shown(estimate: Estimate | None, interval: bool) -> str:
     if estimate is None:
         return "-"
-    limits = f" [{estimate.low:.3f}, {estimate.high:.3f}]" if interval else ""
-    return f"{estimate.value:.3f}{limits}"
+    return f"{estimate.value:.3f}" + f" [{estimate.low:.3f}, {estimate.high:.3f}]" * interval
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import sys
 from rich.console import Console
 
 from jobs import command_line, job_output
-from pipeline import logs
 from pipeline.dataset.config import DatasetConfig
 from pipeline.dataset.generate import generate_dataset, generation_config
 
@@ -21,9 +20,7 @@ PROGRAM = "generate_dataset.py"
 
 
 def main() -> int:
-    config = command_line.parse(DatasetConfig, PROGRAM)
-    logs.set_up(config.log_format)
-    return command_line.run(PROGRAM, lambda: generate(config))
+    return command_line.start(DatasetConfig, PROGRAM, generate)
 
 
 def generate(config: DatasetConfig) -> None:

@@ -8,6 +8,7 @@ Exit codes are those of the job: 0 done, 1 damaged or no run, 3 some units faile
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from pydantic import Field
 from rich.console import Console
@@ -46,27 +47,34 @@ def look(config: InspectRun) -> Inspection:
     """Print what stands in the output. Raises JobError if it holds no run or, with --verify, a damaged one."""
     storage = run_output(config)
     found = inspect(storage)
-    console = Console()
-    console.print(f"{found.output}: {found.state}", soft_wrap=True, markup=False, highlight=False)
-    console.print(_table(found))
+    say = partial(Console().print, soft_wrap=True, markup=False, highlight=False)
+    say(f"{found.output}: {found.state}")
+    totals = found.totals
+    table = Table(show_header=False)
+    facts = {
+        "run": str(found.run["fingerprint"]),
+        "committed": f"{totals.rows:,} of {found.rows:,} rows in {len(found.commits):,} units",
+        "failed": f"{sum(unit.rows for unit in found.failed):,} rows in {len(found.failed):,} units",
+    }
+    for name, value in {**facts, **summary(totals, int(found.run["schedule"]["layers"]))}.items():
+        table.add_row(name, value)
+    Console().print(table)
     for unit in found.failed[:MOST_SHOWN]:
         rows = f"rows {unit.start} to {unit.start + unit.rows - 1} of {unit.path}"
-        console.print(
-            f"failed: {unit.unit}, {rows}, {unit.attempts} attempts: {unit.error}", soft_wrap=True, markup=False
-        )
+        say(f"failed: {unit.unit}, {rows}, {unit.attempts} attempts: {unit.error}")
     if len(found.failed) > MOST_SHOWN:
-        console.print(f"... and {len(found.failed) - MOST_SHOWN} more")
-    console.print(f"next: {found.advice}", soft_wrap=True, markup=False)
+        say(f"... and {len(found.failed) - MOST_SHOWN} more")
+    say(f"next: {found.advice}")
     if config.verify:
         damages = verify(storage, found)
         for damage in damages[:MOST_SHOWN]:
-            console.print(f"damaged: {damage}", soft_wrap=True, markup=False)
+            say(f"damaged: {damage}")
         if damages:
             raise JobError(
                 f"{len(damages)} damages in {found.output!r}: delete the commits of the damaged units under _commits/ "
                 "and the manifest, and start the job again to do just those"
             )
-        console.print(f"verified: {len(found.commits):,} files, {found.totals.rows:,} rows, each once")
+        say(f"verified: {len(found.commits):,} files, {found.totals.rows:,} rows, each once")
     return found
 
 
@@ -76,17 +84,6 @@ def run_output(config: InspectRun) -> Storage:
     below = config.storage(f"{config.output.rstrip('/')}/{GENERATION}")
     no_run_here = read_run(storage.at_first()) is None
     return below if no_run_here and read_run(below.at_first()) is not None else storage
-
-
-def _table(found: Inspection) -> Table:
-    table = Table(show_header=False)
-    totals = found.totals
-    table.add_row("run", str(found.run["fingerprint"]))
-    table.add_row("committed", f"{totals.rows:,} of {found.rows:,} rows in {len(found.commits):,} units")
-    table.add_row("failed", f"{sum(unit.rows for unit in found.failed):,} rows in {len(found.failed):,} units")
-    for name, value in summary(totals, int(found.run["schedule"]["layers"])).items():
-        table.add_row(name, value)
-    return table
 
 
 if __name__ == "__main__":

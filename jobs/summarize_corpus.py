@@ -12,7 +12,6 @@ from rich.console import Console
 
 from jobs import command_line, job_output
 from jobs.prompts import SUMMARIZE
-from pipeline import logs
 from pipeline.config import JobConfig
 from pipeline.run import run_job
 
@@ -30,9 +29,7 @@ class SummarizeCorpus(JobConfig):
 
 
 def main() -> int:
-    config = command_line.parse(SummarizeCorpus, PROGRAM)
-    logs.set_up(config.log_format)
-    return command_line.run(PROGRAM, lambda: summarize(config))
+    return command_line.start(SummarizeCorpus, PROGRAM, summarize)
 
 
 def summarize(config: SummarizeCorpus) -> None:

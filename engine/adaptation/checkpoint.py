@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from pathlib import Path
@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engine.adaptation.curve import Point
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainable import Trainable
 from engine.errors import ScheduleError
@@ -35,7 +36,7 @@ class TrainingState:
     step: int = 0  # steps taken
     waiting: int = 0  # judgements since the best
     seconds: float = 0.0
-    curve: list[tuple[int, float, float, float, float]] = field(default_factory=list)  # as `trainer.Point`
+    curve: list[Point] = field(default_factory=list)
 
 
 def training_identity(
@@ -62,8 +63,8 @@ def write_state(
     """
     tensors = {f"best.{name}": value for name, value in state.best.items()}
     tensors |= {f"now.{name}": value.detach() for name, value in trainable.parameters.items()}
-    for name, moments in _moments(trainable, optimizer):
-        tensors |= {f"{moment}.{name}": moments[moment] for moment in MOMENTS}
+    for name, parameter in trainable.parameters.items():
+        tensors |= {f"{moment}.{name}": optimizer.state[parameter][moment] for moment in MOMENTS}
     facts = {
         "of": identity,
         "settings": dict(settings or {}),
@@ -108,13 +109,13 @@ def read_state(path: Path, identity: str, trainable: Trainable, optimizer: torch
         with safe_open(path, "pt") as file:
             facts = _facts(file.metadata())
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
-        is_of_this = facts.get("of") == identity
-        if is_of_this:
+        state = None
+        if facts.get("of") == identity:
             _check_tensors(tensors, trainable)
             state = _state(facts, _named(tensors, "best"))
     except (OSError, SafetensorError, ValueError) as error:
         raise _unreadable(path, error) from None
-    if not is_of_this:
+    if state is None:
         raise ScheduleError(
             f"the checkpoint {str(path)!r} is of another training (other schedule, answers or recipe): "
             "delete it to start anew, or write elsewhere"
@@ -151,27 +152,20 @@ def _check_tensors(tensors: dict[str, Tensor], trainable: Trainable) -> None:
 
 def _state(facts: dict[str, Any], best: dict[str, Tensor]) -> TrainingState:
     """Raises ValueError."""
-    counts, numbers = [facts.get(name) for name in ("step", "waiting")], [facts.get(n) for n in ("best_kl", "seconds")]
-    points = facts.get("curve")
+    try:
+        curve = [Point(*point) for point in facts["curve"]]
+        state = TrainingState(best, facts["best_kl"], facts["step"], facts["waiting"], facts["seconds"], curve)
+    except (KeyError, TypeError):
+        raise ValueError("its state is damaged") from None
+    counts = [state.step, state.waiting, *(point.step for point in curve)]
+    numbers = [state.best_kl, state.seconds, *(value for point in curve for value in point)]
     if not all(type(count) is int and 0 <= count < 2**53 for count in counts) or not all(map(_is_number, numbers)):
         raise ValueError("its state is damaged")
-    if not isinstance(points, list) or not all(
-        isinstance(point, list) and len(point) == 5 and type(point[0]) is int and all(map(_is_number, point))
-        for point in points
-    ):
-        raise ValueError("its curve is damaged")
-    names = ("best_kl", "step", "waiting", "seconds")
-    curve = [(point[0], point[1], point[2], point[3], point[4]) for point in points]
-    return TrainingState(best, **{name: facts[name] for name in names}, curve=curve)
+    return state
 
 
 def _is_number(value: object) -> bool:
     return type(value) is float or (type(value) is int and abs(value) < 2**53)
-
-
-def _moments(trainable: Trainable, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    for name, parameter in trainable.parameters.items():
-        yield name, optimizer.state[parameter]
 
 
 def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -37,21 +37,18 @@ class Trainable:
         schedules: Sequence[Schedule],
         decoder: Decoder,
         device: torch.device,
-        gate_width: int = 0,
-        adapter_rank: int = 0,
-        seed: int = 0,
+        gate_width: int,
+        adapter_rank: int,
+        seed: int,
     ) -> None:
         """Starts where the schedules are.
 
         Args:
-            schedules: with bridges of any kind, or none.
             decoder: the model, with kernels that gradients pass.
-            device: that it is on.
             gate_width: of a gated part for every bridge without one; 0 for none.
             adapter_rank: of an adapter for all schedules without one, of the units that decode tokens of some of them
                 run where the first bridge of each has been passed; where prompts are bridged, of all units that tokens
                 run, for prompts too; 0 for none.
-            seed: of what is added.
         """
         draw = torch.Generator().manual_seed(seed)
         gated: dict[Bridge, Bridge] = {}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -15,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.adaptation.checkpoint import TrainingState, read_state, training_identity, write_state
+from engine.adaptation.curve import Point
 from engine.adaptation.peers import Peers
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainable import Trainable
@@ -29,20 +28,7 @@ from engine.kernels.base import Kernels
 from engine.parts.part import rounded
 from engine.schedules.schedule import Schedule
 
-log = logging.getLogger(__name__)
-
 BETAS, EPS = (0.9, 0.95), 1e-8
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """A point of the learning curve, means over the schedules."""
-
-    step: int  # steps taken
-    loss: float  # mean of the steps since the last point, in nats per token; the held-out KL at step 0
-    kl: float  # held-out, nats per token
-    agreement: float  # held-out
-    seconds: float  # of training, over all sessions
 
 
 class _Part:
@@ -94,10 +80,7 @@ class Trainer:
         Args:
             engine: with kernels that gradients pass (`Engine.load(..., kernels=training_kernels_for(...))`).
             schedules: as calibration makes them, or any others that skip something.
-            train: full-depth answers to learn from; the same in all processes.
-            held_out: others, to judge by; the same in all processes.
-            recipe: how.
-            progress: told what is done of how much.
+            train, held_out: full-depth answers to learn from and to judge by, the same in all processes.
 
         Raises:
             ScheduleError: a schedule skips nothing or does not fit the model, there is nothing to train, or there are
@@ -125,7 +108,6 @@ class Trainer:
         with torch.no_grad():
             self._lessons = self._prepare(self._peers.share(train))
             self._judge = Judge(engine.teacher_forced(held_out), engine.shape.layers, (self._place,))
-            self._held_out = held_out
             self._judge.answers.keep_prompts(attended_layers(self._schedules, self._place))
         self._state = TrainingState(self._trainable.snapshot())
         self.untrained = self._qualities()  # of each schedule on the held-out answers
@@ -147,7 +129,7 @@ class Trainer:
             raise ScheduleError(f"not all processes find the checkpoint {str(checkpoint)!r}: keep it where all see it")
         if checkpoint is not None and all(found):
             self._state = read_state(checkpoint, self._identity, self._trainable, self._optimizer)
-            yield from (Point(*point) for point in self._state.curve)
+            yield from self._state.curve
         else:
             yield self._look(self.untrained, loss=None)
         losses: list[float] = []
@@ -177,7 +159,7 @@ class Trainer:
         else:
             state.waiting += 1
         point = Point(state.step, kl if loss is None else loss, kl, agreement, round(state.seconds, 3))
-        state.curve.append((point.step, point.loss, point.kl, point.agreement, point.seconds))
+        state.curve.append(point)
         return point
 
     def _qualities(self) -> list[Quality]:
@@ -188,7 +170,7 @@ class Trainer:
                 compiled = self._trainable.compiled(schedule, self._kernels)
                 passed = None
                 if not schedule.prompt_plan.is_full_depth:
-                    passed = self._engine.teacher_forced(self._held_out, schedule, compiled)
+                    passed = self._engine.teacher_forced(self._judge.answers.answers, schedule, compiled)
                 found.append(self._judge.judge(schedule, compiled, passed))
         return found
 

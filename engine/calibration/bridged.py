@@ -78,34 +78,24 @@ class Bridges:
     def __init__(self, moments: Mapping[int, Moments], own: OwnStates | None = None) -> None:
         """Moments by warm-up depth, and what is needed for bridges above the first."""
         self._moments, self._own = moments, own
-        self._first: dict[tuple[int, int, float, float], Bridge] = {}
-        self._apart: dict[Candidate, Bridge] = {}  # by the constant candidate that it is the last bridge of
+        self._fitted: dict[Candidate, Bridge] = {}  # by the constant candidate that it is the last bridge of
 
     def schedule(self, layers: int, candidate: Candidate) -> Schedule:
         """The candidate's schedule with its bridges."""
         bridges: dict[str, Bridge] = {}
         for end in candidate.ends:
-            first, *apart = candidate.blocks(end)
-            bridges[first] = self._fit(candidate, end)
-            for count, name in enumerate(apart):
-                bridges[name] = self._fit_apart(layers, candidate, end, count, bridges)
+            constant = replace(candidate, growth=((0, end - candidate.warmup),), head=None)
+            for count, name in enumerate(candidate.blocks(end)):
+                key = replace(constant, apart=candidate.apart[:count])
+                if key not in self._fitted:
+                    self._fitted[key] = self._last(layers, key, bridges)
+                bridges[name] = self._fitted[key]
         return candidate.schedule(layers, lambda name, _: bridges[name])
 
-    def _fit(self, candidate: Candidate, end: int) -> Bridge:
-        key = (candidate.warmup, end, candidate.ridge, candidate.gain)
-        if key not in self._first:
-            self._first[key] = self._moments[candidate.warmup].fit(2 * end, candidate.ridge, candidate.gain)
-        return self._first[key]
-
-    def _fit_apart(
-        self, layers: int, candidate: Candidate, end: int, count: int, below: Mapping[str, Bridge]
-    ) -> Bridge:
-        """The bridge of the block apart with this index, given those below it."""
-        constant = replace(candidate, growth=((0, end - candidate.warmup),), head=None)
-        key = replace(constant, apart=candidate.apart[: count + 1])
-        if key not in self._apart:
-            assert self._own is not None
-            so_far = replace(constant, apart=candidate.apart[:count])
-            schedule = so_far.schedule(layers, lambda name, _: below[name])
-            self._apart[key] = self._own.fit(schedule, candidate.apart[count], APART_RIDGE)
-        return self._apart[key]
+    def _last(self, layers: int, constant: Candidate, below: Mapping[str, Bridge]) -> Bridge:
+        """The last bridge of a constant candidate, given those below it."""
+        if not constant.apart:
+            return self._moments[constant.warmup].fit(2 * constant.ends[0], constant.ridge, constant.gain)
+        assert self._own is not None
+        so_far = replace(constant, apart=constant.apart[:-1]).schedule(layers, lambda name, _: below[name])
+        return self._own.fit(so_far, constant.apart[-1], APART_RIDGE)

@@ -26,13 +26,7 @@ from engine.calibration.collect import Progress, collect_moments
 from engine.calibration.growth import Lengths
 from engine.calibration.head import HeadStates, counted_preview
 from engine.calibration.own_states import OwnStates
-from engine.calibration.prompts import (
-    PromptCut,
-    check_prompt_layers,
-    fit_prompt_bridge,
-    prompt_cut,
-    prompt_cut_for,
-)
+from engine.calibration.prompts import PromptCut, fit_prompt_bridge, prompt_cut, prompt_cut_for
 from engine.calibration.search import DEEPER, DEPTH_STEP, FIRST, MOST_APART, WARMUPS, Found, Search
 from engine.engine import Engine
 from engine.errors import ScheduleError
@@ -60,10 +54,6 @@ class Calibrated:
     schedule: Schedule
     quality: Quality  # on answers that neither fitting nor choosing has seen
 
-    def with_provenance(self, **more: object) -> Schedule:
-        """The schedule, with more said about where it comes from."""
-        return replace(self.schedule, provenance={**self.schedule.provenance, **more})
-
 
 class Calibration:
     """One model, its full-depth answers, and candidates compared on them."""
@@ -78,20 +68,15 @@ class Calibration:
         whole_head: bool = False,
         sample_targets: Sequence[float] = (),
     ) -> None:
-        """Collects states.
+        """Collects the states of full-depth answers. Raises ScheduleError for too few, or a target that cannot be met.
 
         Args:
-            engine: with the model.
-            answers: at full depth.
             targets: decode FLOP speed-ups.
-            progress: told what is done of how much.
-            prompt_layers: layers that all prompt tokens run; a prompt bridge takes the place of the others.
+            prompt_layers: that all prompt tokens run, as `check_prompt_layers` has it; a prompt bridge takes the place
+                of the others.
             whole_head: try no head previews.
             sample_targets: FLOP speed-ups of the whole sample, prompts included; each gets one of the decode targets,
                 and as many prompt layers as reach it.
-
-        Raises:
-            ScheduleError: too few answers, a target that cannot be met, or no such number of layers.
         """
         if len(answers) < LEAST_ANSWERS:
             raise ScheduleError(
@@ -100,8 +85,6 @@ class Calibration:
             )
         self._engine, self._progress = engine, progress
         self._shape = shape = engine.shape
-        if prompt_layers is not None:
-            check_prompt_layers(prompt_layers, shape)
         self._lengths: Lengths = [(len(answer.prompt), len(answer.tokens)) for answer in answers]
         self._targets = targets
         head = None if whole_head else HeadStates(engine.decoder)
@@ -110,31 +93,27 @@ class Calibration:
         deepest = min(max(least) + DEEPER, shape.layers - min(WARMUPS) - 1)
         depths = {*range(DEPTH_STEP, deepest + 1, DEPTH_STEP)}
         depths |= {layers - fewer for layers in least for fewer in range(min(MOST_APART + 1, layers))}
-        ends = {
-            warmup: sorted(warmup + depth for depth in depths if warmup + depth < shape.layers) for warmup in WARMUPS
-        }
-        ends = {warmup: up_to for warmup, up_to in ends.items() if up_to}  # a shallow model has no room for some
-        depths_by_warmup = {warmup: [end - warmup for end in ends[warmup]] for warmup in ends}
+        depths_by = {warmup: sorted(depth for depth in depths if warmup + depth < shape.layers) for warmup in WARMUPS}
+        depths_by = {warmup: deep for warmup, deep in depths_by.items() if deep}  # a shallow model has no room for some
+        ends = {warmup: [warmup + depth for depth in deep] for warmup, deep in depths_by.items()}
         alone = {layer: [layer + 1] for layer in range(max(WARMUPS) + 1, shape.layers - 1)}
         fit, choose, judge = _parts(answers)
-        own = OwnStates(engine, [2 * warmup for warmup in ends])
+        places = tuple(2 * warmup for warmup in ends)
+        own = OwnStates(engine, places)
         fitted = collect_moments(engine, fit, ends | alone, progress, own, head)
         held_out = collect_moments(engine, choose, ends, progress)
         self._final_bridges = Bridges({warmup: fitted[warmup].merged(held_out[warmup]) for warmup in ends}, own)
-        places = tuple(2 * warmup for warmup in ends)
         with torch.inference_mode():
             everywhere = tuple(range(min(places), 2 * shape.layers, 2))
             chooser = Judge(engine.teacher_forced(choose), shape.layers, everywhere)
             self._judge = Judge(engine.teacher_forced(judge), shape.layers, places)
         self._prompt_layers, self._sample_targets = prompt_layers, sample_targets
-        self._choosing, self._judging, self._chooser = choose, judge, chooser
-        self._prompts = [answer.prompt for answer in (*fit, *choose)]
+        self._chooser, self._prompts = chooser, [answer.prompt for answer in (*fit, *choose)]
         self._prompt_bridges: dict[tuple[PromptCut, int], PromptBridge] = {}  # by how many prompts, too
         self._found: dict[float, Found] = {}  # by decode target
-        bridges = Bridges(fitted, own)
-        previews = head.fit(head.ranks) if head else []
-        self._search = Search(engine, fitted, bridges, chooser, depths_by_warmup, self._lengths, previews, progress)
-        self.fit_tokens = sum(answer.passes for answer in (*fit, *choose))
+        bridges, previews = Bridges(fitted, own), head.fit(head.ranks) if head else []
+        self._search = Search(engine, fitted, bridges, chooser, depths_by, self._lengths, previews, progress)
+        self._fit_tokens = sum(answer.passes for answer in (*fit, *choose))
 
     def run(self) -> Iterator[Calibrated]:
         """The best schedule for each target: of the whole sample where such are asked for, else of decoding."""
@@ -179,7 +158,7 @@ class Calibration:
                 if cut is None:
                     continue
                 schedule = self._bridged(schedule, cut, CHOOSE_PROMPTS)
-            kl = self._judged(self._chooser, self._choosing, schedule).mean_kl
+            kl = self._judged(self._chooser, schedule).mean_kl
             log.info(
                 "%gx of the whole sample: %gx in decoding, skipped %s, prompts in %d layers: KL %.3f",
                 target, decode_target, dict(candidate.growth), cut.layers if cut else self._shape.layers, kl,
@@ -207,39 +186,29 @@ class Calibration:
             for candidate in dict.fromkeys((found.best, found.constant)):
                 yield target, candidate
 
-    def _judged(self, judge: Judge, answers: Sequence[Answer], schedule: Schedule) -> Quality:
+    def _judged(self, judge: Judge, schedule: Schedule) -> Quality:
         """By answers whose prompts run under the schedule too."""
         with torch.inference_mode():
+            answers = judge.answers.answers
             passed = self._engine.teacher_forced(answers, schedule) if schedule.prompt_bridge else None
             return judge.judge(schedule, self._engine.compiled(schedule), passed)
 
     def _calibrated(self, target: float, decode_target: float, candidate: Candidate, schedule: Schedule) -> Calibrated:
-        quality = self._judged(self._judge, self._judging, schedule)
-        figures = self._figures(decode_target, candidate, schedule, quality)
-        if self._sample_targets:
-            figures["target_sample_speedup"] = target
-        provenance = {"name": f"bridged, {decode_target:g}x", **figures}
-        return Calibrated(target, replace(schedule, provenance=provenance), quality)
-
-    def _figures(self, target: float, candidate: Candidate, schedule: Schedule, quality: Quality) -> dict[str, Any]:
-        """Provenance: what was predicted, on how much data, what one bridge and no growth would have given."""
-        found = self._found[target]
+        """With provenance: what was predicted, on how much data, what one bridge and no growth would have given."""
+        quality, found = self._judged(self._judge, schedule), self._found[decode_target]
 
         def chosen(one: Candidate) -> dict[str, float]:
             seen = self._search.chosen(one)
             return {"kl": round(seen.mean_kl, 4), "agreement": round(seen.agreement, 4)}
 
-        return {
-            "target_speedup": target,
+        provenance: dict[str, Any] = {
+            "name": f"bridged, {decode_target:g}x",
+            "target_speedup": decode_target,
             "decode_flop_speedup": round(decode_flop_speedup(self._shape, schedule, self._lengths), 4),
             "sample_flop_speedup": round(sample_flop_speedup(self._shape, schedule, self._lengths), 4),
-            "held_out": {
-                "answers": int(quality.sample.max()) + 1,
-                "tokens": len(quality.kl),
-                **quality.figures(),
-            },
+            "held_out": {"answers": int(quality.sample.max()) + 1, "tokens": len(quality.kl), **quality.figures()},
             "fit": {
-                "tokens": self.fit_tokens,
+                "tokens": self._fit_tokens,
                 "warmup": candidate.warmup,
                 "ridge": candidate.ridge,
                 "gain": candidate.gain,
@@ -249,6 +218,9 @@ class Calibration:
             "with_one_bridge": chosen(found.one),
             "with_constant_depth": chosen(found.constant),
         }
+        if self._sample_targets:
+            provenance["target_sample_speedup"] = target
+        return Calibrated(target, replace(schedule, provenance=provenance), quality)
 
 
 def check_targets(

@@ -45,17 +45,13 @@ def collect_moments(
     A token weighs as one over the mean square of its state at the highest end.
 
     Args:
-        engine: with the model.
-        answers: at full depth.
         ends: layers below a block -> where it may end; it is [warm-up, end).
-        progress: told of answers.
         own: is given the passes to keep, in this order, as long as it has room.
         head: is given the states after the last layer.
     """
     shape = engine.shape
-    device = engine.device
     moments = {
-        warmup: Moments(2 * warmup, tuple(2 * end for end in up_to), shape.hidden, device)
+        warmup: Moments(2 * warmup, tuple(2 * end for end in up_to), shape.hidden, engine.device)
         for warmup, up_to in ends.items()
     }
     wanted = {place for each in moments.values() for place in (each.start, *each.ends)} | (own.places if own else set())

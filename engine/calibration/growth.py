@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import combinations, combinations_with_replacement, pairwise
+from itertools import combinations, combinations_with_replacement, groupby, pairwise
 
 import numpy as np
 
@@ -35,8 +35,7 @@ def best_growths(
         qualities: layers skipped -> what constantly skipping so many does to held-out tokens.
         steps: [N], the decode steps of those tokens.
         ledgers: layers skipped -> the ledger of that constant schedule.
-        lengths: of the samples to expect.
-        budget: decode FLOPs for all of these samples.
+        budget: decode FLOPs for all samples of these lengths.
         count: how many to return, best first.
     """
     depths = sorted(qualities)
@@ -86,8 +85,4 @@ def _tables(
 
 def _growth(starts: Sequence[int], skipped: Sequence[int]) -> Growth:
     """Plateaus of equal depth made one."""
-    growth: list[tuple[int, int]] = []
-    for start, count in zip(starts, skipped, strict=True):
-        if not growth or growth[-1][1] != count:
-            growth.append((start, count))
-    return tuple(growth)
+    return tuple(next(equal) for _, equal in groupby(zip(starts, skipped, strict=True), key=lambda plateau: plateau[1]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -41,20 +42,15 @@ class RidgeSums:
         self._sum_y[key] += self._weights @ y.double()
         self._xy[key] += self._weighted.T @ y.double()
 
-    def merged(self, other: RidgeSums) -> RidgeSums:
+    def merged(self, other: Self) -> Self:
         """The sums over the tokens of both."""
-        widths = {key: len(sums) for key, sums in self._sum_y.items()}
-        both = RidgeSums(len(self._sum_x), widths, self._xx.device)
-        for part in (self, other):
-            both.count += part.count
-            both._sum_x += part._sum_x
-            both._xx += part._xx
-            for key in widths:
-                both._sum_y[key] += part._sum_y[key]
-                both._xy[key] += part._xy[key]
+        both = copy(self)
+        both.count, both._sum_x, both._xx = self.count + other.count, self._sum_x + other._sum_x, self._xx + other._xx
+        both._sum_y = {key: sums + other._sum_y[key] for key, sums in self._sum_y.items()}
+        both._xy = {key: sums + other._xy[key] for key, sums in self._xy.items()}
         return both
 
-    def fit(self, keys: Sequence[int], ridge: float, gain: float = 1.0) -> tuple[Tensor, Tensor]:
+    def solve(self, keys: Sequence[int], ridge: float, gain: float = 1.0) -> tuple[Tensor, Tensor]:
         """W [d, e] and b [e] with the least ridge loss for these Y side by side, W then scaled.
 
         With Xc, Yc the centred X and Y, C = Xc'Xc: W = gain (C + ridge trace(C)/d I)^-1 Xc'Yc, b = mean(Y) - mean(X) W.
@@ -75,37 +71,27 @@ class RidgeSums:
         return weight, mean_y - mean_x @ weight
 
 
-class Moments:
+class Moments(RidgeSums):
     """What bridges are fitted from: X is the state at `start`, Y = state(end) - X for each of `ends`.
 
     Places are positions of units in running order.
     """
 
     def __init__(self, start: int, ends: tuple[int, ...], hidden: int, device: torch.device) -> None:
+        super().__init__(hidden, dict.fromkeys(ends, hidden), device)
         self.start, self.ends = start, ends
-        self._sums = RidgeSums(hidden, dict.fromkeys(ends, hidden), device)
 
     def add(self, x: Tensor, after: Mapping[int, Tensor], weights: Tensor | None = None) -> None:
-        """Count in some tokens.
-
-        Args:
-            x: hidden states [n, hidden] at `start`.
-            after: place -> hidden states [n, hidden], for all `ends`.
-            weights: of the tokens, [n]; default 1 each.
+        """Count in tokens of these hidden states [n, hidden] at `start` and, by place, at all `ends`; weights are [n],
+        default 1 each.
         """
-        self._sums.add_inputs(x, weights)
+        self.add_inputs(x, weights)
         for end in self.ends:
-            self._sums.add_outputs(end, after[end].double() - x.double())
-
-    def merged(self, other: Moments) -> Moments:
-        """The sums over the tokens of both."""
-        both = copy(self)
-        both._sums = self._sums.merged(other._sums)
-        return both
+            self.add_outputs(end, after[end].double() - x.double())
 
     def fit(self, end: int, ridge: float, gain: float = 1.0) -> Bridge:
-        """The affine bridge from `start` to `end`, one of `ends`; other arguments as for `RidgeSums.fit`."""
-        weight, bias = self._sums.fit([end], ridge, gain)
+        """The affine bridge from `start` to `end`, one of `ends`; other arguments as for `RidgeSums.solve`."""
+        weight, bias = self.solve([end], ridge, gain)
         return Bridge.affine(Block(Unit.at(self.start), Unit.at(end - 1)), rounded(weight), rounded(bias))
 
 

@@ -57,10 +57,10 @@ def prompt_cut(shape: ModelShape, layers: int, schedules: Iterable[Schedule]) ->
     by 0.22 stopping at 19, by 0.13 skipping 10. The skipped ones begin with those that decode tokens skip from their
     first step on under all of the schedules, and may go on above.
     """
-    skipped_by_decoding = _skipped_by_decoding(schedules)
-    start = skipped_by_decoding.start if skipped_by_decoding else min(DEFAULT_WARMUP, layers)
+    spared = _skipped_by_decoding(schedules)
+    start = spared.start if spared else min(DEFAULT_WARMUP, layers)
     skipped = range(start, start + (shape.layers - layers) // 2) if start <= layers else range(0)
-    return PromptCut(layers + len(skipped), skipped, not set(skipped) <= set(skipped_by_decoding))
+    return PromptCut(layers + len(skipped), skipped, not set(skipped) <= set(spared))
 
 
 def _skipped_by_decoding(schedules: Iterable[Schedule]) -> range:
@@ -76,33 +76,22 @@ def _skipped_by_decoding(schedules: Iterable[Schedule]) -> range:
 
 
 def fit_prompt_bridge(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    cut: PromptCut,
-    progress: Progress,
-    ridge: float = RIDGE,
+    engine: Engine, prompts: Sequence[Sequence[int]], cut: PromptCut, progress: Progress
 ) -> PromptBridge:
     """The prompt bridge with the least ridge loss over the prompts' tokens, in memory that does not grow with them.
 
-    Args:
-        engine: with the model. Tokens that prompts share (`Engine.share_prefix`) are never bridged, and not fitted to.
-        prompts: token ids.
-        cut: which layers they are to run.
-        progress: told of prompts.
-        ridge: relative to the mean variance of an entry of the state.
-
-    Raises:
-        ScheduleError: the prompts have too few tokens that could be bridged.
+    Tokens that prompts share (`Engine.share_prefix`) are never bridged, and not fitted to. Raises ScheduleError if too
+    few tokens could be bridged.
     """
     with torch.inference_mode():
-        skips, within = _fit_skip(engine, prompts, cut, progress, ridge) if cut.skipped else (None, {})
+        skips, within = _fit_skip(engine, prompts, cut, progress) if cut.skipped else (None, {})
         sums = _PromptSums(engine, range(cut.first, engine.shape.layers))
         for pack in _packs(prompts, "collecting keys and values", progress):
             stopped = engine.stop_prompts(pack, cut.first, skips)
             if len(stopped.others):
                 sums.add_inputs(stopped.states)
                 engine.observe_prompts(pack, partial(sums.observe, stopped.others))
-        return PromptBridge(cut.first, {**sums.maps(ROLES, ridge), **within}, skips)
+        return PromptBridge(cut.first, {**sums.maps(ROLES), **within}, skips)
 
 
 def counted_prompt_bridge(shape: ModelShape, cut: PromptCut) -> PromptBridge:
@@ -122,10 +111,7 @@ def prompt_cut_for(
     shape: ModelShape, schedule: Schedule, lengths: Sequence[tuple[int, int]], target: float
 ) -> PromptCut | None:
     """The cut with the most layers on prompts with which a schedule without a prompt bridge reaches a whole-sample FLOP
-    speed-up; None where one layer is too many.
-
-    Args:
-        lengths: (prompt tokens, generated tokens) of each sample.
+    speed-up on samples of these (prompt tokens, generated tokens); None where one layer is too many.
     """
     for layers in range(shape.layers - 1, 0, -1):
         cut = prompt_cut(shape, layers, [schedule])
@@ -144,7 +130,7 @@ def _packs(prompts: Sequence[Sequence[int]], what: str, progress: Progress) -> I
 
 
 def _fit_skip(
-    engine: Engine, prompts: Sequence[Sequence[int]], cut: PromptCut, progress: Progress, ridge: float
+    engine: Engine, prompts: Sequence[Sequence[int]], cut: PromptCut, progress: Progress
 ) -> tuple[Bridge, dict[str, Tensor]]:
     """The affine bridge over the skipped layers for prompt tokens, and what gives their keys and values if need be."""
     start, end = cut.skipped.start, cut.skipped.stop
@@ -159,9 +145,8 @@ def _fit_skip(
         sums.add_outputs(STATES, stopped.states - before)
         for place, x in states.items():
             sums.observe(stopped.others, place, x)
-    weight, bias = (rounded(tensor).cpu() for tensor in sums.fit([STATES], ridge))
-    within = sums.maps(WITHIN, ridge) if cut.keeps_skipped else {}
-    return Bridge.affine(Block.of_layers(start, end), weight, bias), within
+    skips = Bridge.affine(Block.of_layers(start, end), *sums.stored([STATES]))
+    return skips, sums.maps(WITHIN) if cut.keeps_skipped else {}
 
 
 class _PromptSums(RidgeSums):
@@ -181,16 +166,16 @@ class _PromptSums(RidgeSums):
         k, v = self._decoder.keys_and_values(layer, x[rows])
         self.add_outputs(layer, torch.cat([k.flatten(1), v.flatten(1)], 1))
 
-    def fit(self, keys: Sequence[int], ridge: float, gain: float = 1.0) -> tuple[Tensor, Tensor]:
-        """As `RidgeSums.fit`; raises ScheduleError where there are too few tokens to say how they vary."""
+    def stored(self, keys: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """W and b as they are stored; raises ScheduleError where there are too few tokens to say how they vary."""
         if self.count < 2:
             raise ScheduleError(
                 "a prompt bridge is fitted to what lies between a prompt's first token and its last, and these prompts "
                 "have next to nothing there: name more prompts, or longer ones"
             )
-        return super().fit(keys, ridge, gain)
+        weight, bias = self.solve(keys, RIDGE)
+        return rounded(weight).cpu(), rounded(bias).cpu()
 
-    def maps(self, roles: Sequence[str], ridge: float) -> dict[str, Tensor]:
+    def maps(self, roles: Sequence[str]) -> dict[str, Tensor]:
         """What gives these keys and values, by the roles of its matrix and bias."""
-        fitted = (rounded(tensor).cpu() for tensor in self.fit(self._layers, ridge))
-        return dict(zip(roles, fitted, strict=True))
+        return dict(zip(roles, self.stored(self._layers), strict=True))

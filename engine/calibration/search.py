@@ -60,14 +60,11 @@ class Search:
         """What to search among.
 
         Args:
-            engine: with the model.
             moments: by the layers below a block, of single layers too.
-            bridges: fits the candidates' bridges.
             chooser: has the answers to choose by.
             depths: layers that a first block may have, by its warm-up.
             lengths: of the samples to expect.
             previews: of the head, to try beside the whole of it.
-            progress: told what is done of how much.
         """
         self._engine, self._moments, self._bridges, self._chooser = engine, moments, bridges, chooser
         self._depths, self._lengths, self._progress = depths, lengths, progress
@@ -126,17 +123,13 @@ class Search:
         best = one
         for done in range(MOST_APART):
             self._progress("trying more bridges", done + 1, MOST_APART)
-            more = [self._with_bridge(best, block, target) for block in self._tried_apart(best)]
-            found = min((candidate for candidate in more if candidate), key=self._choose_kl, default=best)
+            apart = [sorted((*best.apart, block), key=lambda each: each.first.place) for block in self._apart(best)]
+            more = (self._as_deep_as_need_be(replace(best, apart=tuple(each)), target) for each in apart)
+            found = min(filter(None, more), key=self._choose_kl, default=best)
             if self._choose_kl(found) >= self._choose_kl(best):
                 break
             best = found
         return best
-
-    def _with_bridge(self, candidate: Candidate, block: Block, target: float) -> Candidate | None:
-        """With one more, and the first block only as deep as it then must be; None if no depth will do."""
-        apart = tuple(sorted((*candidate.apart, block), key=lambda block: block.first.place))
-        return self._as_deep_as_need_be(replace(candidate, apart=apart), target)
 
     def _as_deep_as_need_be(self, candidate: Candidate, target: float) -> Candidate | None:
         """With the first block only so deep that the target is met; None if no depth will do."""
@@ -146,7 +139,7 @@ class Search:
                 return constant
         return None
 
-    def _tried_apart(self, candidate: Candidate) -> list[Block]:
+    def _apart(self, candidate: Candidate) -> list[Block]:
         """What may be bridged besides: the layers above the block that are missed least, corrections soon after it."""
         end, last = max(candidate.ends), self._shape.layers - 1
         taken = {block.first.layer for block in candidate.apart}

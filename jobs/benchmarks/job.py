@@ -27,13 +27,14 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from rich.console import Console
 
-from engine import Schedule, Tokenizer, checkpoint_directory, describe
+from engine import Schedule, Tokenizer, checkpoint_directory, describe, for_target_speedup
+from engine.schedules import recipes
 from jobs import command_line
-from jobs.benchmarks.floor import multiply_rate
+from jobs.answers import TargetSpeedup
+from jobs.benchmarks.figures import Measured, WholeJob, figures, multiply_rate
 from jobs.benchmarks.peers.protocol import Job
-from jobs.benchmarks.whole_job.figures import Measured, WholeJob, figures
-from jobs.benchmarks.whole_job.shown import quality_table, speed_table, write_chart
-from jobs.benchmarks.whole_job.worker import RUNNERS, VLLM_PLUGIN, Worker
+from jobs.benchmarks.shown import quality_table, speed_table, write_chart
+from jobs.benchmarks.worker import RUNNERS, VARIANTS, VLLM_PLUGIN, Worker
 from jobs.prompts import PACKAGES
 from pipeline.errors import JobError
 from pipeline.preparing.fit import read_schedules
@@ -43,6 +44,8 @@ from pipeline.storage.ownership import claim_directory
 PROGRAM = "jobs.benchmarks.job"
 DEMO = Path("infra/demo")
 
+NamedSchedules = dict[str, tuple[Path, Schedule]]  # where a schedule lies, and what it is
+
 
 class BenchmarkJob(BaseModel):
     """Compare whole jobs of real prompts: our engine at full depth and under schedules, and its peers."""
@@ -50,14 +53,19 @@ class BenchmarkJob(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     contenders: list[str] = Field(
-        [name for name in RUNNERS if name != "lock-step"],
+        [name for name in RUNNERS if name not in VARIANTS],
         min_length=1,
         description=f"who runs, of {', '.join(RUNNERS)}; the first one's full depth is what all are compared with; "
-        "lock-step: our engine in batches that nobody enters before all rows have ended",
+        f"{', '.join(VARIANTS)}: our engine in batches that nobody enters before all rows have ended, and without one "
+        "of its optimisations",
     )
     schedules: list[Path] = Field(
         [DEMO / "adapted", DEMO / "whole_sample_2x"],
         description="directories of schedules, or of several, that the engine and vLLM also run under",
+    )
+    speedups: list[TargetSpeedup] = Field(
+        [],
+        description="decode FLOP speed-ups of schedules without bridges to run too, with the paper's linear ramp",
     )
     model: str = Field("smollm2-135m-instruct", description="as for the jobs")
     input: list[Path] = Field(
@@ -70,6 +78,7 @@ class BenchmarkJob(BaseModel):
     prompt_format: Literal["chat", "raw"] = Field("chat", description="render prompts as a chat's user turn, or bare")
     rows: int = Field(192, ge=1, description="prompts of the job")
     max_new_tokens: int = Field(48, ge=2, description="longest answer")
+    full_length: bool = Field(False, description="let no answer end before it is so long")
     batch_size: int = Field(32, ge=1, description="rows that may decode together")
     rounds: int = Field(3, ge=1, description="times every contender runs, in turns; medians are shown")
     device: Literal["cpu", "cuda"] = Field("cpu", description="where models run; OpenVINO knows only cpu")
@@ -90,8 +99,7 @@ class BenchmarkJob(BaseModel):
 
 
 def main() -> int:
-    config = command_line.parse(BenchmarkJob, PROGRAM)
-    return command_line.run(PROGRAM, lambda: benchmark(config))
+    return command_line.start(BenchmarkJob, PROGRAM, benchmark)
 
 
 def benchmark(config: BenchmarkJob) -> None:
@@ -101,7 +109,10 @@ def benchmark(config: BenchmarkJob) -> None:
     torch.set_num_threads(config.threads)
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as workers:
         job, task, tokenizer = _job(config, Path(scratch))
-        entered = _loaded(config, job, workers, console)
+        schedules = named_schedules(config.schedules) | bare_schedules(
+            config.speedups, config.max_new_tokens, task, Path(scratch)
+        )
+        entered = _loaded(config, job, schedules, workers, console)
         rates = []
         for turn in range(config.rounds):
             of_round = []
@@ -132,16 +143,30 @@ def _job(config: BenchmarkJob, scratch: Path) -> tuple[Job, WholeJob, Tokenizer]
     if any(prompt[: len(shared)] != shared for prompt in prompts):
         shared = []
     job = Job(
-        str(directory), prompts, shared, config.max_new_tokens, config.batch_size, list(tokenizer.eos_ids),
-        config.threads, config.device, config.dtype, None, str(scratch),
+        str(directory), prompts, shared, config.max_new_tokens, config.max_new_tokens * config.full_length,
+        config.batch_size, list(tokenizer.eos_ids), config.threads, config.device, config.dtype, None, str(scratch),
     )  # fmt: skip
     return job, WholeJob(shape, [len(prompt) for prompt in prompts], len(shared), references), tokenizer
 
 
-def _loaded(config: BenchmarkJob, job: Job, workers: ExitStack, console: Console) -> list[tuple[Measured, Worker]]:
+def bare_schedules(speedups: Sequence[float], new_tokens: int, task: WholeJob, folder: Path) -> NamedSchedules:
+    """Those that reach decode FLOP speed-ups and, where there are some, a linear ramp. Raises ScheduleError."""
+    if not speedups:
+        return {}
+    shape, lengths = task.shape, [(tokens, new_tokens) for tokens in task.prompt_tokens]
+    found = {f"bare {x:g}x": for_target_speedup(x, lengths, shape) for x in speedups}
+    found["linear ramp"] = recipes.skipdecode(shape.layers, 4, shape.layers, min_active=5, horizon=new_tokens - 1)
+    for name, schedule in found.items():
+        schedule.write(folder / name)
+    return {name: (folder / name, schedule) for name, schedule in found.items()}
+
+
+def _loaded(
+    config: BenchmarkJob, job: Job, schedules: NamedSchedules, workers: ExitStack, console: Console
+) -> list[tuple[Measured, Worker]]:
     """The contenders that can run here, warm; `workers` ends them. Raises JobError if the first one can't."""
     entered: list[tuple[Measured, Worker]] = []
-    for measured, worker in _contenders(config, job, console):
+    for measured, worker in _contenders(config, job, schedules, console):
         workers.callback(worker.stop)
         try:
             loaded = worker.load()
@@ -153,15 +178,14 @@ def _loaded(config: BenchmarkJob, job: Job, workers: ExitStack, console: Console
         measured.version, measured.load_seconds = loaded["version"], loaded["load_seconds"]
         console.print(f"{worker.name}: loaded in {measured.load_seconds:.0f} s, version {measured.version}")
         entered.append((measured, worker))
-    if not entered:
-        raise JobError("no contender can run here: name some")
     return entered
 
 
-def _contenders(config: BenchmarkJob, job: Job, console: Console) -> Iterator[tuple[Measured, Worker]]:
-    """Those that are installed, full depth first; says who isn't. Raises JobError, ScheduleError."""
+def _contenders(
+    config: BenchmarkJob, job: Job, schedules: NamedSchedules, console: Console
+) -> Iterator[tuple[Measured, Worker]]:
+    """Those that are installed, full depth first; says who isn't. Raises JobError."""
     pythons = {"own": sys.executable, "peers": config.peers_python, "vllm": config.vllm_python}
-    schedules = named_schedules(config.schedules)
     for kind in config.contenders:
         runner, python = RUNNERS[kind], str(Path(pythons[RUNNERS[kind].environment]).absolute())
         if (reason := runner.missing(python)) is not None:
@@ -169,7 +193,7 @@ def _contenders(config: BenchmarkJob, job: Job, console: Console) -> Iterator[tu
                 raise JobError(reason)
             console.print(reason, soft_wrap=True)
             continue
-        under: dict[str, tuple[Path, Schedule]] = schedules if runner.takes_schedules else {}
+        under: NamedSchedules = schedules if runner.takes_schedules else {}
         if kind == "vllm" and under and (reason := VLLM_PLUGIN.missing(python)) is not None:
             console.print(reason, soft_wrap=True)
             under = {}
@@ -177,13 +201,13 @@ def _contenders(config: BenchmarkJob, job: Job, console: Console) -> Iterator[tu
             # vLLM computes the whole head: see engine.vllm.
             run = replace(schedule, head_preview=None) if schedule and kind == "vllm" else schedule
             label = f"{runner.label}, {name}" if name else runner.label
-            log = config.output / f"{kind}{'-' * bool(name)}{name.replace('/', '-')}.log"
+            log = config.output / f"{kind}{'-' * bool(name)}{name.replace('/', '-').replace(' ', '-')}.log"
             its_job = replace(job, schedule=str(path.absolute())) if path else job
             yield Measured(label, kind, run), Worker(label, runner, python, its_job, log)
 
 
-def named_schedules(paths: Sequence[Path]) -> dict[str, tuple[Path, Schedule]]:
-    """By name, or by path where names are alike: where a schedule lies, and what it is. Raises ScheduleError."""
+def named_schedules(paths: Sequence[Path]) -> NamedSchedules:
+    """By name, or by path where names are alike. Raises ScheduleError."""
     found = [
         (f"{path.name}/{folder}" if folder else path.name, path / folder, schedule)
         for path in paths
@@ -200,6 +224,7 @@ def _note(measured: Measured, run: dict[str, Any], tokenizer: Tokenizer, new_tok
         answer[: next((at for at, token in enumerate(answer) if token in ends), len(answer))]
         for answer in run.pop("answers")
     ]
+    measured.cache_course = run.pop("cache_course")
     measured.rounds.append(run)
     measured.answers, measured.texts = answers, [tokenizer.decode(answer) for answer in answers]
     measured.generated = [min(len(answer) + 1, new_tokens) for answer in answers]

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
-from engine import ModelShape, PromptBridge, Schedule
+from engine import ModelShape, Schedule
 from engine.calibration.prompts import counted_prompt_bridge, prompt_cut
 from engine.models.families import family_of
 from engine.parts.unit import Unit, all_units
@@ -77,22 +77,16 @@ class Taken:
     prompts: list[tuple[int, int, bool]] = field(default_factory=list)  # computed before, now, whether the prompt ends
     decoding: dict[int, tuple[int, int]] = field(default_factory=dict)  # by step: rows, the sum of their contexts
 
-    def decode(self, step: int, context: int) -> None:
-        """It takes a newest token."""
-        rows, contexts = self.decoding.get(step, (0, 0))
-        self.decoding[step] = rows + 1, contexts + context
-
 
 class Clock:
     """How long passes last under a schedule."""
 
     def __init__(self, shape: ModelShape, schedule: Schedule, graphs: bool) -> None:
         self._shape, self._schedule, self._graphs = shape, schedule, graphs
-        bridge = schedule.prompt_bridge
-        skipped = set(bridge.skipped_units) if bridge is not None else set()
-        self._units = all_units(shape.layers)
+        self._units, bridge = all_units(shape.layers), schedule.prompt_bridge
         self._active = [frozenset(schedule.active_units(plateau)) for plateau in range(len(schedule.plateaus))]
-        self._spared = {unit for unit in self._units if bridge and unit.layer >= bridge.first} | skipped
+        self._spared = {unit for unit in self._units if bridge and unit.layer >= bridge.first}
+        self._spared |= set(bridge.skipped_units if bridge else ())
 
     def seconds(self, now: Taken) -> float:
         """Of one pass."""
@@ -113,29 +107,21 @@ class Clock:
             if tokens:
                 gpu += self._unit(unit, tokens, read, pairs)
                 started += 1
-        if self._schedule.prompt_bridge is not None and now.prompts:
-            gpu += self._bridge(self._schedule.prompt_bridge, sum(count for _, count, _ in now.prompts))
+        if (bridge := schedule.prompt_bridge) is not None and now.prompts:
+            parameters = bridge.stop_parameters + bridge.skip_parameters
+            gpu += self._time(2 * parameters * sum(count for _, count, _ in now.prompts), parameters)
         ending = sum(rows for rows, _ in now.decoding.values()) + sum(ends for *_, ends in now.prompts)
         gpu += self._time(2 * self._shape.head_parameters * ending, self._shape.head_parameters)
         host = 0.0 if self._graphs else HOST_SECONDS_PER_LAYER * started / 2
         return max(gpu, host) + PASS_SECONDS
 
     def _unit(self, unit: Unit, tokens: int, read: float, pairs: float) -> float:
-        """
-        Args:
-            tokens: that run it.
-            read: keys and values that are read.
-            pairs: of query and key.
-        """
+        """For so many tokens, keys and values that are read, and pairs of query and key."""
         shape = self._shape
         if unit.kind == "m":
             return self._time(2 * shape.mlp_parameters * tokens, shape.mlp_parameters)
         flops = 2 * shape.attention_parameters * tokens + 4 * pairs * shape.query_width
         return self._time(flops, shape.attention_parameters + 2 * read * shape.kv_heads * shape.head_dim)
-
-    def _bridge(self, bridge: PromptBridge, tokens: int) -> float:
-        parameters = bridge.stop_parameters + bridge.skip_parameters
-        return self._time(2 * parameters * tokens, parameters)
 
     @staticmethod
     def _time(flops: float, elements: float) -> float:
@@ -159,7 +145,8 @@ def simulate(config: SimulateGpu) -> None:
     figures = []
     for model, described in MODELS.items():
         shape, settings = family_of(described).shape(described), _settings(described)
-        decode = _schedule(shape, config.decode_skipped)
+        skipped = all_units(shape.layers)[2 * WARM_UP : 2 * (WARM_UP + round(config.decode_skipped * shape.layers))]
+        decode = Schedule(shape.layers, tuple(skipped), (Plateau(0, len(skipped)),))
         spared = shape.layers - round(config.prompt_skipped * shape.layers)
         cut = prompt_cut(shape, spared, [decode])
         both = replace(decode, prompt_bridge=counted_prompt_bridge(shape, cut))
@@ -180,12 +167,6 @@ def simulate(config: SimulateGpu) -> None:
     if config.output is not None:
         with config.output.open("x") as file:
             json.dump(figures, file, indent=1)
-
-
-def _schedule(shape: ModelShape, skipped: float) -> Schedule:
-    """A block above the warm-up layers is skipped in decoding."""
-    units = all_units(shape.layers)[2 * WARM_UP : 2 * (WARM_UP + round(skipped * shape.layers))]
-    return Schedule(shape.layers, tuple(units), (Plateau(0, len(units)),))
 
 
 def _passes(config: SimulateGpu, settings: Any, shape: ModelShape, rows: int, prompt: int) -> Iterator[Taken]:
@@ -210,7 +191,8 @@ def _passes(config: SimulateGpu, settings: Any, shape: ModelShape, rows: int, pr
             if before < prompt:
                 now.prompts.append((before, count, before + count == prompt))
             else:
-                now.decode(before - prompt, before + 1)
+                rows_there, contexts = now.decoding.get(before - prompt, (0, 0))
+                now.decoding[before - prompt] = rows_there + 1, contexts + before + 1
             computed[request] += count
             tokens.append([1] if before + count >= prompt else [])
         yield now

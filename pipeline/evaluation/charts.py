@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from engine import Schedule
-from engine.adaptation.trainer import Point
+from engine.adaptation.curve import Point
 from engine.bootstrap import Estimate
 from engine.parts.unit import all_units
 from pipeline.evaluation.contender import FULL_DEPTH

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 import engine
 from engine import Block, Bridge, Engine, Plateau, Schedule, ScheduleError
-from engine.adaptation.trainer import Point
+from engine.adaptation.curve import Point
 from engine.forward.quality import Judge
 from engine.forward.teacher_forcing import Answer
 from jobs import adapt_model, calibrate_schedule, command_line

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from engine import Ledger, Schedule, describe
+from engine import Ledger, Schedule, decode_flop_speedup, describe
 from engine.schedules import recipes
-from jobs.benchmarks.job import BenchmarkJob, benchmark, named_schedules
+from jobs.benchmarks.figures import Measured, WholeJob, figures, flops
+from jobs.benchmarks.job import BenchmarkJob, bare_schedules, benchmark, named_schedules
+from jobs.benchmarks.peers.own_engine import OwnEngine
 from jobs.benchmarks.peers.protocol import Job
-from jobs.benchmarks.whole_job.figures import Measured, WholeJob, figures, flops
-from jobs.benchmarks.whole_job.worker import RUNNERS, Runner, Worker
+from jobs.benchmarks.worker import RUNNERS, VARIANTS, Runner, Worker
 from pipeline.errors import JobError
 
 NEW_TOKENS, ROWS = 6, 5
@@ -27,7 +29,7 @@ def half_depth(layers: int = 5) -> Schedule:
 
 
 def job(model: str, folder: Path) -> Job:
-    return Job(model, [[1, 2]], [], NEW_TOKENS, 2, [0], 1, "cpu", "float32", None, str(folder))
+    return Job(model, [[1, 2]], [], NEW_TOKENS, 0, 2, [0], 1, "cpu", "float32", None, str(folder))
 
 
 def test_contenders_run_the_same_job_and_who_is_not_installed_or_fails_to_load_is_left_out(
@@ -68,10 +70,34 @@ def test_contenders_run_the_same_job_and_who_is_not_installed_or_fails_to_load_i
     assert lock_step["occupancy"] <= full["occupancy"]
     assert peer["same_rows"] == full["same_rows"] == 1.0
     assert peer["output_tokens"] == full["output_tokens"] > ROWS
+    assert full["decode_over_reference"] == 1.0
+    assert len(full["cache_course"]) > NEW_TOKENS
     assert half["decode_flop_x"] > half["sample_flop_x"] > 1
     assert all(len(each["rounds"]) == 2 for each in (full, half, peer))
     assert all(run["prompt_seconds"] + run["decode_seconds"] <= run["seconds"] for run in full["rounds"])
     assert (tmp_path / "out" / "job.svg").stat().st_size > 1000
+
+
+def test_our_engine_has_the_same_tokens_in_lock_step_and_without_an_optimisation(
+    tmp_path: Path, make_checkpoint: Callable[..., Path]
+) -> None:
+    task = replace(job(str(make_checkpoint()), tmp_path), prompts=[[5, 7, 9], [5, 8], [5, 1, 2, 3]], shared_prefix=[5])
+    task = replace(task, least_tokens=NEW_TOKENS)
+    runs = [OwnEngine(variant, task).answer(task.prompts) for variant in ("", *VARIANTS)]
+    assert all(run.answers == runs[0].answers for run in runs)
+    assert [len(answer) for answer in runs[0].answers] == [NEW_TOKENS] * 3  # none ends earlier
+    assert max(runs[0].cache_course or ()) > 0
+
+
+def test_schedules_without_bridges_reach_the_speed_ups_asked_for(
+    tmp_path: Path, make_checkpoint: Callable[..., Path]
+) -> None:
+    shape = describe(str(make_checkpoint()))
+    found = bare_schedules([1.05], NEW_TOKENS, WholeJob(shape, [40, 60], 8, ["", ""]), tmp_path)
+    assert list(found) == ["bare 1.05x", "linear ramp"]
+    for path, schedule in found.values():
+        assert Schedule.read(path).plateaus == schedule.plateaus
+    assert decode_flop_speedup(shape, found["bare 1.05x"][1], [(40, NEW_TOKENS), (60, NEW_TOKENS)]) >= 1.05
 
 
 def measured(name: str, schedule: Schedule | None, seconds: list[float], generated: list[int]) -> Measured:
@@ -116,7 +142,7 @@ def test_schedules_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> 
 
 
 def test_a_contender_that_nobody_knows_is_named() -> None:
-    with pytest.raises(ValidationError, match=r"'llama\.cpp' is not known: known are engine, lock-step, transformers"):
+    with pytest.raises(ValidationError, match=r"'llama\.cpp' is not known: known are engine, lock-step, unpacked"):
         BenchmarkJob(contenders=["llama.cpp"])
 
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from engine import ModelError, ScheduleError
 from jobs import command_line
-from jobs.benchmarks.engine import BenchmarkEngine
+from jobs.benchmarks.job import BenchmarkJob
 from jobs.benchmarks.pipeline import BenchmarkPipeline
 from jobs.summarize_corpus import SummarizeCorpus
 from pipeline.errors import JobError, NothingToDo, UnitsFailed
@@ -239,7 +239,7 @@ def test_a_config_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[
     assert "--config 'no/such.yaml' cannot be read" in mistake(capsys, "--config", "no/such.yaml")
 
 
-@pytest.mark.parametrize("config_class", [SummarizeCorpus, BenchmarkEngine, BenchmarkPipeline])
+@pytest.mark.parametrize("config_class", [SummarizeCorpus, BenchmarkJob, BenchmarkPipeline])
 def test_help_explains_every_option(capsys: pytest.CaptureFixture[str], config_class: type[BaseModel]) -> None:
     with pytest.raises(SystemExit) as ended:
         command_line.parse(config_class, "job.py", ["--help"])

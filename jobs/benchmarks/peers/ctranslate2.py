@@ -31,6 +31,7 @@ class CTranslate2Peer(Peer):
             static_prompt=[self._names[token] for token in self._job.shared_prefix] or None,
             max_batch_size=self._job.rows,  # it sorts by length itself
             max_length=self._job.new_tokens,
+            min_length=self._job.least_tokens,
             end_token=self._job.eos,
             include_prompt_in_result=False,
         )

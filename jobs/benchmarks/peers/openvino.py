@@ -23,20 +23,10 @@ class OpenVino(Peer):
     def __init__(self, job: Job) -> None:
         self._job, self._exported = job, os.path.join(job.scratch, "openvino")
         command = [
-            "export",
-            "openvino",
-            "-m",
-            job.model,
-            "--task",
-            "text-generation-with-past",
-            "--weight-format",
-            "fp32",
+            *("-m", "optimum.commands.optimum_cli", "export", "openvino", "-m", job.model),
+            *("--task", "text-generation-with-past", "--weight-format", "fp32", self._exported),
         ]
-        subprocess.run(
-            [sys.executable, "-m", "optimum.commands.optimum_cli", *command, self._exported],
-            check=True,
-            stdout=sys.stderr,
-        )
+        subprocess.run([sys.executable, *command], check=True, stdout=sys.stderr)
         self._pipeline = self._made()
 
     def _made(self) -> Any:
@@ -59,6 +49,7 @@ class OpenVino(Peer):
     def answer(self, prompts: Prompts) -> Run:
         settings = openvino_genai.GenerationConfig()
         settings.max_new_tokens = self._job.new_tokens
+        settings.min_new_tokens = self._job.least_tokens
         settings.do_sample = False
         settings.stop_token_ids = set(self._job.eos)
         tensors = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]

@@ -30,6 +30,7 @@ class Job:
     prompts: list[list[int]]
     shared_prefix: list[int]  # what all prompts begin with
     new_tokens: int  # most that are generated for a prompt, greedily
+    least_tokens: int  # before which no answer ends
     rows: int  # that may decode together
     eos: list[int]  # tokens that end an answer
     threads: int
@@ -47,6 +48,7 @@ class Run:
     prompt_seconds: float | None = None
     decode_seconds: float | None = None
     occupancy: float | None = None  # rows alive in decode passes / (rows that could be x passes)
+    cache_course: list[int] | None = None  # bytes of keys and values in each pass
 
 
 class Peer(ABC):

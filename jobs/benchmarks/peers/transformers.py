@@ -61,6 +61,7 @@ class Transformers(Peer):
                 attention_mask=torch.tensor(mask, device=self._job.device),
                 do_sample=False,
                 max_new_tokens=self._job.new_tokens,
+                min_new_tokens=self._job.least_tokens,
                 eos_token_id=self._job.eos or None,
                 pad_token_id=padding,
                 stopping_criteria=StoppingCriteriaList([first]),

@@ -20,8 +20,9 @@ class Vllm(Peer):
 
         self.version = vllm.__version__
         self._settings = vllm.SamplingParams(
-            temperature=0, max_tokens=job.new_tokens, stop_token_ids=job.eos, detokenize=False
-        )
+            temperature=0, max_tokens=job.new_tokens, min_tokens=job.least_tokens, stop_token_ids=job.eos,
+            detokenize=False,
+        )  # fmt: skip
         self._model = vllm.LLM(
             job.model,
             dtype=job.dtype,

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from engine import Block, Bridge, Engine, Plateau, Sampling, Schedule, ScheduleError
 from engine.adaptation import trainable
-from engine.adaptation.estimate import is_early_look, reachable_kl
+from engine.adaptation.curve import Point, is_early_look, reachable_kl
 from engine.adaptation.recipe import Recipe
-from engine.adaptation.trainer import Point, Trainer
+from engine.adaptation.trainer import Trainer
 from engine.calibration.collect import answer_prompts
 from engine.forward.quality import Judge
 from engine.forward.teacher_forcing import Answer

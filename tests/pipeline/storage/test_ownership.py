@@ -29,9 +29,7 @@ import pipeline.run
 from engine import ModelError, ScheduleError
 from jobs.adapt_model import adapt
 from jobs.adaptation import AdaptModel
-from jobs.benchmarks.engine import BenchmarkEngine, benchmark
-from jobs.benchmarks.job import BenchmarkJob
-from jobs.benchmarks.job import benchmark as benchmark_job
+from jobs.benchmarks.job import BenchmarkJob, benchmark
 from jobs.calibrate_schedule import CalibrateSchedule, calibrate
 from jobs.evaluate_schedule import EvaluateSchedule, evaluate
 from jobs.generate_dataset import generate
@@ -567,8 +565,7 @@ JOBS: dict[str, Callable[[Path, Mapping[str, bool], str], object]] = {
     "calibrate_schedule": _local_job(CalibrateSchedule, calibrate),
     "adapt_model": _local_job(AdaptModel, adapt, schedule="infra/demo/calibrated"),
     "evaluate_schedule": _local_job(EvaluateSchedule, evaluate, rivals=["all"]),
-    "benchmarks.engine": _local_job(BenchmarkEngine, benchmark, baselines=[]),
-    "benchmarks.job": _local_job(lambda input, **given: BenchmarkJob(input=[input], **given), benchmark_job),
+    "benchmarks.job": _local_job(lambda input, **given: BenchmarkJob(input=[input], **given), benchmark),
 }
 # Data sets, other runs, notes; some named almost as we name things.
 FOREIGN = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +12,7 @@ from typing import Any, Literal
 from jobs.benchmarks.peers.protocol import Job
 from pipeline.errors import JobError
 
-PROJECT = Path(__file__).parents[3]
+PROJECT = Path(__file__).parents[2]
 PATIENCE_S = 30  # for a process to end once its input has
 
 
@@ -27,6 +26,7 @@ class Runner:
     remedy: str  # how to get them
     environment: Literal["own", "peers", "vllm"] = "own"
     takes_schedules: bool = False
+    variant: str = ""
 
     def missing(self, python: str) -> str | None:
         """Why it can't run under an interpreter, in one sentence; None if it can."""
@@ -40,9 +40,17 @@ class Runner:
         return f"{self.label} is left out: {python} has no {', '.join(absent)}; {self.remedy}" if absent else None
 
 
+VARIANTS = {
+    "lock-step": " in lock-step",
+    "unpacked": ", weights not packed",
+    "torch-norm": ", torch's norm",
+    "unshared": ", instruction in every prompt",
+}
 RUNNERS = {
-    "engine": Runner("own_engine", "our engine", ("engine",), "make install", takes_schedules=True),
-    "lock-step": Runner("lock_step", "our engine in lock-step", ("engine",), "make install", takes_schedules=True),
+    **{
+        variant or "engine": Runner("own_engine", f"our engine{how}", ("engine",), "make install", "own", True, variant)
+        for variant, how in {"": "", **VARIANTS}.items()
+    },
     "transformers": Runner("transformers", "transformers", ("transformers",), "make peers", "peers"),
     "ctranslate2": Runner("ctranslate2", "CTranslate2", ("ctranslate2", "transformers"), "make peers", "peers"),
     "openvino": Runner("openvino", "OpenVINO GenAI", ("openvino_genai", "optimum"), "make peers", "peers"),
@@ -67,7 +75,7 @@ class Worker:
         """Start it and wait until it is loaded and warm: its version and load_seconds. Raises JobError."""
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
-                [self.python, "-m", f"jobs.benchmarks.peers.{self.runner.module}"],
+                [self.python, "-m", f"jobs.benchmarks.peers.{self.runner.module}", self.runner.variant],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd=PROJECT,
                 env=os.environ | {"OMP_NUM_THREADS": str(self.job.threads), "PYTHONUNBUFFERED": "1"},
             )  # fmt: skip
@@ -103,5 +111,5 @@ class Worker:
         if not answer:
             last = next((text for text in reversed(self.log.read_text().splitlines()) if text.strip()), "nothing")
             raise JobError(f"{self.name} ended: it printed {last.strip()!r} last, the rest is in {self.log}")
-        found: Mapping[str, Any] = json.loads(answer)
-        return dict(found)
+        found: dict[str, Any] = json.loads(answer)
+        return found

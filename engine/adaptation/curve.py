@@ -1,14 +1,23 @@
-"""An early look at where a training will end."""
+"""The learning curve of a training, and an early look at where it will end."""
 
 from __future__ import annotations
 
 from math import log
-
-from engine.adaptation.trainer import Point
+from typing import NamedTuple
 
 EARLY = 0.1  # share of the steps after which the estimate is made
 ONSET = 2.0  # steps
 TINY = 1e-9  # nats: as good as none
+
+
+class Point(NamedTuple):
+    """A point of the learning curve, means over the schedules."""
+
+    step: int  # steps taken
+    loss: float  # mean of the steps since the last point, in nats per token; the held-out KL at step 0
+    kl: float  # held-out, nats per token
+    agreement: float  # held-out
+    seconds: float  # of training, over all sessions
 
 
 def is_early_look(points: list[Point], steps: int) -> bool:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from engine import Ledger, ModelShape, Schedule
+from engine.kernels.base import kernels_for
 from pipeline.reporting.text_metrics import rouge_l
+
+MATRIX = {"cpu": 2048, "cuda": 8192}  # wide enough to keep every unit busy
+REPEATS = 7
 
 
 @dataclass(frozen=True)
@@ -31,13 +38,13 @@ class Measured:
     version: str = ""
     load_seconds: float = 0.0
     rounds: list[dict[str, Any]] = field(default_factory=list)  # seconds and what it could tell of them
+    cache_course: Sequence[int] | None = None  # of the last round
     answers: Sequence[Sequence[int]] = ()  # of the last round, without the token that ended them
     generated: Sequence[int] = ()  # tokens of each answer, the one that ended it included
     texts: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class Flops:
+class Flops(NamedTuple):
     """Of a whole job, by the ledger."""
 
     prompts: int
@@ -46,6 +53,24 @@ class Flops:
     @property
     def total(self) -> int:
         return self.prompts + self.decoding
+
+
+def multiply_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a product of large square matrices, one of them packed as the engine's weights are.
+
+    On some CPUs plain products run at half of that: the library behind them has no code for these.
+    """
+    width = MATRIX[device.type]
+    matrix = torch.randn(width, width, device=device).to(dtype)
+    product = kernels_for(device, dtype).linear(matrix)
+    times = []
+    for _ in range(REPEATS + 1):  # the first warms up
+        start = time.perf_counter()
+        product(matrix)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return 2 * width**3 / median(times[1:])
 
 
 def flops(task: WholeJob, schedule: Schedule | None, generated: Sequence[int]) -> Flops:
@@ -65,19 +90,14 @@ def figures(measured: Sequence[Measured], task: WholeJob, rates: Sequence[float]
     Ratios are taken within a round, where the machine was equally fast for both, and the median round is given.
     """
     reference = measured[0]
-    return [_figures(each, reference, _whole(each, measured), task, rates) for each in measured]
-
-
-def _whole(each: Measured, measured: Sequence[Measured]) -> Measured | None:
-    """The same runner at full depth, of which a schedule is to save something."""
-    if each.schedule is None:
-        return None
-    return next((other for other in measured if other.runner == each.runner and other.schedule is None), None)
+    whole = {each.runner: each for each in measured if each.schedule is None}
+    return [_figures(each, reference, whole.get(each.runner), task, rates) for each in measured]
 
 
 def _figures(
     each: Measured, reference: Measured, whole: Measured | None, task: WholeJob, rates: Sequence[float]
 ) -> dict[str, Any]:
+    """`whole`: the same runner at full depth."""
     cost, rows = flops(task, each.schedule, each.generated), len(task.prompt_tokens)
     found: dict[str, Any] = {
         "name": each.name,
@@ -90,6 +110,7 @@ def _figures(
             for name in ("seconds", "prompt_seconds", "decode_seconds", "occupancy")
         },
         "over_reference": _faster(each, reference),
+        "decode_over_reference": _faster(each, reference, "decode_seconds"),
         "output_tokens": sum(each.generated),
         "floor_prompt_seconds": median(cost.prompts / rate for rate in rates),
         "floor_decode_seconds": median(cost.decoding / rate for rate in rates),
@@ -100,15 +121,16 @@ def _figures(
         "rouge_l": _rouge_l(each, task.references),
         "rouge_l_share": _rouge_l(each, task.references) / (_rouge_l(reference, task.references) or 1.0),
         "rouge_l_to_reference": _rouge_l(each, reference.texts),
+        "cache_course": each.cache_course,
         "rounds": each.rounds,
     }
     if each.schedule is not None:
         same = flops(task, None, each.generated)
         found |= {"decode_flop_x": same.decoding / (cost.decoding or 1), "sample_flop_x": same.total / cost.total}
-    if whole is not None:
-        # Answers under a schedule may be shorter: work and time are both those of the two runs, each with its own.
-        job, real = flops(task, None, whole.generated).total / cost.total, _faster(each, whole)
-        found |= {"job_flop_x": job, "measured_x": real, "realised_share": real / job}
+        if whole is not None:
+            # Answers may be shorter: work and time are both those of the two runs, each with its own.
+            job, real = flops(task, None, whole.generated).total / cost.total, _faster(each, whole) or 0.0
+            found |= {"job_flop_x": job, "measured_x": real, "realised_share": real / job}
     return found
 
 
@@ -116,10 +138,10 @@ def _told(each: Measured, name: str) -> list[float]:
     return [run[name] for run in each.rounds if run[name] is not None]
 
 
-def _faster(each: Measured, other: Measured) -> float:
-    pairs = zip(each.rounds, other.rounds, strict=True)
-    ratios: list[float] = [theirs["seconds"] / ours["seconds"] for ours, theirs in pairs]
-    return median(ratios)
+def _faster(each: Measured, other: Measured, part: str = "seconds") -> float | None:
+    """None where one of them can't tell."""
+    ratios = [their / our for our, their in zip(_told(each, part), _told(other, part), strict=False)]
+    return median(ratios) if ratios else None
 
 
 def _rouge_l(each: Measured, references: Sequence[str]) -> float:

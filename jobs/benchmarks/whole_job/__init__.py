@@ -1,1 +1,0 @@
-"""The parts of `jobs.benchmarks.job`."""
