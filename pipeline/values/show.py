@@ -16,38 +16,28 @@ from uuid import UUID
 import pyarrow as pa
 
 from pipeline.values import calendar
+from pipeline.values.column_types import BYTES, LISTS, TEXTS
 
 CUT = "…"
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # what a terminal or a page may choke on
 _PLAIN = (pa.types.is_boolean, pa.types.is_integer, pa.types.is_float32, pa.types.is_float64)
-_TEXT = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
-_BYTES = (
-    pa.types.is_binary,
-    pa.types.is_large_binary,
-    pa.types.is_binary_view,
-    pa.types.is_fixed_size_binary,
-)
-_LIST = (
-    pa.types.is_list,
-    pa.types.is_large_list,
-    pa.types.is_list_view,
-    pa.types.is_large_list_view,
-    pa.types.is_fixed_size_list,
-)
 
 
 def shown(value: object, longest: int = 200) -> str:
     """A value for people, at most `longest` characters: cut where it is longer, control characters escaped.
 
-    Args:
-        value: an Arrow scalar or array, or anything else; null reads null, invalid UTF-8 as replacement characters.
-        longest: in characters, at least 1. Time and memory are bounded by it too, not by the value.
+    The value is an Arrow scalar or array, or anything else; null reads null, invalid UTF-8 as replacement characters.
+    Time and memory are bounded by `longest`, at least 1, not by the value.
     """
+    text = ""
     try:
-        text = _cut(_pieces(value, "replace", longest), longest)
+        for piece in _pieces(value, "replace", longest):
+            text += piece
+            if len(text) > longest:
+                break
     except Exception as error:  # people are told what there is to tell, whatever it is
         text = f"({type(value).__name__} that cannot be shown: {type(error).__name__})"
-    text = _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+    text = _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text[: longest + 1])
     return text if len(text) <= longest else text[: longest - 1] + CUT
 
 
@@ -73,7 +63,7 @@ def names(column: pa.ChunkedArray | pa.Array) -> list[str]:
 
 def is_text(type_: pa.DataType) -> bool:
     """Strings of one kind or another, but not dictionaries of them."""
-    return any(test(type_) for test in _TEXT)
+    return any(test(type_) for test in TEXTS)
 
 
 def _text_or_error(value: pa.Scalar) -> str | Exception | None:
@@ -81,17 +71,6 @@ def _text_or_error(value: pa.Scalar) -> str | Exception | None:
         return "".join(_pieces(value, "strict", None)) if value.is_valid else None
     except Exception as error:
         return error
-
-
-def _cut(pieces: Iterator[str], longest: int) -> str:
-    found, length = [], 0
-    for piece in pieces:
-        found.append(piece)
-        length += len(piece)
-        if length > longest:
-            break
-    text = "".join(found)
-    return text if len(text) <= longest else text[: longest - 1] + CUT
 
 
 def _pieces(value: object, errors: str, limit: int | None) -> Iterator[str]:
@@ -147,7 +126,7 @@ def _text(value: pa.Scalar, errors: str, limit: int | None) -> list[str] | None:
     type_ = value.type
     if is_text(type_):
         return [_decoded(value, errors, limit)]
-    if any(test(type_) for test in _BYTES):
+    if any(test(type_) for test in BYTES):
         return [_bytes(value, limit)]
     if pa.types.is_decimal(type_):
         return [f"{value.as_py():f}"]
@@ -185,7 +164,7 @@ def _nested(value: pa.Scalar, errors: str, limit: int | None) -> Iterator[str]:
             yield f"{', ' if index else ''}{json.dumps(field.name, ensure_ascii=False)}: "
             yield from _inner(value[index], errors, limit)
         yield "}"
-    elif any(test(type_) for test in _LIST):
+    elif any(test(type_) for test in LISTS):
         yield from _list(value.values, errors, limit)
     else:
         yield str(value.as_py())
