@@ -52,9 +52,9 @@ class Storage:
     def __init__(self, url: str, settings: StorageConfig | None = None, anonymous: bool = False) -> None:
         """Raises JobError for a scheme that is unknown or not installed, or a URL that carries credentials."""
         self.url = url
-        self._settings = settings or StorageConfig.model_validate({})
+        self.settings = settings or StorageConfig.model_validate({})
         self._anonymous = anonymous
-        options = file_system_options(self._settings, url, anonymous)
+        options = file_system_options(self.settings, url, anonymous)
         if "::" in url or "?versionId=" in url:
             raise JobError(f"storage {url!r} cannot be used: file systems would not take its name for one name")
         try:
@@ -69,7 +69,7 @@ class Storage:
         self.is_local = isinstance(self._store, LocalStore)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Storage, (self.url, self._settings, self._anonymous)
+        return Storage, (self.url, self.settings, self._anonymous)
 
     def at_first(self) -> Storage:
         """The same storage for the first contact: one that has never answered is a mistake sooner than an outage."""
@@ -78,11 +78,11 @@ class Storage:
     def hurried(self, patience_s: float) -> Storage:
         """The same storage with at most so much patience."""
         patience = {"storage_patience_s": min(self._patience_s, patience_s)}
-        return Storage(self.url, self._settings.model_copy(update=patience), self._anonymous)
+        return Storage(self.url, self.settings.model_copy(update=patience), self._anonymous)
 
     @property
     def _patience_s(self) -> float:
-        return self._settings.storage_patience_s
+        return self.settings.storage_patience_s
 
     def path(self, name: str) -> str:
         """Full path of an object, for `self.fs`."""
