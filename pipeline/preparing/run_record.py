@@ -155,16 +155,15 @@ def claim_output(storage: Storage, description: dict[str, Any]) -> Claim:
 def _differences(was: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], str]:
     """What differs between two runs: the parts, and each of their differences in words."""
     was = {name: value for name, value in was.items() if name not in NO_SETTINGS}
-    files = [dict(run.get("model_files") or {}) for run in (was, now)]
+    files = [dict(run.pop("model_files", None) or {}) for run in (was, now)]
     said = engine.model_differences(*files) if all(files) else []
-    changes = [change for change in _changes(was, now) if change[0].split(".")[0] != "model_files"]
+    changes = _changes(was, now)
     if said and was["model"][::2] == now["model"][::2]:
         # The digest of all files says nothing beside the names of those that differ.
         changes = [change for change in changes if change[0] != "model"]
-    parts = ["model"] if said else []
-    parts = list(dict.fromkeys([*parts, *(name.split(".")[0] for name, _, _ in changes)]))
+    parts = dict.fromkeys([*(["model"] if said else []), *(name.split(".")[0] for name, _, _ in changes)])
     words = [f"{name} {_short(old)} -> {_short(new)}" for name, old, new in changes]
-    return parts, ", ".join([*said, *words])
+    return list(parts), ", ".join([*said, *words])
 
 
 def _changes(was: Any, now: Any, name: str = "") -> list[tuple[str, Any, Any]]:

@@ -156,14 +156,11 @@ class Store:
         Not by the file system's own `rm`: it takes names for patterns, and some file systems do not say what failed.
         """
         if isinstance(self.fs, AsyncFileSystem):
-            self._sync(lambda: _all([self.fs._rm_file(path) for path in paths]))
+            sync(self.fs.loop, _all, [self.fs._rm_file(path) for path in paths])
             return
         for path in paths:
             with suppress(FileNotFoundError):
                 self.fs.rm_file(path)
-
-    def _sync(self, coroutine: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        return sync(self.fs.loop, coroutine)
 
 
 class LocalStore(Store):
@@ -250,7 +247,7 @@ class PinningStore(Store):
 
 class S3Store(PinningStore):
     def read(self, path: str, tag: str, start: int, end: int) -> bytes:
-        content, found = self._sync(lambda: self._get(path, tag, start, end))
+        content, found = sync(self.fs.loop, self._get, path, tag, start, end)
         if found.strip('"') != tag:  # of a server that knows no If-Match
             raise changed(path)
         return bytes(content)
@@ -280,7 +277,7 @@ class AzureStore(PinningStore):
         fs.service_client._config.retry_policy.total_retries = 0  # its own, beneath ours, of a minute and more
 
     def read(self, path: str, tag: str, start: int, end: int) -> bytes:
-        return bytes(self._sync(lambda: self._get(path, tag, start, end)))
+        return bytes(sync(self.fs.loop, self._get, path, tag, start, end))
 
     async def _get(self, path: str, tag: str, start: int, end: int) -> bytes:
         from azure.core import MatchConditions
