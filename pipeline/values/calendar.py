@@ -17,7 +17,8 @@ DAY = 86_400  # seconds
 
 def date(days: int) -> str:
     """Days since 1970 as year-month-day of the proleptic Gregorian calendar; the year before 1 is 0."""
-    return str(np.datetime64(days, "D"))
+    text = str(np.datetime64(days, "D"))
+    return text.zfill(11) if text.startswith("-") else text  # four digits of a year before 0 too
 
 
 def time(value: int, unit: str) -> str:
