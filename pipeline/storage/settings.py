@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from pipeline.errors import JobError
 from pipeline.redaction import redacted
 
-S3_SCHEMES = ("s3", "s3a")
-AZURE_SCHEMES = ("abfs", "abfss", "az")
+S3 = ("s3://", "s3a://")
+AZURE = ("abfs://", "abfss://", "az://")
 _WHERE = "leave them to the environment, a profile (s3_profile) or the machine's role"
 
 
@@ -38,7 +38,7 @@ def file_system_options(settings: StorageConfig, url: str, anonymous: bool) -> d
     refuse_credentials(url)
     # Listings are never cached: other processes write here too.
     options: dict[str, Any] = {"use_listings_cache": False}
-    if url.partition("://")[0] not in S3_SCHEMES:
+    if not url.startswith(S3):
         return options
     client = {"endpoint_url": settings.s3_endpoint, "region_name": settings.s3_region}
     return options | {
@@ -71,8 +71,8 @@ def _check_endpoint(endpoint: str | None) -> None:
 
 def refuse_credentials(url: str) -> None:
     """Raises JobError, without repeating them, for credentials in a URL: a user, a password, a signed query."""
-    scheme, separator, rest = redacted(url).partition("://")
-    _, at, host = re.split("[/?#]", rest, maxsplit=1)[0].rpartition("@")
+    address = redacted(url).partition("://")[2]
+    _, at, host = re.split("[/?#]", address, maxsplit=1)[0].rpartition("@")
     # abfs://container@account.dfs.core.windows.net/path is how Azure writes an address.
-    if separator and (redacted(url) != url or (at and scheme not in AZURE_SCHEMES)):
+    if redacted(url) != url or (at and not url.startswith(AZURE)):
         raise JobError(f"the URL of {host!r} carries credentials (a user, a password or a signature): {_WHERE}")
