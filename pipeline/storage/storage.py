@@ -54,6 +54,7 @@ class Storage:
         self.url = url
         self.settings = settings or StorageConfig.model_validate({})
         self._anonymous = anonymous
+        self._patience_s = self.settings.storage_patience_s
         options = file_system_options(self.settings, url, anonymous)
         if "::" in url or "?versionId=" in url:
             raise JobError(f"storage {url!r} cannot be used: file systems would not take its name for one name")
@@ -79,10 +80,6 @@ class Storage:
         """The same storage with at most so much patience."""
         patience = {"storage_patience_s": min(self._patience_s, patience_s)}
         return Storage(self.url, self.settings.model_copy(update=patience), self._anonymous)
-
-    @property
-    def _patience_s(self) -> float:
-        return self.settings.storage_patience_s
 
     def path(self, name: str) -> str:
         """Full path of an object, for `self.fs`."""
