@@ -71,7 +71,8 @@ def check_place(output: Storage, kind: Kind, source: Storage | None = None) -> N
         raise _overlaps(output.url, source.url)
     entries = output.entries()
     for mark in kind.marks:
-        if (output.exists(mark) if "/" in mark else mark in entries) and not _is_anothers(output, mark):
+        folder = mark.rpartition("/")[0]
+        if mark in (output.names(folder) if folder else entries) and not _is_anothers(output, mark):
             return
     strangers = [name for name in entries if not kind.before.fullmatch(name)]
     # A --fresh that was killed may have left folders on a disk, with nothing in them or what a writer died over.

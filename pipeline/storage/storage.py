@@ -159,13 +159,6 @@ class Storage:
         names = {info["name"].rstrip("/")[len(self.root) + 1 :]: info["type"] == "directory" for info in found}
         return [name + "/" * names[name] for name in sorted(names) if name and not name.startswith(".")]
 
-    def exists(self, name: str) -> bool:
-        try:
-            self.info(self.path(name))
-        except FileNotFoundError:
-            return False
-        return True
-
     def read(self, name: str, limit: int | None = None) -> bytes | None:
         """An object's content, None if there is none. Raises Unfit for what is no file or larger than `limit` bytes."""
         try:

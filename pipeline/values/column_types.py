@@ -88,7 +88,7 @@ def _time(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def _finer(one: pa.DataType, other: pa.DataType) -> str:
-    return max(one.unit, other.unit, key=UNITS.index)
+    return UNITS[max(map(UNITS.index, (one.unit, other.unit)))]
 
 
 def _number(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:

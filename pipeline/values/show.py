@@ -11,6 +11,7 @@ import codecs
 import json
 import re
 from collections.abc import Iterator
+from typing import Any
 from uuid import UUID
 
 import pyarrow as pa
@@ -73,7 +74,7 @@ def _text_or_error(value: pa.Scalar) -> str | Exception | None:
         return error
 
 
-def _pieces(value: object, errors: str, limit: int | None, inside: bool = False) -> Iterator[str]:
+def _pieces(value: Any, errors: str, limit: int | None, inside: bool = False) -> Iterator[str]:
     """A value inside a list, struct or map reads as JSON has it; one that stands alone needs no quotes."""
     if isinstance(value, pa.Array | pa.ChunkedArray):
         yield from _list(value, errors, limit)
