@@ -67,9 +67,9 @@ def adapt(config: AdaptModel) -> None:
 def _read(config: AdaptModel, shape: ModelShape) -> dict[str, Schedule]:
     """What to train, by the directory below the output to write it to; a schedule alone goes to the output itself."""
     if config.target_speedup is None:
-        schedules = read_schedules(config.schedule, config.storage)
+        schedules = read_schedules(config.schedule, config)
     else:
-        schedules = {"": read_schedule(config.schedule, config.target_speedup, config.storage)}
+        schedules = {"": read_schedule(config.schedule, config.target_speedup, config)}
     for name, schedule in schedules.items():
         schedule.check_fits(shape)
         if config.prompt_layers is not None and schedule.prompt_bridge is not None:

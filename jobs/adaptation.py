@@ -29,10 +29,10 @@ from engine.kernels.base import training_kernels_for
 from engine.memory import free_bytes
 from jobs.answers import PART, AnswersConfig, answer_corpus, with_more_answers
 from pipeline import logs
-from pipeline.config import StorageConfig
 from pipeline.errors import JobError, JobStopped
-from pipeline.inputs.corpus_parts import Part
+from pipeline.inputs.sample_prompts import Part
 from pipeline.monitoring.stage_progress import StageProgress
+from pipeline.storage.settings import StorageConfig
 
 CHECKPOINT_FILE = "training.safetensors"
 ANSWERS_FILE, MORE_ANSWERS_FILE = "answers.safetensors", "more_answers.safetensors"

@@ -18,8 +18,7 @@ from engine.calibration.answer_file import read_answers, write_answers
 from engine.calibration.collect import Progress, answer_prompts
 from engine.forward.teacher_forcing import Answer
 from jobs.prompts import SUMMARIZE
-from pipeline.inputs.corpus_parts import Part
-from pipeline.inputs.sample_prompts import CorpusConfig, sample_prompts
+from pipeline.inputs.sample_prompts import CorpusConfig, Part, sample_prompts
 from pipeline.preparing.fit import longest_prompt
 from pipeline.rows.rows import TOKENS
 

@@ -26,7 +26,7 @@ from jobs import command_line
 from jobs.answers import PART, AnswersConfig, TargetSpeedup, answer_corpus
 from pipeline.errors import JobError
 from pipeline.evaluation.charts import schedule_maps
-from pipeline.inputs.corpus_parts import Part
+from pipeline.inputs.sample_prompts import Part
 from pipeline.monitoring.stage_progress import StageProgress
 from pipeline.storage.ownership import claim_directory
 

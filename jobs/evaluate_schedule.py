@@ -40,12 +40,12 @@ from pipeline.evaluation.shorter_prompts import with_shorter_prompts
 from pipeline.evaluation.solved import SolvedRivals
 from pipeline.evaluation.study import Prompt, Study
 from pipeline.evaluation.whole_sample_rivals import whole_sample_rivals
-from pipeline.inputs.corpus_parts import Part
-from pipeline.inputs.sample_prompts import CorpusConfig, sample_prompts
+from pipeline.inputs.sample_prompts import CorpusConfig, Part, sample_prompts
 from pipeline.inputs.work import input_columns
-from pipeline.preparing.fit import OpenStorage, longest_prompt, read_schedules
+from pipeline.preparing.fit import longest_prompt, read_schedules
 from pipeline.rows.rows import TOKENS
 from pipeline.storage.ownership import claim_directory
+from pipeline.storage.settings import StorageConfig
 from pipeline.storage.storage import Storage
 from pipeline.values.show import names, texts
 
@@ -123,7 +123,7 @@ def evaluate(config: EvaluateSchedule) -> None:
     shape = describe(config.model)
     for layers in config.prompt_layers:
         check_prompt_layers(layers, shape)
-    named = read_contenders(config.schedules, shape, config.storage)
+    named = read_contenders(config.schedules, shape, config)
     config = with_reference_column(config)
     warn_of_seen_rows(config, named)
     tokenizer = Tokenizer.load(config.model)
@@ -190,7 +190,7 @@ def with_reference_column(config: EvaluateSchedule) -> EvaluateSchedule:
     """The same with a column that the input has, or with "". Raises JobError."""
     if config.reference_column == "":
         return config
-    columns = input_columns(config.storage(config.input, config.s3_anonymous_input))
+    columns = input_columns(Storage(config.input, config, config.s3_anonymous_input))
     if config.reference_column is None:
         return config.model_copy(update={"reference_column": REFERENCE if REFERENCE in columns else ""})
     if config.reference_column not in columns:
@@ -201,11 +201,11 @@ def with_reference_column(config: EvaluateSchedule) -> EvaluateSchedule:
     return config
 
 
-def read_contenders(paths: Sequence[str], shape: ModelShape, storage: OpenStorage = Storage) -> list[Contender]:
+def read_contenders(paths: Sequence[str], shape: ModelShape, settings: StorageConfig | None = None) -> list[Contender]:
     """Schedules of files and directories, local or by URL. Raises JobError, ScheduleError."""
     found = []
     for path in paths:
-        for folder, schedule in read_schedules(path, storage).items():
+        for folder, schedule in read_schedules(path, settings).items():
             schedule.check_fits(shape)
             target = schedule.provenance.get("target_speedup")
             target = None if target is None else float(target)

@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from jobs import command_line
-from pipeline.config import StorageConfig
 from pipeline.dataset.config import GENERATION
 from pipeline.errors import JobError
 from pipeline.inspection import Inspection, inspect, verify
 from pipeline.preparing.run_record import read_run
 from pipeline.reporting.report import summary
+from pipeline.storage.settings import StorageConfig
 from pipeline.storage.storage import Storage
 
 PROGRAM = "inspect_run.py"
@@ -80,8 +80,8 @@ def look(config: InspectRun) -> Inspection:
 
 def run_output(config: InspectRun) -> Storage:
     """The output itself, or where it is a data set the output of the run behind it."""
-    storage = config.storage(config.output)
-    below = config.storage(f"{config.output.rstrip('/')}/{GENERATION}")
+    storage = Storage(config.output, config)
+    below = Storage(f"{config.output.rstrip('/')}/{GENERATION}", config)
     no_run_here = read_run(storage.at_first()) is None
     return below if no_run_here and read_run(below.at_first()) is not None else storage
 

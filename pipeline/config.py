@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -9,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from engine import Sampling
 from pipeline.logs import LogFormat
 from pipeline.rows.template import PromptTemplate
-from pipeline.storage.settings import StorageSettings
+from pipeline.storage.settings import StorageConfig
 from pipeline.storage.storage import Storage
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -77,17 +78,8 @@ class AnswerConfig(BaseModel):
 
     def sampling(self) -> Sampling:
         """The engine's view of how tokens are chosen."""
-        return Sampling(
-            max_new_tokens=self.max_new_tokens,
-            min_new_tokens=self.min_new_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            stop=tuple(self.stop),
-            seed=self.seed,
-        )
+        given = self.model_dump(include={item.name for item in fields(Sampling)})
+        return Sampling(**given | {"stop": tuple(self.stop)})
 
 
 class GenerationConfig(AnswerConfig):
@@ -127,40 +119,8 @@ class GenerationConfig(AnswerConfig):
         return [name for name, is_given in given.items() if is_given]
 
 
-class StorageConfig(BaseModel):
-    """How storage is reached. Credentials have no option: they come from the environment, a profile or a role."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    s3_endpoint: str | None = Field(None, description="URL of an S3 server; default AWS, or AWS_ENDPOINT_URL")
-    s3_region: str | None = Field(None, description="default the environment's or the profile's")
-    s3_profile: str | None = Field(None, description="profile of the AWS configuration files; default AWS_PROFILE")
-    s3_path_style: bool = Field(False, description="write the bucket into the path, for servers without host names")
-    s3_connect_timeout_s: float = Field(10.0, gt=0, description="seconds to wait for a connection")
-    s3_read_timeout_s: float = Field(60.0, gt=0, description="seconds to wait for the next bytes of an answer")
-    storage_patience_s: float = Field(
-        600.0, ge=0, description="seconds that throttling, lost connections, outages and full disks are waited for"
-    )
-
-    def storage(self, url: str, anonymous: bool = False) -> Storage:
-        """Raises JobError for a URL or an endpoint that cannot be used."""
-        settings = StorageSettings(
-            endpoint=self.s3_endpoint,
-            region=self.s3_region,
-            profile=self.s3_profile,
-            anonymous=anonymous,
-            path_style=self.s3_path_style,
-            connect_timeout_s=self.s3_connect_timeout_s,
-            read_timeout_s=self.s3_read_timeout_s,
-            patience_s=self.storage_patience_s,
-        )
-        return Storage(url, settings)
-
-
-class PlanConfig(BaseModel):
-    """What a look ahead is made from, and what machines cost."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class JobConfig(GenerationConfig, StorageConfig):
+    """Where a job reads and writes, on which machines, when it stops, and what a look ahead is made from."""
 
     plan: bool = Field(
         False, description="print what the run will take and cost, store it in the output as _plan.json, and end"
@@ -175,10 +135,6 @@ class PlanConfig(BaseModel):
     price_per_gpu_hour: float | None = Field(
         None, ge=0, description="what a GPU costs per hour, for the bill; without GPUs, what a replica costs"
     )
-
-
-class JobConfig(GenerationConfig, StorageConfig, PlanConfig):
-    """Where a job reads and writes, on which machines, and when it stops."""
 
     input: str = Field(description="Parquet file, directory or glob: a local path or any fsspec URL such as s3://")
     output: str = Field(description="directory to write to; an unfinished run found there is resumed")
@@ -242,27 +198,15 @@ class JobConfig(GenerationConfig, StorageConfig, PlanConfig):
     )
 
     @model_validator(mode="after")
-    def _increments(self) -> Self:
+    def _goes_together(self) -> Self:
         if self.incremental and self.limit is not None:
             raise ValueError(f"limit {self.limit} cannot be combined with incremental, which does files as a whole")
-        return self
-
-    @model_validator(mode="after")
-    def _audits(self) -> Self:
         if self.min_audit_rouge is not None and not self.audit_fraction:
             raise ValueError("min_audit_rouge needs an audit_fraction above 0")
-        return self
-
-    @model_validator(mode="after")
-    def _plans(self) -> Self:
         if self.plan_output_tokens is not None and self.plan_output_tokens > self.max_new_tokens:
             raise ValueError(
                 f"plan_output_tokens {self.plan_output_tokens} exceeds max_new_tokens {self.max_new_tokens}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _scales(self) -> Self:
         if self.min_replicas is not None and self.min_replicas > (self.replicas or self.min_replicas):
             raise ValueError(f"min_replicas {self.min_replicas} exceeds replicas {self.replicas}")
         return self
@@ -284,8 +228,8 @@ class JobConfig(GenerationConfig, StorageConfig, PlanConfig):
 
     def input_storage(self) -> Storage:
         """Raises JobError."""
-        return self.storage(self.input, self.s3_anonymous_input)
+        return Storage(self.input, self, self.s3_anonymous_input)
 
     def output_storage(self) -> Storage:
         """Raises JobError."""
-        return self.storage(self.output)
+        return Storage(self.output, self)

@@ -22,11 +22,9 @@ from pipeline.preparing.incremental import only_new, work_name
 from pipeline.preparing.preparation import Preparation, prepare_run
 from pipeline.preparing.run_record import claim_name, read_run
 from pipeline.reporting.forecast import Forecast
-from pipeline.rows.read import read_units
 from pipeline.rows.row_generator import RowGenerator
 from pipeline.rows.rows import TOKENS
 from pipeline.rows.template import PromptTokenizer
-from pipeline.rows.unit import WorkUnit
 from pipeline.storage.storage import Storage
 
 LENGTHS = 64  # output lengths that stand for all of an earlier run's
@@ -47,15 +45,12 @@ class ExpectedOutputs:
 def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
     """Rows, tokens, FLOPs, time and cost to expect; of an incremental run those of what is new.
 
-    Loads a model only if `plan_prompts` asks for answers.
-
     Output lengths come from `plan_output_tokens`, else from answers to sampled prompts, else from what a run with the
     same model, prompt and sampling has committed to the output, else every row is taken to reach `max_new_tokens`.
-    Seconds at full depth assume that its FLOPs take as long each as those of the schedule.
+    A model is loaded for these answers alone. Seconds at full depth assume that its FLOPs take as long each as those of
+    the schedule.
 
-    Raises:
-        JobError, ModelError, ScheduleError: as for a run.
-        NothingToDo: the run is incremental and nothing is new.
+    Raises JobError, ModelError, ScheduleError as a run does; NothingToDo if it is incremental and nothing is new.
     """
     job = prepare_run(config, backend)
     if config.incremental:
@@ -112,15 +107,10 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
 
 def _sample(job: Preparation, tokenizer: PromptTokenizer) -> list[list[list[int] | None]]:
     """Prompts of runs of neighbouring rows, drawn at random; None for a row that no prompt can be made of."""
-    config, plan, storage = job.config, job.plan, job.config.input_storage()
-
-    def read(unit: WorkUnit) -> pa.Table:
-        [(_, table)] = read_units(storage, [unit], plan.read_columns)
-        return table
-
+    config, storage = job.config, job.config.input_storage()
     runs: list[list[list[int] | None]] = []
     left = config.plan_rows
-    for prepared in draw_rows(config, plan, read, job.template, tokenizer, job.longest_prompt):
+    for prepared in draw_rows(config, job.plan, storage, job.template, tokenizer, job.longest_prompt):
         runs.append(prepared[TOKENS].to_pylist()[:left])
         left -= len(runs[-1])
         if not left:

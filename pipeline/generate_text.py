@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from pipeline.config import GenerationConfig
 from pipeline.errors import JobError
-from pipeline.preparing.backend import Backend, SkipDecodeBackend
+from pipeline.preparing.backend import Backend
 from pipeline.preparing.fit import choose_schedule, longest_prompt
 from pipeline.rows.row_generator import RowGenerator
 from pipeline.rows.rows import TOKENS, generate, output_schema, prepare
@@ -32,7 +32,7 @@ class GenerateText:
 
     def __init__(self, threads: int | None = None, backend: Backend | None = None, **options: Any) -> None:
         """Raises pydantic.ValidationError, JobError, ModelError or ScheduleError for options that do not fit."""
-        config, backend = GenerationConfig(**options), backend or SkipDecodeBackend()
+        config, backend = GenerationConfig(**options), backend or Backend()
         self._config = config
         self._template = config.template()
         shape = backend.shape(config)

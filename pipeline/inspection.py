@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import pyarrow as pa
@@ -77,8 +78,7 @@ def inspect(storage: Storage) -> Inspection:
         replaced = [commit for commit in commits if version_of(commit.unit) not in current]
         commits = [commit for commit in commits if version_of(commit.unit) in current]
     partial = {file.version for file in known.values() if file.partial}
-    nightly = run["input"].get("incremental")
-    if nightly:
+    if run["input"].get("incremental"):
         rows = sum(file.rows for file in known.values()) if known else total(commits).rows
     else:
         rows = planned_rows(storage, run)
@@ -117,20 +117,23 @@ def _check_file(storage: Storage, commit: Commit) -> str | None:
 
 def _check_ranges(inspection: Inspection) -> Iterator[str]:
     """Rows that two units cover; in a finished run also those that none does."""
-    # By file, not by its path: a nightly run may have met two files of one name, and one file under two.
-    end, path, file = 0, "", ("", 0)
-    for commit in sorted(inspection.commits, key=lambda commit: (version_of(commit.unit), commit.sample, commit.start)):
-        if (version_of(commit.unit), commit.sample) != file:
-            end, path, file = 0, commit.path, (version_of(commit.unit), commit.sample)
-        if commit.start < end:
-            yield f"rows {commit.start} to {end - 1} of {path!r} are there twice"
-        elif (
-            commit.start > end and inspection.manifest is not None and version_of(commit.unit) not in inspection.partial
-        ):
-            yield f"rows {end} to {commit.start - 1} of {path!r} are missing"
-        end = commit.start + commit.totals.rows
+
+    def file(commit: Commit) -> tuple[str, int]:
+        # Not its path: a nightly run may have met two files of one name, and one file under two.
+        return version_of(commit.unit), commit.sample
+
+    finished = inspection.manifest is not None
+    commits = sorted(inspection.commits, key=lambda commit: (file(commit), commit.start))
+    for (version, _), parts in groupby(commits, file):
+        end = 0
+        for commit in parts:
+            if commit.start < end:
+                yield f"rows {commit.start} to {end - 1} of {commit.path!r} are there twice"
+            elif commit.start > end and finished and version not in inspection.partial:
+                yield f"rows {end} to {commit.start - 1} of {commit.path!r} are missing"
+            end = commit.start + commit.totals.rows
     rows = inspection.totals.rows
-    if inspection.manifest is not None and rows != inspection.rows:
+    if finished and rows != inspection.rows:
         yield f"the input has {inspection.rows:,} rows, the output {rows:,}"
 
 

@@ -32,8 +32,7 @@ _RECORD: Record[_InputFiles] = Record(_InputFiles, "discard the run with --fresh
 def hold_input(storage: Storage, plan: Plan, begun: bool) -> None:
     """Hold a run to the files it began with, those of this plan if it has only just begun.
 
-    Raises:
-        JobError: a file has changed, come or gone since; its name is said. StorageGone.
+    Raises JobError, with its name, for a file that has changed, come or gone since; StorageGone.
     """
     while True:
         held, records = _read(storage)
@@ -44,9 +43,10 @@ def hold_input(storage: Storage, plan: Plan, begun: bool) -> None:
             )
         if records:
             _check(held, plan.files, storage.url)
-        new = {file.name: _entry(file) for file in plan.files if held.get(file.name, (None, 0))[0] is None}
-        if records and all(stamp is None for stamp, _ in new.values()):
+        unknown = [file for file in plan.files if held.get(file.name, (None, 0))[0] is None]
+        if records and all(file.problem for file in unknown):
             return
+        new = {file.name: (None, 0) if file.problem else (file.identity, file.rows) for file in unknown}
         content = json.dumps({"format": 1, "files": new}).encode()
         if storage.write_if_absent(f"{INPUT}/{records}.json", content):
             return
@@ -59,10 +59,6 @@ def planned_rows(storage: Storage, run: Mapping[str, Any]) -> int:
     rows, limit = sum(rows for _, rows in held.values()), run["input"].get("limit")
     samples = run.get("sampling", {}).get("samples_per_prompt", 1)
     return (rows if limit is None else min(rows, limit)) * int(samples)
-
-
-def _entry(file: InputFile) -> tuple[str | None, int]:
-    return (None, 0) if file.problem else (file.identity, file.rows)
 
 
 def _read(storage: Storage) -> tuple[Held, int]:

@@ -54,9 +54,8 @@ def name_versions(contents: Mapping[str, str | None], known: Mapping[str, KnownF
     version stays with its content: where the output knows a content under a name that has another content now, or is
     gone, the file was renamed or moved, and what is done of it is done.
 
-    Args:
-        contents: by name relative to the input, None for a file of which nothing is known but that it is there.
-        known: the files of the output.
+    `contents` are by name relative to the input, None for a file of which nothing is known but that it is there;
+    `known` are the files of the output.
     """
     versions: dict[str, str] = {}
     taken = {version for name, file in known.items() if contents.get(name, "") is None for version in file.versions}

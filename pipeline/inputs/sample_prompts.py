@@ -1,24 +1,28 @@
-"""Prompts drawn at random from a data set: what forecasts, calibration, training and evaluation look at."""
+"""Prompts drawn at random from a data set: what forecasts, calibration, training and evaluation look at.
+
+A corpus has three parts: schedules are fitted on one, trained on another, judged on a third.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import pyarrow as pa
 from pydantic import Field
 
-from pipeline.config import AnswerConfig, JobConfig, StorageConfig
+from pipeline.config import AnswerConfig, JobConfig
 from pipeline.errors import JobError
-from pipeline.inputs.corpus_parts import Part, part_of
 from pipeline.inputs.work import Plan, make_plan
 from pipeline.rows.read import read_units
 from pipeline.rows.rows import ERROR, chosen, prepare
 from pipeline.rows.template import PromptTemplate, PromptTokenizer
-from pipeline.rows.unit import WorkUnit
+from pipeline.storage.settings import StorageConfig
+from pipeline.storage.storage import Storage
 from pipeline.values.show import names
 
 RUN_OF_ROWS = 16  # neighbouring rows drawn together: few, as neighbours are often alike, yet one read for all of them
@@ -27,6 +31,17 @@ UNITS = 1000  # whose runs are shuffled together
 log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
+Part = Literal["calibrate", "train", "test", "all"]
+
+TEST_SHARE, CALIBRATE_SHARE = 1 / 8, 1 / 8  # of all rows; the rest is for training
+
+
+def part_of(key: str) -> Part:
+    """The part of the row of this id or text: a hash of it, so the same in every run and every file. Never "all"."""
+    place = int.from_bytes(hashlib.sha256(key.encode()).digest()[:6], "big") / 2**48  # uniform in [0, 1)
+    if place < TEST_SHARE:
+        return "test"
+    return "calibrate" if place < TEST_SHARE + CALIBRATE_SHARE else "train"
 
 
 class CorpusConfig(AnswerConfig, StorageConfig):
@@ -44,14 +59,15 @@ class CorpusConfig(AnswerConfig, StorageConfig):
 def draw_rows(
     config: AnswerConfig,
     plan: Plan,
-    read: Callable[[WorkUnit], pa.Table],
+    storage: Storage,
     template: PromptTemplate,
     tokenizer: PromptTokenizer,
     longest: int,
+    among: Callable[[pa.Table], pa.Table] | None = None,
 ) -> Iterator[pa.Table]:
     """Prepared rows (see pipeline.rows.prepare), a few neighbours at a time, in a random order that the seed decides.
 
-    `read` gives the rows of a unit that may be drawn.
+    Of each few that are read, `among` gives those that may be drawn.
     """
     order = _shuffled(plan.units, config.seed)
     for first in range(0, len(order), UNITS):
@@ -61,7 +77,10 @@ def draw_rows(
             for start in range(unit.start, unit.start + unit.rows, RUN_OF_ROWS)
         ]
         for run in _shuffled(runs, config.seed):
-            yield prepare(read(run), plan.kept, config.text_column, template, tokenizer, longest)
+            [(_, table)] = read_units(storage, [run], plan.read_columns)
+            yield prepare(
+                table if among is None else among(table), plan.kept, config.text_column, template, tokenizer, longest
+            )
 
 
 def sample_prompts(
@@ -74,25 +93,17 @@ def sample_prompts(
 ) -> pa.Table:
     """Prepared rows of a part, drawn at random by the configuration's seed, none with an error.
 
-    Args:
-        config: names input, columns and prompt.
-        part: of the rows, by their ids, or where no id column is named, or a file lacks it, by their texts.
-        count: rows; fewer are returned where the part has no more. A larger count only adds to them.
-        tokenizer: the model's.
-        longest: prompt, in tokens.
-        keep_columns: input columns to keep beside the prompts.
+    The part goes by rows' ids, or where no id column is named, or a file lacks it, by their texts. Fewer than `count`
+    are returned where it has no more; a larger count only adds to them. `longest` is in tokens.
 
-    Raises:
-        JobError: the input does not fit the configuration, or no row of the part makes a prompt.
+    Raises JobError if the input does not fit the configuration, or no row of the part makes a prompt.
     """
     template = config.template()
     shared = set(JobConfig.model_fields) & set(CorpusConfig.model_fields)
     planned = JobConfig(**config.model_dump(include=shared), output="", keep_columns=list(keep_columns))
     plan = make_plan(planned, template)
-    storage = planned.input_storage()
 
-    def read(unit: WorkUnit) -> pa.Table:
-        [(_, table)] = read_units(storage, [unit], plan.read_columns)
+    def of_part(table: pa.Table) -> pa.Table:
         if part == "all":
             return table
         has_id = config.id_column in table.column_names  # some files of a corpus may lack it
@@ -101,7 +112,7 @@ def sample_prompts(
 
     tables: list[pa.Table] = []
     rows = bad = 0
-    for prepared in draw_rows(config, plan, read, template, tokenizer, longest):
+    for prepared in draw_rows(config, plan, planned.input_storage(), template, tokenizer, longest, of_part):
         good = chosen(prepared, prepared[ERROR].is_null().to_pylist())
         tables.append(good)
         rows += good.num_rows

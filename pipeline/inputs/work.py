@@ -8,6 +8,7 @@ import stat
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import pyarrow as pa
@@ -21,8 +22,8 @@ from pipeline.redaction import redacted
 from pipeline.rows.read import open_parquet
 from pipeline.rows.template import PromptTemplate
 from pipeline.rows.unit import WorkUnit
-from pipeline.storage.storage import Storage, stamp
-from pipeline.storage.stores import is_of_content
+from pipeline.storage.storage import Storage
+from pipeline.storage.stores import is_of_content, stamp
 from pipeline.values.column_types import common_type
 from pipeline.values.show import is_text
 
@@ -70,9 +71,7 @@ class Plan:
     @property
     def unreadable(self) -> tuple[tuple[WorkUnit, str], ...]:
         """The first unit of each file that can't be processed, as if it had no rows, and why it can't be."""
-        return tuple(
-            (_unit(number, file, 0, 0), file.problem) for number, file in enumerate(self.files) if file.problem
-        )
+        return tuple((_unit(place, file, 0, 0), file.problem) for place, file in enumerate(self.files) if file.problem)
 
     @property
     def rows(self) -> int:
@@ -87,7 +86,7 @@ class Plan:
 
         A run ends at the first row group boundary after SPAN_ROWS rows, so that no row group is decoded by many tasks.
         """
-        boundaries = {file.path: _ends(file.row_groups) for file in self.files}
+        boundaries = {file.path: list(accumulate(file.row_groups)) for file in self.files}
         span: list[WorkUnit] = []
         end = 0
         for unit in units:
@@ -107,31 +106,22 @@ class Plan:
 def make_plan(config: JobConfig, template: PromptTemplate, known: Mapping[str, KnownFile] | None = None) -> Plan:
     """Read the footers and check them against the configuration.
 
-    Args:
-        config: the job.
-        template: of its prompts.
-        known: the files that an incremental run has met before, None for any other run.
-
     A file that cannot be read, or whose columns do not fit, is part of the plan with its problem and without rows; the
-    log says so.
+    log says so. `known` are the files that an incremental run has met before, None for any other run.
 
-    Raises:
-        JobError: no input, none that can be read, columns that no file has, columns whose types differ. StorageGone.
+    Raises JobError: no input, none that can be read, columns that no file has, whose types differ; StorageGone.
     """
     files = _read_footers(config.input_storage().at_first(), known)
     if config.text_column not in _columns(files):
         there = ", ".join(sorted(_columns(files)))
         raise JobError(f"the input has no column {config.text_column!r}: name the text column among {there}")
     needed = {config.text_column, config.id_column, *(config.keep_columns or []), *(template.fields - {"text"})}
-    everything = config.keep_columns is None and config.id_column is None
+    everything = config.keep_columns is None and config.id_column is None  # of the columns is kept
     files = tuple(_checked(file, config.text_column, None if everything else needed) for file in files)
     _check_some_readable(files)
     columns = _columns(files)
     template.check_columns(set(columns))
-    if config.keep_columns is not None:
-        keep = list(dict.fromkeys(config.keep_columns))
-    else:
-        keep = [config.id_column] if config.id_column is not None else columns
+    keep = columns if everything else list(dict.fromkeys(config.keep_columns or []))
     if config.id_column is not None and config.id_column not in keep:
         keep.insert(0, config.id_column)
     unknown = [name for name in keep if name not in columns]
@@ -272,14 +262,16 @@ def _column_type(files: Sequence[InputFile], column: str) -> pa.DataType:
 
 def _within_limit(files: Sequence[InputFile], limit: int | None) -> tuple[InputFile, ...]:
     """The files that hold the first rows. Raises JobError if one of them cannot be read: how many has it?"""
-    left, taken = limit, []
+    if limit is None:
+        return tuple(files)
+    taken = []
     for file in files:
-        if left is not None and left <= 0:
+        if limit <= 0:
             break
-        if left is not None and file.problem:
+        if file.problem:
             raise JobError(f"{file.problem}; limit counts rows through this file, and cannot without it")
         taken.append(file)
-        left = None if left is None else left - file.rows
+        limit -= file.rows
     return tuple(taken)
 
 
@@ -297,11 +289,3 @@ def _unit(number: int, file: InputFile, start: int, rows: int, sample: int = 0, 
     # New files come between old ones: an incremental run names units by the file itself, not by its place.
     name = f"{file.version or f'{number:05d}'}-{start:09d}" + (f"-{sample:03d}" if samples > 1 else "")
     return WorkUnit(name, file.path, start, rows, sample, file.identity)
-
-
-def _ends(row_groups: Sequence[int]) -> list[int]:
-    ends, total = [], 0
-    for rows in row_groups:
-        total += rows
-        ends.append(total)
-    return ends

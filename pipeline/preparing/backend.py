@@ -1,4 +1,4 @@
-"""Where tokenizers and engines come from. Tests of the pipeline at scale put a double here."""
+"""Where tokenizers and engines come from."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import engine
 from engine import Engine, ModelError, ModelShape, Tokenizer
 from pipeline.config import GenerationConfig
 from pipeline.rows.shared_engine import Streaming
-from pipeline.rows.template import PromptTokenizer
 
 
 @dataclass(frozen=True)
@@ -30,43 +29,23 @@ class ModelIdentity:
         return hashlib.sha256(json.dumps(dict(self.files), sort_keys=True).encode()).hexdigest()
 
 
-class Backend(Protocol):
-    """Builds what a job's processes need; is pickled to them."""
+@dataclass(frozen=True)
+class Backend:
+    """Builds what a job's processes need; is pickled to them. Tests of the pipeline put a double in its place."""
+
+    held: ModelIdentity | None = None  # the model that a run began with: no other is loaded
+    began: str | None = None  # when that was (ISO 8601): chat templates see that date
 
     def pinned(self, model: str) -> str:
         """A name of the model that means the same one on every node and tomorrow."""
-
-    def shape(self, config: GenerationConfig) -> ModelShape:
-        """The model's sizes, from its config alone."""
-
-    def identity(self, config: GenerationConfig) -> ModelIdentity:
-        """Changes when the model does."""
-
-    def held_to(self, identity: ModelIdentity, began: str) -> Self:
-        """The same backend for a run of this model that began then (ISO 8601): it loads no other, and knows no other
-        date."""
-
-    def tokenizer(self, config: GenerationConfig) -> PromptTokenizer:
-        """Called in read tasks; worth caching per process."""
-
-    def engine(self, config: GenerationConfig, threads: int | None) -> Streaming:
-        """Called once per replica."""
-
-
-@dataclass(frozen=True)
-class SkipDecodeBackend:
-    """The real engine."""
-
-    held: ModelIdentity | None = None
-    began: str | None = None
-
-    def pinned(self, model: str) -> str:
         return engine.pinned_model(model)
 
     def shape(self, config: GenerationConfig) -> ModelShape:
+        """The model's sizes, from its config alone."""
         return engine.describe(config.model)
 
     def identity(self, config: GenerationConfig) -> ModelIdentity:
+        """Changes when the model does."""
         engine.check_model_weights(config.model)
         return ModelIdentity(engine.model_files(config.model), _dtype(config))
 
@@ -74,13 +53,12 @@ class SkipDecodeBackend:
         return replace(self, held=identity, began=began)
 
     def tokenizer(self, config: GenerationConfig) -> Tokenizer:
-        """Raises ModelError: the model is not the one that the run began with."""
+        """Cached in each process. Raises ModelError if the model is not the one that the run began with."""
         files = engine.model_files(config.model, weights=False) if self.held is None else self.held.files
         return _tokenizer(config.model, tuple(files.items()), self.began)
 
     def engine(self, config: GenerationConfig, threads: int | None) -> Streaming:
-        """Raises ModelError, also for options that it has nothing for, and if the model is not the one that the run
-        began with, or is replaced meanwhile."""
+        """A replica's. Raises ModelError, also for options of vLLM alone, and a model that is replaced meanwhile."""
         in_vllm = runs_in_vllm(config)
         if config.vllm_options and not in_vllm:
             raise ModelError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,22 +11,21 @@ from engine import ModelShape, Schedule, ScheduleError, for_target_speedup
 from engine.schedules.schedule_file import ADAPTER_FILE, BRIDGES_FILE, SCHEDULE_FILE
 from pipeline.config import AnswerConfig, GenerationConfig
 from pipeline.errors import JobError
+from pipeline.storage.settings import StorageConfig
 from pipeline.storage.storage import Storage
-
-OpenStorage = Callable[[str], Storage]
 
 log = logging.getLogger(__name__)
 
 TYPICAL_PROMPT = 256  # tokens; a plain schedule's speed-up hardly depends on it
 
 
-def choose_schedule(config: GenerationConfig, shape: ModelShape, storage: OpenStorage = Storage) -> Schedule:
+def choose_schedule(config: GenerationConfig, shape: ModelShape, settings: StorageConfig | None = None) -> Schedule:
     """The schedule the configuration names.
 
     Raises ScheduleError if it does not fit or cannot be met, JobError for storage that cannot be read.
     """
     if config.schedule is not None:
-        schedule = read_schedule(config.schedule, config.target_speedup, storage)
+        schedule = read_schedule(config.schedule, config.target_speedup, settings)
         schedule.check_fits(shape)
         return schedule
     if config.target_speedup is None or config.target_speedup == 1.0:
@@ -36,19 +34,13 @@ def choose_schedule(config: GenerationConfig, shape: ModelShape, storage: OpenSt
     return for_target_speedup(config.target_speedup, [(TYPICAL_PROMPT, max(2, config.max_new_tokens))], shape)
 
 
-def read_schedule(path: str, target: float | None, storage: OpenStorage = Storage) -> Schedule:
+def read_schedule(path: str, target: float | None, settings: StorageConfig | None = None) -> Schedule:
     """A schedule, or of several calibrated ones below a directory the one whose speed-up just reaches the target.
 
-    Args:
-        path: local, or a URL.
-        target: speed-up to reach.
-        storage: opens a URL.
-
-    Raises:
-        ScheduleError: there is none that can be read, none that fast, or no telling which.
-        JobError: the storage of a URL cannot be read.
+    Raises ScheduleError if there is none that can be read, none that fast, or no telling which; JobError as
+    `read_schedules`.
     """
-    schedules = read_schedules(path, storage)
+    schedules = read_schedules(path, settings)
     if "" in schedules:
         if target is not None:
             raise ScheduleError(
@@ -63,11 +55,7 @@ def read_schedule(path: str, target: float | None, storage: OpenStorage = Storag
             "target_speedup could mean either, so name one of them"
         )
     figure = "sample_flop_speedup" if whole else "decode_flop_speedup"
-    speedups = {
-        name: float(schedule.provenance[figure])
-        for name, schedule in schedules.items()
-        if figure in schedule.provenance
-    }
+    speedups = {name: float(it.provenance[figure]) for name, it in schedules.items() if figure in it.provenance}
     if not speedups:
         raise ScheduleError(f"{path!r} holds several schedules that do not say how fast they are: name one of them")
     offered = ", ".join(f"{speedup:.2f}x" for speedup in sorted(speedups.values()))
@@ -75,27 +63,19 @@ def read_schedule(path: str, target: float | None, storage: OpenStorage = Storag
         raise ScheduleError(f"{path!r} holds several schedules: choose one with target_speedup, among {offered}")
     enough = [name for name, speedup in speedups.items() if speedup >= target]
     if not enough:
-        raise ScheduleError(
-            f"{path!r} holds no schedule of {target:g}x, only {offered}: calibrate one, or ask for less"
-        )
+        raise ScheduleError(f"{path!r} holds no schedule of {target:g}x, only {offered}: calibrate one or ask for less")
     return schedules[min(enough, key=lambda name: speedups[name])]
 
 
-def read_schedules(path: str, storage: OpenStorage = Storage) -> dict[str, Schedule]:
-    """The calibrated schedules in directories below one, by their names; or, under "", the schedule it is itself.
+def read_schedules(path: str, settings: StorageConfig | None = None) -> dict[str, Schedule]:
+    """The calibrated schedules in directories below a path or URL, by their names; or, under "", the one it is itself.
 
-    Args:
-        path: local, or a URL.
-        storage: opens a URL.
-
-    Raises:
-        ScheduleError: there is none, or one cannot be read.
-        JobError: the storage of a URL cannot be read.
+    Raises ScheduleError if there is none, or one cannot be read; JobError if the storage of a URL cannot.
     """
     if "://" not in path:
         return _read_local(path)
     with TemporaryDirectory() as copy:
-        _fetch(storage(path.removesuffix(f"/{SCHEDULE_FILE}")).at_first(), Path(copy))
+        _fetch(Storage(path.removesuffix(f"/{SCHEDULE_FILE}"), settings).at_first(), Path(copy))
         try:
             return _read_local(copy)
         except ScheduleError as error:
@@ -106,11 +86,7 @@ def _fetch(storage: Storage, directory: Path) -> None:
     """Copy the files of a schedule, or of those in the folders below."""
     folders = [""]
     if storage.read(SCHEDULE_FILE) is None:
-        try:
-            found = storage.attempt("listing", lambda: storage.fs.ls(storage.root, detail=True, refresh=True))
-        except FileNotFoundError:
-            found = []
-        folders = [f"{storage.relative(info['name'])}/" for info in found if info["type"] == "directory"]
+        folders = [name for name in storage.entries() if name.endswith("/")]
     for folder in folders:
         for name in (SCHEDULE_FILE, BRIDGES_FILE, ADAPTER_FILE):
             content = storage.read(folder + name)

@@ -47,7 +47,7 @@ class History:
         committed: Counter[str] = Counter()
         for commit in commits:
             committed[version_of(commit.unit)] += commit.totals.rows
-        recorded, known = self._known, with_unknown(self._known, commits, self._input)
+        known = with_unknown(self._known, commits, self._input)
         # Of a file that can't be read nothing new is known: what there is of it stays.
         there = {name: file for name, file in known.items() if name in self._unreadable}
         gone = {name: known[name] for name in known.keys() - there.keys() - {file.name for file in self._files}}
@@ -59,8 +59,11 @@ class History:
             there[file.name] = self._found(file, before, committed)
         for name in sorted(gone.keys() - set(renamed.values())):
             there[name] = self._vanished(name, gone[name], committed)
-        if there != recorded:
-            self._say_renamed(renamed)
+        if there != self._known:
+            if renamed:
+                now = {file.version: file.name for file in self._files}
+                version, name = min(renamed.items(), key=lambda item: item[1])
+                log.info("%d input files were renamed, such as %r, which is %r now", len(renamed), name, now[version])
             self._known = there
             write_known_files(self._storage, self._known)
         self._replaced = {version for file in self._known.values() for version in file.replaced}
@@ -74,10 +77,8 @@ class History:
 
     def describe(self, commits: Sequence[Commit]) -> dict[str, int]:
         """For the manifest: of how much input these commits, those that stay, are the output."""
-        return {
-            "files": len({version_of(commit.unit) for commit in commits}),
-            "rows": sum(c.totals.rows for c in commits),
-        }
+        files = len({version_of(commit.unit) for commit in commits})
+        return {"files": files, "rows": sum(commit.totals.rows for commit in commits)}
 
     def is_replaced(self, unit: str) -> bool:
         """Whether a unit belongs to a version of a file that no longer counts, so that it can't be committed for good.
@@ -113,12 +114,6 @@ class History:
         """The versions that no longer count."""
         versions = {version for known in before for version in known.versions}
         return tuple(sorted(versions - self._held - {counting}))
-
-    def _say_renamed(self, renamed: Mapping[str, str]) -> None:
-        now = {file.version: file.name for file in self._files}
-        if renamed:
-            version, name = min(renamed.items(), key=lambda item: item[1])
-            log.info("%d input files were renamed, such as %r, which is %r now", len(renamed), name, now[version])
 
 
 def _done(file: KnownFile, committed: Mapping[str, int]) -> str | None:

@@ -11,7 +11,7 @@ from engine import ModelShape, Schedule
 from pipeline.config import JobConfig
 from pipeline.inputs.known_files import KnownFile, recall_files
 from pipeline.inputs.work import Plan, make_plan
-from pipeline.preparing.backend import Backend, ModelIdentity, SkipDecodeBackend
+from pipeline.preparing.backend import Backend, ModelIdentity
 from pipeline.preparing.fit import choose_schedule, longest_prompt
 from pipeline.preparing.run_record import describe_run, fingerprint
 from pipeline.rows.rows import output_schema
@@ -42,7 +42,7 @@ class Preparation:
 
 def prepare_run(config: JobConfig, backend: Backend | None = None) -> Preparation:
     """Raises JobError, ModelError, ScheduleError: input, model, schedule or columns do not fit."""
-    backend = backend or SkipDecodeBackend()
+    backend = backend or Backend()
     config = absolute_paths(config)
     output, source = config.output_storage().at_first(), config.input_storage()
     check_place(output, Kind.RUN, source)
@@ -55,7 +55,7 @@ def prepare_run(config: JobConfig, backend: Backend | None = None) -> Preparatio
     output_schema(plan.kept, config.reserved)
     config = config.model_copy(update={"model": backend.pinned(config.model)})
     shape = backend.shape(config)
-    schedule = choose_schedule(config, shape, config.storage)
+    schedule = choose_schedule(config, shape, config)
     longest = longest_prompt(config, shape)
     identity = backend.identity(config)
     description = describe_run(config, plan, schedule, identity)

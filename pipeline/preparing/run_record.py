@@ -73,6 +73,7 @@ def describe_run(config: JobConfig, plan: Plan, schedule: Schedule, model: Model
     prompt_fields = (
         "text_column", "system", "prompt", "prompt_format", "max_prompt_tokens", "overlong", "parse_control_tokens"
     )  # fmt: skip
+    told_vllm = {name: getattr(config, name) for name in ("engine", "quantization", "cache_dtype")}
     return {
         "model": [config.model, model.digest, model.dtype],
         "model_files": dict(model.files),
@@ -82,14 +83,9 @@ def describe_run(config: JobConfig, plan: Plan, schedule: Schedule, model: Model
         "input": _describe_input(config, plan),
         "rows_per_unit": config.rows_per_unit,
         "version": engine.__version__,
-        **_describe_engine(config),
+        # Where vLLM is named: its rounding is its own, and it leaves a schedule's head preview out.
+        **{name: value for name, value in told_vllm.items() if value not in (None, "auto", "torch")},
     }
-
-
-def _describe_engine(config: JobConfig) -> dict[str, str]:
-    """What vLLM is told, where it is named: its rounding is its own, and it leaves a schedule's head preview out."""
-    told = {name: getattr(config, name) for name in ("engine", "quantization", "cache_dtype")}
-    return {name: value for name, value in told.items() if value not in (None, "auto", "torch")}
 
 
 def _describe_input(config: JobConfig, plan: Plan) -> dict[str, Any]:
@@ -104,7 +100,7 @@ def _describe_input(config: JobConfig, plan: Plan) -> dict[str, Any]:
 
 def fingerprint(description: dict[str, Any]) -> str:
     """Name of a run, 16 hexadecimal digits."""
-    return _digest(description)[:16]
+    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +133,7 @@ def claim_name(record: dict[str, Any]) -> str:
 
 
 def claim_output(storage: Storage, description: dict[str, Any]) -> Claim:
-    """Make the output this run's.
-
-    Raises:
-        JobError: the output belongs to another run; says what differs. StorageGone.
-    """
+    """Make the output this run's. Raises JobError if it belongs to another one, with what differs; StorageGone."""
     began = datetime.now().isoformat(timespec="seconds")
     claim = uuid.uuid4().hex[:8]
     record = {"fingerprint": fingerprint(description), "claim": claim, "began": began, **description}
@@ -163,16 +155,15 @@ def claim_output(storage: Storage, description: dict[str, Any]) -> Claim:
 def _differences(was: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], str]:
     """What differs between two runs: the parts, and each of their differences in words."""
     was = {name: value for name, value in was.items() if name not in NO_SETTINGS}
-    files = [dict(run.get("model_files") or {}) for run in (was, now)]
+    files = [dict(run.pop("model_files", None) or {}) for run in (was, now)]
     said = engine.model_differences(*files) if all(files) else []
-    changes = [change for change in _changes(was, now) if change[0].split(".")[0] != "model_files"]
+    changes = _changes(was, now)
     if said and was["model"][::2] == now["model"][::2]:
         # The digest of all files says nothing beside the names of those that differ.
         changes = [change for change in changes if change[0] != "model"]
-    parts = ["model"] if said else []
-    parts = list(dict.fromkeys([*parts, *(name.split(".")[0] for name, _, _ in changes)]))
+    parts = dict.fromkeys([*(["model"] if said else []), *(name.split(".")[0] for name, _, _ in changes)])
     words = [f"{name} {_short(old)} -> {_short(new)}" for name, old, new in changes]
-    return parts, ", ".join([*said, *words])
+    return list(parts), ", ".join([*said, *words])
 
 
 def _changes(was: Any, now: Any, name: str = "") -> list[tuple[str, Any, Any]]:
@@ -186,7 +177,3 @@ def _changes(was: Any, now: Any, name: str = "") -> list[tuple[str, Any, Any]]:
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "..."
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -23,7 +23,6 @@ import threading
 import time
 import uuid
 from dataclasses import asdict, dataclass, replace
-from types import TracebackType
 
 from engine import parse_json
 from pipeline.errors import JobError, JobStopped, NothingToDo
@@ -67,8 +66,7 @@ class Lease:
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        haste = min(storage.settings.patience_s, HASTE_S)
-        self._hasty = Storage(storage.url, replace(storage.settings, patience_s=haste))
+        self._hasty = storage.hurried(HASTE_S)
         self._holder = Holder(socket.gethostname(), os.getpid(), uuid.uuid4().hex)
         self._number = 0
         self._left = threading.Event()
@@ -85,9 +83,7 @@ class Lease:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._left.set()
         self._thread.join()  # or it might renew what is released next
         try:
@@ -131,14 +127,15 @@ class Lease:
     def _keep(self) -> None:
         while not self._left.wait(RENEW_S):
             try:
-                self._renew(self._hasty)
+                self._renew()
             except (JobError, JobStopped) as error:
                 if self.lost:
                     return
                 log.warning("the lease on %r could not be renewed (%s): trying again", self._storage.url, error)
 
-    def _renew(self, storage: Storage) -> None:
+    def _renew(self) -> None:
         """Looks first: this process may have been asleep for long."""
+        storage = self._hasty
         standing = self._look(storage)
         self._holder = replace(self._holder, renewals=self._holder.renewals + 1)
         name, content = _name(self._number), self._holder.to_json()

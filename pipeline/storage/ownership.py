@@ -64,18 +64,15 @@ class Kind(Enum):
 def check_place(output: Storage, kind: Kind, source: Storage | None = None) -> None:
     """Refuse an output in which a job would meet files that are not its own, before anything is written to it.
 
-    Args:
-        source: the job's input, which the output must neither hold nor lie in.
-
-    Raises:
-        JobError: the output is a file, holds files and no run of ours, or overlaps the input; StorageGone,
-        StorageRefused.
+    Raises JobError if the output is a file, holds files and no run of ours, or overlaps the job's input, `source`;
+    StorageGone, StorageRefused.
     """
     if source is not None and _overlap(output, source):
         raise _overlaps(output.url, source.url)
     entries = output.entries()
     for mark in kind.marks:
-        if (output.exists(mark) if "/" in mark else mark in entries) and not _is_anothers(output, mark):
+        folder = mark.rpartition("/")[0]
+        if mark in (output.names(folder) if folder else entries) and not _is_anothers(output, mark):
             return
     strangers = [name for name in entries if not kind.before.fullmatch(name)]
     # A --fresh that was killed may have left folders on a disk, with nothing in them or what a writer died over.
@@ -103,8 +100,7 @@ def own(kind: Kind, names: Iterable[str]) -> list[str]:
 def remove(storage: Storage, kind: Kind, names: Collection[str]) -> None:
     """Remove objects of an output, those that are gone already included.
 
-    Raises:
-        ValueError: one of the names is not the output's own, which is a defect. StorageGone, StorageRefused.
+    Raises ValueError for a name that is not the output's own, which is a defect; StorageGone, StorageRefused.
     """
     foreign = set(names).difference(own(kind, names))
     if foreign:
@@ -129,18 +125,13 @@ def unfinished(storage: Storage) -> list[str]:
 def claim_directory(
     path: str | Path, job: str, inputs: Iterable[str | Path] = (), sources: Iterable[str | Path] = ()
 ) -> Path:
-    """Make a local directory a job's own, now or in an earlier call; only then it writes there.
+    """Make a local directory a program's own, now or in an earlier call: only then it writes there.
 
-    Until this process ends no other one can claim the directory.
+    The directory must neither hold nor lie in `inputs`, corpora that the job reads, nor hold `sources`, what else it
+    reads. Until this process ends no other one can claim it.
 
-    Args:
-        job: its program's name.
-        inputs: corpora that it reads, which the directory must neither hold nor lie in.
-        sources: what else it reads; none may lie in the directory.
-
-    Raises:
-        JobError: the directory is none of a local disk, holds what the job did not write, overlaps an input, cannot be
-            written, or another process is at work on it.
+    Raises JobError if the directory is on no local disk, holds what the job did not write, overlaps an input, cannot be
+    written, or another process is at work on it.
     """
     directory, output = Path(path), str(path)
     if _URL.match(output):
@@ -224,10 +215,8 @@ def _overlaps(output: str, source: str) -> JobError:
 
 
 def _overlap(output: Storage, source: Storage) -> bool:
-    """Whether the input names files in the output, or would once the output holds some."""
-    if type(output.fs) is not type(source.fs):
-        return False
-    return _reads(source.root, _real(output.root, output.is_local), "data/rows.parquet", source.is_local)
+    base = _real(output.root, output.is_local)
+    return type(output.fs) is type(source.fs) and _reads(source.root, base, "data/rows.parquet", source.is_local)
 
 
 def _reads(root: str, base: str, name: str, is_local: bool) -> bool:

@@ -49,15 +49,8 @@ class Record(Generic[T]):
         """None if there is none. Raises RecordDamaged; StorageGone, StorageRefused."""
         try:
             content = storage.read(name, self._limit)
-        except Unfit as error:
-            raise self.damaged(storage, name, str(error)) from error
-        return None if content is None else self.parse(content, storage, name)
-
-    def parse(self, content: bytes, storage: Storage, name: str) -> T:
-        """Of a record's content. Raises RecordDamaged."""
-        try:
-            return self.checked(parse_json(content))
-        except ValueError as error:
+            return None if content is None else self.checked(parse_json(content))
+        except (Unfit, ValueError) as error:
             raise self.damaged(storage, name, one_line(error)) from error
 
     def checked(self, value: Any) -> T:

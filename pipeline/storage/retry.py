@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import http.client
 import logging
-import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -42,10 +41,7 @@ _CONNECTION = (
     botocore.exceptions.ConnectionError,
     botocore.exceptions.HTTPClientError,
     botocore.exceptions.IncompleteReadError,
-    botocore.exceptions.ResponseStreamingError,
 )
-
-
 # Of libraries that need not be installed, so by name.
 _LIBRARIES = {"aiohttp", "azure", "botocore", "gcsfs", "google", "huggingface_hub", "requests"}
 _CONNECTION_NAMES = {
@@ -117,12 +113,11 @@ def patiently(attempt: Callable[[], Result], patience_s: float, what: str) -> Re
 
     Raises whatever the operation raised last: an error that does not pass, or one that did not within `patience_s`.
     """
-    started = time.monotonic()
     warned = False
 
     def warn(state: RetryCallState) -> None:
         nonlocal warned
-        if not warned and time.monotonic() - started > WARN_AFTER_S:
+        if not warned and (state.seconds_since_start or 0) > WARN_AFTER_S:
             warned = True
             error = state.outcome.exception() if state.outcome else None
             log.warning("%s does not work (%s): trying again for up to %.0f s", what, error, patience_s)

@@ -3,83 +3,76 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.errors import JobError
 from pipeline.redaction import redacted
 
-S3_SCHEMES = ("s3", "s3a")
-AZURE_SCHEMES = ("abfs", "abfss", "az")
-# A user and a password, of what follows "://". The password may hold slashes, as secrets of AWS do; a port is none, and
-# on S3 there is none.
-_PASSWORD = re.compile(r"(?!arn:)[^/?#\[]*:(?!\d+[/?#]).*@")
-_S3_PASSWORD = re.compile(r"(?!arn:)[^/?#\[]*:.*@")
+S3 = ("s3://", "s3a://")
+AZURE = ("abfs://", "abfss://", "az://")
+_WHERE = "leave them to the environment, a profile (s3_profile) or the machine's role"
 
 
-@dataclass(frozen=True, slots=True)
-class StorageSettings:
-    """Of one storage; the S3 parts mean nothing to other schemes."""
+class StorageConfig(BaseModel):
+    """How storage is reached. Credentials have no option: they come from the environment, a profile or a role."""
 
-    endpoint: str | None = None
-    region: str | None = None
-    profile: str | None = None
-    anonymous: bool = False
-    path_style: bool = False
-    connect_timeout_s: float = 10.0
-    read_timeout_s: float = 60.0
-    patience_s: float = 600.0  # how long throttling, resets and outages are waited for
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
-    def __post_init__(self) -> None:
-        """Raises JobError for an endpoint that is no URL or carries credentials."""
-        if self.endpoint is None:
-            return
-        _, at, host = self.endpoint.rpartition("@")
-        if at:
-            raise JobError(f"the endpoint of {host!r} carries credentials: {_WHERE}")
-        parts = urlsplit(self.endpoint)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise JobError(f"endpoint {self.endpoint!r} is no URL: write one such as https://s3.example.org")
+    s3_endpoint: str | None = Field(None, description="URL of an S3 server; default AWS, or AWS_ENDPOINT_URL")
+    s3_region: str | None = Field(None, description="default the environment's or the profile's")
+    s3_profile: str | None = Field(None, description="profile of the AWS configuration files; default AWS_PROFILE")
+    s3_path_style: bool = Field(False, description="write the bucket into the path, for servers without host names")
+    s3_connect_timeout_s: float = Field(10.0, gt=0, description="seconds to wait for a connection")
+    s3_read_timeout_s: float = Field(60.0, gt=0, description="seconds to wait for the next bytes of an answer")
+    storage_patience_s: float = Field(
+        600.0, ge=0, description="seconds that throttling, lost connections, outages and full disks are waited for"
+    )
 
-    def options(self, url: str) -> dict[str, Any]:
-        """Arguments for the file system of a URL. Raises JobError for a URL that carries credentials."""
-        scheme = url.partition("://")[0] if "://" in url else ""
-        refuse_credentials(url)
-        # Listings are never cached: other processes write here too.
-        options: dict[str, Any] = {"use_listings_cache": False}
-        if scheme not in S3_SCHEMES:
-            return options
-        client = {"endpoint_url": self.endpoint, "region_name": self.region}
-        return options | {
-            "anon": self.anonymous,
-            "client_kwargs": {name: value for name, value in client.items() if value},
-            "config_kwargs": {
-                "connect_timeout": self.connect_timeout_s,
-                "read_timeout": self.read_timeout_s,
-                # Errors are retried in one place only, `transient`: nested retries would multiply.
-                "retries": {"mode": "standard", "total_max_attempts": 1},
-                **({"s3": {"addressing_style": "path"}} if self.path_style else {}),
-            },
-            # With more, s3fs asks for the size of every object before it reads it: a request per commit record.
-            "max_concurrency": 1,
-            **({"profile": self.profile} if self.profile else {}),
-        }
+
+def file_system_options(settings: StorageConfig, url: str, anonymous: bool) -> dict[str, Any]:
+    """Arguments for the file system of a URL. Raises JobError for credentials in it, and an endpoint that is no URL."""
+    _check_endpoint(settings.s3_endpoint)
+    refuse_credentials(url)
+    # Listings are never cached: other processes write here too.
+    options: dict[str, Any] = {"use_listings_cache": False}
+    if not url.startswith(S3):
+        return options
+    client = {"endpoint_url": settings.s3_endpoint, "region_name": settings.s3_region}
+    return options | {
+        "anon": anonymous,
+        "client_kwargs": {name: value for name, value in client.items() if value},
+        "config_kwargs": {
+            "connect_timeout": settings.s3_connect_timeout_s,
+            "read_timeout": settings.s3_read_timeout_s,
+            # Errors are retried in one place only, `patiently`: nested retries would multiply.
+            "retries": {"mode": "standard", "total_max_attempts": 1},
+            **({"s3": {"addressing_style": "path"}} if settings.s3_path_style else {}),
+        },
+        # With more, s3fs asks for the size of every object before it reads it: a request per commit record.
+        "max_concurrency": 1,
+        **({"profile": settings.s3_profile} if settings.s3_profile else {}),
+    }
+
+
+def _check_endpoint(endpoint: str | None) -> None:
+    """Raises JobError for one that is no URL or carries credentials."""
+    if endpoint is None:
+        return
+    _, at, host = endpoint.rpartition("@")
+    if at:
+        raise JobError(f"the endpoint of {host!r} carries credentials: {_WHERE}")
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise JobError(f"endpoint {endpoint!r} is no URL: write one such as https://s3.example.org")
 
 
 def refuse_credentials(url: str) -> None:
-    """Raises JobError, without repeating them, for credentials in a URL: a password, or a signature in its query."""
-    if "://" not in url:
-        return
-    scheme, _, rest = url.partition("://")
-    password = (_S3_PASSWORD if scheme in S3_SCHEMES else _PASSWORD).match(rest)
-    authority = re.split("[/?#]", rest[password.end() :] if password else rest, maxsplit=1)[0]
-    _, at, host = authority.rpartition("@")
+    """Raises JobError, without repeating them, for credentials in a URL: a user, a password, a signed query."""
+    address = redacted(url).partition("://")[2]
+    _, at, host = re.split("[/?#]", address, maxsplit=1)[0].rpartition("@")
     # abfs://container@account.dfs.core.windows.net/path is how Azure writes an address.
-    if password or (at and scheme not in AZURE_SCHEMES):
-        raise JobError(f"the URL of {host!r} carries credentials: {_WHERE}")
-    if redacted(url) != url:
-        raise JobError(f"the URL of {host!r} carries a signature, which is a credential: {_WHERE}")
-
-
-_WHERE = "leave them to the environment, a profile (s3_profile) or the machine's role"
+    if redacted(url) != url or (at and not url.startswith(AZURE)):
+        raise JobError(f"the URL of {host!r} carries credentials (a user, a password or a signature): {_WHERE}")

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import io
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import botocore.exceptions
 import fsspec
+from fsspec.spec import AbstractBufferedFile
 
 from pipeline.errors import JobError, JobStopped, one_line
 from pipeline.storage.patterns import fixed_part
 from pipeline.storage.retry import is_storage_error, is_transient, patiently
-from pipeline.storage.settings import StorageSettings
-from pipeline.storage.stores import (
-    MOST_REMOVED,
-    LocalStore,
-    NoPutIfAbsent,
-    ObjectChanged,
-    Opened,
-    changed,
-    stamp,
-    store_of,
-)
-
-__all__ = ["ObjectChanged", "Storage", "StorageGone", "StorageRefused", "absolute", "stamp"]
+from pipeline.storage.settings import StorageConfig, file_system_options
+from pipeline.storage.stores import MOST_REMOVED, LocalStore, NoPutIfAbsent, Opened, changed, stamp, store_of
 
 Result = TypeVar("Result")
 
 FIRST_PATIENCE_S = 30.0
-PROBE = "_probe-"  # begins the name of an object that is there for a moment when a run begins
 
 
 class StorageRefused(JobError):
@@ -62,11 +49,13 @@ class Storage:
     where waiting would not help.
     """
 
-    def __init__(self, url: str, settings: StorageSettings | None = None) -> None:
+    def __init__(self, url: str, settings: StorageConfig | None = None, anonymous: bool = False) -> None:
         """Raises JobError for a scheme that is unknown or not installed, or a URL that carries credentials."""
         self.url = url
-        self.settings = settings or StorageSettings()
-        options = self.settings.options(url)
+        self.settings = settings or StorageConfig.model_validate({})
+        self._anonymous = anonymous
+        self._patience_s = self.settings.storage_patience_s
+        options = file_system_options(self.settings, url, anonymous)
         if "::" in url or "?versionId=" in url:
             raise JobError(f"storage {url!r} cannot be used: file systems would not take its name for one name")
         try:
@@ -81,12 +70,16 @@ class Storage:
         self.is_local = isinstance(self._store, LocalStore)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Storage, (self.url, self.settings)
+        return Storage, (self.url, self.settings, self._anonymous)
 
     def at_first(self) -> Storage:
         """The same storage for the first contact: one that has never answered is a mistake sooner than an outage."""
-        patience = min(self.settings.patience_s, FIRST_PATIENCE_S)
-        return Storage(self.url, replace(self.settings, patience_s=patience))
+        return self.hurried(FIRST_PATIENCE_S)
+
+    def hurried(self, patience_s: float) -> Storage:
+        """The same storage with at most so much patience."""
+        patience = {"storage_patience_s": min(self._patience_s, patience_s)}
+        return Storage(self.url, self.settings.model_copy(update=patience), self._anonymous)
 
     def path(self, name: str) -> str:
         """Full path of an object, for `self.fs`."""
@@ -105,7 +98,7 @@ class Storage:
         Raises FileNotFoundError and FileExistsError as they come, StorageRefused, StorageGone.
         """
         try:
-            return patiently(operation, self.settings.patience_s, f"{what} in storage {self.url!r}")
+            return patiently(operation, self._patience_s, f"{what} in storage {self.url!r}")
         except (FileNotFoundError, FileExistsError):
             raise
         except NoPutIfAbsent as error:
@@ -113,7 +106,7 @@ class Storage:
         except Exception as error:
             if is_transient(error):
                 raise StorageGone(
-                    f"{what} in storage {self.url!r} has not worked for {self.settings.patience_s:.0f} s "
+                    f"{what} in storage {self.url!r} has not worked for {self._patience_s:.0f} s "
                     f"({one_line(error)}): what is committed stays, start the job again to resume"
                 ) from error
             if not is_storage_error(error):
@@ -162,16 +155,9 @@ class Storage:
         except FileNotFoundError:
             return []
         if any(info["name"] == self.root and info["type"] != "directory" and info["size"] for info in found):
-            raise JobError(f"output {self.url!r} is a file: name a directory")
+            raise JobError(f"{self.url!r} is a file: name a directory")
         names = {info["name"].rstrip("/")[len(self.root) + 1 :]: info["type"] == "directory" for info in found}
         return [name + "/" * names[name] for name in sorted(names) if name and not name.startswith(".")]
-
-    def exists(self, name: str) -> bool:
-        try:
-            self.info(self.path(name))
-        except FileNotFoundError:
-            return False
-        return True
 
     def read(self, name: str, limit: int | None = None) -> bytes | None:
         """An object's content, None if there is none. Raises Unfit for what is no file or larger than `limit` bytes."""
@@ -196,7 +182,7 @@ class Storage:
 
         Two writes of a name that nobody else has, and its removal.
         """
-        name = f"{PROBE}{uuid.uuid4().hex[:12]}.json"
+        name = f"_probe-{uuid.uuid4().hex[:12]}.json"
         # Should an answer be lost, the first is tried again and refused, which proves as much.
         proven = not self.write_if_absent(name, b"1") or not self.write_if_absent(name, b"2")
         self.remove([name])
@@ -229,7 +215,9 @@ class Storage:
     def _objects(self, folder: str, suffix: str) -> dict[str, dict[str, Any]]:
         """What the file system says of the objects in a folder, by name, sorted."""
         infos = self._infos(folder)
-        return {f"{folder}/{name}": infos[name] for name in sorted(infos) if _is_visible(name, suffix)}
+        # A folder's own marker has no name in it, and hidden ones are scratch files.
+        shown = (name for name in sorted(infos) if name[:1] not in ("", ".") and name.endswith(suffix))
+        return {f"{folder}/{name}": infos[name] for name in shown}
 
     def _infos(self, folder: str) -> dict[str, dict[str, Any]]:
         """Likewise with hidden ones, by name within the folder."""
@@ -237,7 +225,7 @@ class Storage:
             found = self.attempt("listing", lambda: self.fs.ls(self.path(folder), detail=True, refresh=True))
         except FileNotFoundError:
             return {}
-        # A folder's own marker is listed with what is in it, and a folder may be named like an object.
+        # A folder may be named like an object.
         below = f"{self.path(folder)}/"
         return {i["name"].removeprefix(below): i for i in found if i["type"] != "directory" and below in i["name"]}
 
@@ -250,47 +238,26 @@ class Storage:
             ) from error
 
 
-class _PatientReader(io.RawIOBase):
+class _PatientReader(AbstractBufferedFile):
     """A file whose reads are tried again where they may be."""
 
     def __init__(self, storage: Storage, path: str, opened: Opened) -> None:
+        super().__init__(storage.fs, path, cache_type="none", size=opened.size)
         self._storage = storage
         self._opened = opened
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._opened.size}[whence]
-        self._position = base + offset
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        wanted = min(len(view), self._opened.size - self._position)
-        if wanted <= 0:
-            return 0
-        content = self._storage.attempt("reading", lambda: self._fetch(wanted))
-        view[: len(content)] = content
-        self._position += len(content)
-        return len(content)
 
     def close(self) -> None:
         if not self.closed:
             self._opened.close()
         super().close()
 
-    def _fetch(self, wanted: int) -> bytes:
-        content = self._opened.read(self._position, self._position + wanted)
-        if len(content) < wanted:
-            raise ConnectionError(f"{wanted} bytes were asked for and {len(content)} came")
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        return self._storage.attempt("reading", lambda: self._fetch(start, min(end, self.size)))
+
+    def _fetch(self, start: int, end: int) -> bytes:
+        content = self._opened.read(start, end)
+        if len(content) < end - start:
+            raise ConnectionError(f"{end - start} bytes were asked for and {len(content)} came")
         return content
 
 
@@ -299,8 +266,3 @@ def _without_condition(url: str, why: str) -> StorageRefused:
         f"storage {url!r} cannot hold an output, for {why}: two jobs could take it, and neither would notice; write to "
         "a store that refuses to replace an object if asked to (S3, Azure, Google Cloud Storage) or to a disk, and copy"
     )
-
-
-def _is_visible(name: str, suffix: str) -> bool:
-    """Not a scratch file."""
-    return bool(name) and not name.startswith(".") and name.endswith(suffix)

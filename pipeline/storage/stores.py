@@ -13,8 +13,9 @@ import stat
 import uuid
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlencode
 
 import botocore.exceptions
@@ -54,7 +55,8 @@ def stamp(info: dict[str, Any]) -> str:
         return f"{info['size']}:generation:{info['generation']}"
     tag = info.get("ETag") or info.get("etag") or info.get("blob_id") or info.get("Content-MD5") or info.get("Digest")
     if tag:
-        return f"{info['size']}:etag:{str(tag).strip(QUOTE)}"
+        tag = str(tag).strip('"')
+        return f"{info['size']}:etag:{tag}"
     if "mtime_ns" in info:
         return f"{info['size']}:time:{info['mtime_ns']}"
     name, time = next(((name, info[name]) for name in TIMES if info.get(name)), ("", None))
@@ -76,15 +78,13 @@ def is_of_content(stamp: str) -> bool:
     return re.fullmatch("[0-9]+:etag:[0-9a-f]{32}(-[0-9]+)?", stamp) is not None
 
 
-class Opened(Protocol):
-    """An object that can be read in ranges."""
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An object that can be read in ranges [start, end)."""
 
     size: int
-
-    def read(self, start: int, end: int) -> bytes:
-        """Raises ObjectChanged where the store can tell that the object is no longer the one that was opened."""
-
-    def close(self) -> None: ...
+    read: Callable[[int, int], bytes]  # raises ObjectChanged where the store can tell that it is another by now
+    close: Callable[[], None] = lambda: None
 
 
 class Store:
@@ -103,7 +103,21 @@ class Store:
 
     def open(self, path: str, wanted: str | None) -> Opened:
         """Raises ObjectChanged if the object is not the one that the stamp stands for; FileNotFoundError."""
-        return _OpenFile(self, path, wanted)
+        # Read-ahead would download what column projection leaves out.
+        file = self.fs.open(path, "rb", cache_type="none")
+
+        def read(start: int, end: int) -> bytes:
+            file.seek(start)
+            return bytes(file.read(end - start))
+
+        try:
+            # After opening: whatever takes the object's place from here on is seen once all is read.
+            if wanted is not None and stamp(self.info(path)) != wanted:
+                raise changed(path)
+            return Opened(int(file.seek(0, os.SEEK_END)), read, file.close)
+        except BaseException:
+            file.close()
+            raise
 
     def whole(self, path: str, limit: int | None) -> bytes:
         """An object's content. Raises Unfit for more than `limit` bytes, of which no more are fetched."""
@@ -142,14 +156,11 @@ class Store:
         Not by the file system's own `rm`: it takes names for patterns, and some file systems do not say what failed.
         """
         if isinstance(self.fs, AsyncFileSystem):
-            self._sync(lambda: _all([self.fs._rm_file(path) for path in paths]))
+            sync(self.fs.loop, _all, [self.fs._rm_file(path) for path in paths])
             return
         for path in paths:
             with suppress(FileNotFoundError):
                 self.fs.rm_file(path)
-
-    def _sync(self, coroutine: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        return sync(self.fs.loop, coroutine)
 
 
 class LocalStore(Store):
@@ -199,7 +210,7 @@ class LocalStore(Store):
                 stream.flush()
                 os.fsync(stream.fileno())  # a commit must not outlive its data when the machine goes down
         except OSError:
-            if os.path.exists(scratch):
+            with suppress(FileNotFoundError):
                 os.unlink(scratch)
             raise
         return scratch
@@ -215,7 +226,19 @@ class PinningStore(Store):
 
     def open(self, path: str, wanted: str | None) -> Opened:
         found = wanted or stamp(self.info(path))
-        return _Pinned(self, path, found) if self.pins(found) else _OpenFile(self, path, wanted)
+        if not self.pins(found):
+            return super().open(path, wanted)
+        size, _, tag = found.split(":", 2)
+
+        def read(start: int, end: int) -> bytes:
+            try:
+                return self.read(path, tag, start, end)
+            except Exception as error:
+                if status_of(error) == 412:
+                    raise changed(path) from error
+                raise
+
+        return Opened(int(size), read)
 
     def read(self, path: str, tag: str, start: int, end: int) -> bytes:
         """A range of the object that is known by `tag`. Raises ObjectChanged."""
@@ -224,8 +247,8 @@ class PinningStore(Store):
 
 class S3Store(PinningStore):
     def read(self, path: str, tag: str, start: int, end: int) -> bytes:
-        content, found = self._sync(lambda: self._get(path, tag, start, end))
-        if found.strip(QUOTE) != tag:  # of a server that knows no If-Match
+        content, found = sync(self.fs.loop, self._get, path, tag, start, end)
+        if found.strip('"') != tag:  # of a server that knows no If-Match
             raise changed(path)
         return bytes(content)
 
@@ -254,7 +277,7 @@ class AzureStore(PinningStore):
         fs.service_client._config.retry_policy.total_retries = 0  # its own, beneath ours, of a minute and more
 
     def read(self, path: str, tag: str, start: int, end: int) -> bytes:
-        return bytes(self._sync(lambda: self._get(path, tag, start, end)))
+        return bytes(sync(self.fs.loop, self._get, path, tag, start, end))
 
     async def _get(self, path: str, tag: str, start: int, end: int) -> bytes:
         from azure.core import MatchConditions
@@ -309,52 +332,9 @@ def changed(path: str) -> ObjectChanged:
     )
 
 
-class _Pinned:
-    def __init__(self, store: PinningStore, path: str, stamp: str) -> None:
-        size, _, self._tag = stamp.split(":", 2)
-        self.size = int(size)
-        self._store, self._path = store, path
-
-    def read(self, start: int, end: int) -> bytes:
-        try:
-            return self._store.read(self._path, self._tag, start, end)
-        except Exception as error:
-            if status_of(error) == 412:
-                raise changed(self._path) from error
-            raise
-
-    def close(self) -> None:
-        pass
-
-
-class _OpenFile:
-    def __init__(self, store: Store, path: str, wanted: str | None) -> None:
-        # Read-ahead would download what column projection leaves out.
-        options = {} if isinstance(store, LocalStore) else {"cache_type": "none"}
-        self._file = store.fs.open(path, "rb", **options)
-        try:
-            # After opening: whatever takes the object's place from here on is seen once all is read.
-            if wanted is not None and stamp(store.info(path)) != wanted:
-                raise changed(path)
-            self.size = int(self._file.seek(0, os.SEEK_END))
-        except BaseException:
-            self._file.close()
-            raise
-
-    def read(self, start: int, end: int) -> bytes:
-        self._file.seek(start)
-        return bytes(self._file.read(end - start))
-
-    def close(self) -> None:
-        self._file.close()
-
-
 async def _all(removals: list[Coroutine[Any, Any, Any]]) -> None:
     """Wait for all, and raise what went wrong with the first."""
     results = await _run_coros_in_chunks(removals, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException) and not isinstance(result, FileNotFoundError):
             raise result
-
-
-QUOTE = '"'

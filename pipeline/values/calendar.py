@@ -8,6 +8,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta, tzinfo
 from functools import lru_cache
 
+import numpy as np
 import pyarrow as pa
 
 PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
@@ -16,15 +17,8 @@ DAY = 86_400  # seconds
 
 def date(days: int) -> str:
     """Days since 1970 as year-month-day of the proleptic Gregorian calendar; the year before 1 is 0."""
-    # Years that begin in March, in eras of 400: http://howardhinnant.github.io/date_algorithms.html
-    era, day = divmod(days + 719_468, 146_097)
-    year = (day - day // 1_460 + day // 36_524 - day // 146_096) // 365
-    day -= 365 * year + year // 4 - year // 100
-    month = (5 * day + 2) // 153
-    day -= (153 * month + 2) // 5
-    month = month + 3 if month < 10 else month - 9
-    year += 400 * era + (month <= 2)
-    return f"{'-' if year < 0 else ''}{abs(year):04d}-{month:02d}-{day + 1:02d}"
+    text = str(np.datetime64(days, "D"))
+    return text.zfill(11) if text.startswith("-") else text  # four digits of a year before 0 too
 
 
 def time(value: int, unit: str) -> str:

@@ -88,16 +88,15 @@ def _time(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def _finer(one: pa.DataType, other: pa.DataType) -> str:
-    return UNITS[max(UNITS.index(one.unit), UNITS.index(other.unit))]
+    return UNITS[max(map(UNITS.index, (one.unit, other.unit)))]
 
 
 def _number(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    if is_.is_floating(one) and is_.is_floating(other):
+    kinds = (is_.is_floating, is_.is_signed_integer, is_.is_unsigned_integer)
+    if any(kind(one) and kind(other) for kind in kinds):
         return max(one, other, key=lambda type_: int(type_.bit_width))
     if not (is_.is_integer(one) and is_.is_integer(other)):
         return None
-    if is_.is_signed_integer(one) == is_.is_signed_integer(other):
-        return max(one, other, key=lambda type_: int(type_.bit_width))
     signed, unsigned = (one, other) if is_.is_signed_integer(one) else (other, one)
     bits = max(signed.bit_width, 2 * unsigned.bit_width)
     return {16: pa.int16(), 32: pa.int32(), 64: pa.int64()}.get(bits)  # above, none holds both

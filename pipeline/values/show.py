@@ -11,43 +11,34 @@ import codecs
 import json
 import re
 from collections.abc import Iterator
+from typing import Any
 from uuid import UUID
 
 import pyarrow as pa
 
 from pipeline.values import calendar
+from pipeline.values.column_types import BYTES, TEXTS
 
 CUT = "…"
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # what a terminal or a page may choke on
 _PLAIN = (pa.types.is_boolean, pa.types.is_integer, pa.types.is_float32, pa.types.is_float64)
-_TEXT = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
-_BYTES = (
-    pa.types.is_binary,
-    pa.types.is_large_binary,
-    pa.types.is_binary_view,
-    pa.types.is_fixed_size_binary,
-)
-_LIST = (
-    pa.types.is_list,
-    pa.types.is_large_list,
-    pa.types.is_list_view,
-    pa.types.is_large_list_view,
-    pa.types.is_fixed_size_list,
-)
 
 
 def shown(value: object, longest: int = 200) -> str:
     """A value for people, at most `longest` characters: cut where it is longer, control characters escaped.
 
-    Args:
-        value: an Arrow scalar or array, or anything else; null reads null, invalid UTF-8 as replacement characters.
-        longest: in characters, at least 1. Time and memory are bounded by it too, not by the value.
+    The value is an Arrow scalar or array, or anything else; null reads null, invalid UTF-8 as replacement characters.
+    Time and memory are bounded by `longest`, at least 1, not by the value.
     """
+    text = ""
     try:
-        text = _cut(_pieces(value, "replace", longest), longest)
+        for piece in _pieces(value, "replace", longest):
+            text += piece
+            if len(text) > longest:
+                break
     except Exception as error:  # people are told what there is to tell, whatever it is
         text = f"({type(value).__name__} that cannot be shown: {type(error).__name__})"
-    text = _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+    text = _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text[: longest + 1])
     return text if len(text) <= longest else text[: longest - 1] + CUT
 
 
@@ -73,7 +64,7 @@ def names(column: pa.ChunkedArray | pa.Array) -> list[str]:
 
 def is_text(type_: pa.DataType) -> bool:
     """Strings of one kind or another, but not dictionaries of them."""
-    return any(test(type_) for test in _TEXT)
+    return any(test(type_) for test in TEXTS)
 
 
 def _text_or_error(value: pa.Scalar) -> str | Exception | None:
@@ -83,48 +74,24 @@ def _text_or_error(value: pa.Scalar) -> str | Exception | None:
         return error
 
 
-def _cut(pieces: Iterator[str], longest: int) -> str:
-    found, length = [], 0
-    for piece in pieces:
-        found.append(piece)
-        length += len(piece)
-        if length > longest:
-            break
-    text = "".join(found)
-    return text if len(text) <= longest else text[: longest - 1] + CUT
-
-
-def _pieces(value: object, errors: str, limit: int | None) -> Iterator[str]:
-    """A value outside any other: what stands alone needs no quotes."""
+def _pieces(value: Any, errors: str, limit: int | None, inside: bool = False) -> Iterator[str]:
+    """A value inside a list, struct or map reads as JSON has it; one that stands alone needs no quotes."""
     if isinstance(value, pa.Array | pa.ChunkedArray):
         yield from _list(value, errors, limit)
-    elif not isinstance(value, pa.Scalar):
+        return
+    if not isinstance(value, pa.Scalar):
         yield "null" if value is None else str(value)
-    elif not value.is_valid:
-        yield "null"
-    else:
-        scalar = _unwrapped(value)
-        if not scalar.is_valid:
-            yield "null"
-        elif any(is_plain(scalar.type) for is_plain in _PLAIN):
-            yield str(scalar.as_py())
-        else:
-            yield from _text(scalar, errors, limit) or _nested(scalar, errors, limit)
-
-
-def _inner(value: pa.Scalar, errors: str, limit: int | None) -> Iterator[str]:
-    """A value inside a list, struct or map."""
-    value = _unwrapped(value) if value.is_valid else value
+        return
+    value = _unwrapped(value)
     if not value.is_valid:
         yield "null"
     elif any(is_plain(value.type) for is_plain in _PLAIN):
-        yield json.dumps(value.as_py())
-    elif pa.types.is_decimal(value.type) or pa.types.is_float16(value.type):
-        yield from _text(value, errors, limit) or ()
-    elif (pieces := _text(value, errors, limit)) is not None:
-        yield json.dumps("".join(pieces), ensure_ascii=False)
-    else:
+        yield json.dumps(value.as_py()) if inside else str(value.as_py())
+    elif (text := _text(value, errors, limit)) is None:
         yield from _nested(value, errors, limit)
+    else:
+        is_number = pa.types.is_decimal(value.type) or pa.types.is_float16(value.type)
+        yield json.dumps(text, ensure_ascii=False) if inside and not is_number else text
 
 
 def _unwrapped(value: pa.Scalar) -> pa.Scalar:
@@ -142,29 +109,29 @@ def _unwrapped(value: pa.Scalar) -> pa.Scalar:
     return value
 
 
-def _text(value: pa.Scalar, errors: str, limit: int | None) -> list[str] | None:
+def _text(value: pa.Scalar, errors: str, limit: int | None) -> str | None:
     """Of a value that holds no others; None for one that does."""
     type_ = value.type
     if is_text(type_):
-        return [_decoded(value, errors, limit)]
-    if any(test(type_) for test in _BYTES):
-        return [_bytes(value, limit)]
+        return _decoded(value, errors, limit)
+    if any(test(type_) for test in BYTES):
+        return _bytes(value, limit)
     if pa.types.is_decimal(type_):
-        return [f"{value.as_py():f}"]
+        return f"{value.as_py():f}"
     if pa.types.is_date32(type_):
-        return [calendar.date(value.value)]
+        return calendar.date(value.value)
     if pa.types.is_date64(type_):
-        return [calendar.date(value.value // (calendar.DAY * 1_000))]
+        return calendar.date(value.value // (calendar.DAY * 1_000))
     if pa.types.is_timestamp(type_):
-        return [calendar.timestamp(value.value, type_.unit, type_.tz)]
+        return calendar.timestamp(value.value, type_.unit, type_.tz)
     if pa.types.is_time(type_):
-        return [calendar.time(value.value, type_.unit)]
+        return calendar.time(value.value, type_.unit)
     if pa.types.is_duration(type_):
-        return [calendar.duration(value.value, type_.unit)]
+        return calendar.duration(value.value, type_.unit)
     if pa.types.is_interval(type_):
         months, days, nanoseconds = value.as_py()
-        return [f"{months} months, {days} days, {calendar.duration(nanoseconds, 'ns')}"]
-    return None if pa.types.is_nested(type_) else [str(value.as_py())]
+        return f"{months} months, {days} days, {calendar.duration(nanoseconds, 'ns')}"
+    return None if pa.types.is_nested(type_) else str(value.as_py())
 
 
 def _nested(value: pa.Scalar, errors: str, limit: int | None) -> Iterator[str]:
@@ -175,45 +142,45 @@ def _nested(value: pa.Scalar, errors: str, limit: int | None) -> Iterator[str]:
         yield "{"
         for row in range(len(entries)):
             yield ", " if row else ""
-            yield from _inner(keys[row], errors, limit)
+            yield from _pieces(keys[row], errors, limit, inside=True)
             yield ": "
-            yield from _inner(items[row], errors, limit)
+            yield from _pieces(items[row], errors, limit, inside=True)
         yield "}"
     elif pa.types.is_struct(type_):
         yield "{"
         for index, field in enumerate(type_):
             yield f"{', ' if index else ''}{json.dumps(field.name, ensure_ascii=False)}: "
-            yield from _inner(value[index], errors, limit)
+            yield from _pieces(value[index], errors, limit, inside=True)
         yield "}"
-    elif any(test(type_) for test in _LIST):
-        yield from _list(value.values, errors, limit)
     else:
-        yield str(value.as_py())
+        yield from _list(value.values, errors, limit)
 
 
 def _list(values: pa.Array | pa.ChunkedArray, errors: str, limit: int | None) -> Iterator[str]:
     yield "["
     for index, item in enumerate(values):
         yield ", " if index else ""
-        yield from _inner(item, errors, limit)
+        yield from _pieces(item, errors, limit, inside=True)
     yield "]"
 
 
 def _decoded(value: pa.Scalar, errors: str, limit: int | None) -> str:
-    content = value.as_buffer()
-    if limit is not None and len(content) > 4 * limit:  # a character takes four bytes at most
-        content, errors = content[: 4 * limit + 4], "replace"
-    text: str = content.to_pybytes().decode(errors=errors)
-    return text
+    head, is_cut = _head(value, limit)
+    return head.decode(errors="replace" if is_cut else errors)
 
 
 def _bytes(value: pa.Scalar, limit: int | None) -> str:
     """As the text that they are, else in hexadecimal digits."""
-    content = value.as_buffer()
-    is_cut = limit is not None and len(content) > 4 * limit
-    head = content[: 4 * limit + 4].to_pybytes() if is_cut and limit is not None else content.to_pybytes()
+    head, is_cut = _head(value, limit)
     try:
         # What is cut may end in the midst of a character.
         return codecs.getincrementaldecoder("utf-8")().decode(head, final=not is_cut)
     except UnicodeDecodeError:
         return f"0x{head.hex()}"
+
+
+def _head(value: pa.Scalar, limit: int | None) -> tuple[bytes, bool]:
+    """The bytes of `limit` characters, of at most four each, and whether there are more."""
+    content = value.as_buffer()
+    is_cut = limit is not None and len(content) > 4 * limit
+    return (content[: 4 * limit + 4] if limit is not None else content).to_pybytes(), is_cut

@@ -117,7 +117,7 @@ def test_a_schedule_without_a_name_is_called_as_its_file_or_directory(tmp_path: 
 def test_schedules_are_read_by_url_too(schedules: Path) -> None:
     config = EvaluateSchedule(input="in", output=Path("out"), schedules=["memory://evaluated/calibrated"])
     fsspec.filesystem("memory").put(f"{schedules}/", "/evaluated/calibrated", recursive=True)
-    found = read_contenders(config.schedules, describe("smollm2-135m-instruct"), config.storage)
+    found = read_contenders(config.schedules, describe("smollm2-135m-instruct"), config)
     assert [each.label for each in found] == ["plain, 1.1x", "plain, 1.6x"]
 
 

@@ -16,7 +16,7 @@ import fsspec
 import pytest
 from servers import free_ports, stop, wait_until
 
-from pipeline.storage.settings import StorageSettings
+from pipeline.storage.settings import StorageConfig
 from pipeline.storage.storage import Storage
 
 AZURITE = Path(sys.prefix) / "node/node_modules/azurite/dist/src/blob/main.js"
@@ -96,7 +96,7 @@ def begin(make: Callable[[Path], Emulator], tmp_path: Path, monkeypatch: pytest.
 
 
 def hasty(url: str) -> Storage:
-    return Storage(url, StorageSettings(patience_s=1.0))
+    return Storage(url, StorageConfig(storage_patience_s=1.0))
 
 
 def _listens(port: int) -> bool:

@@ -18,7 +18,8 @@ from pipeline.config import JobConfig
 from pipeline.errors import JobError, JobStopped
 from pipeline.inspection import inspect, verify
 from pipeline.run import run_job
-from pipeline.storage.storage import ObjectChanged, Storage, StorageGone, StorageRefused, absolute, stamp
+from pipeline.storage.storage import Storage, StorageGone, StorageRefused, absolute
+from pipeline.storage.stores import ObjectChanged, stamp
 
 ODD_NAMES = ["a b", "a+b", "a%41", "a#b", "a?b=c", "ümläut/日本", "x*y", "a&b", "[1]", "{a,b}", "'\"", ".x"]
 

@@ -12,8 +12,7 @@ import pytest
 from engine_double import ByteTokenizer
 
 from pipeline.errors import JobError
-from pipeline.inputs.corpus_parts import Part, part_of
-from pipeline.inputs.sample_prompts import CorpusConfig, sample_prompts
+from pipeline.inputs.sample_prompts import CorpusConfig, Part, part_of, sample_prompts
 
 ROWS = 4000
 IDS = [f"package-{number}" for number in range(ROWS)]

@@ -12,14 +12,14 @@ import pytest
 from engine import Engine, ModelError, ScheduleError
 from pipeline.config import GenerationConfig, JobConfig
 from pipeline.errors import JobError
-from pipeline.preparing.backend import SkipDecodeBackend
+from pipeline.preparing.backend import Backend
 from pipeline.run import run_job
 
 Job = Callable[..., JobConfig]
 WriteParquet = Callable[..., Path]
 
 
-class DescribedOnly(SkipDecodeBackend):
+class DescribedOnly(Backend):
     """The real backend as far as a model's config and tokenizer go."""
 
     def engine(self, config: GenerationConfig, threads: int | None) -> Engine:

@@ -10,7 +10,7 @@ import torch
 from engine import Engine, ModelError
 from pipeline.config import GenerationConfig, JobConfig
 from pipeline.preparing import backend
-from pipeline.preparing.backend import SkipDecodeBackend, runs_in_vllm
+from pipeline.preparing.backend import Backend, runs_in_vllm
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_the_choice(engine: str, device: str, installed: bool, expected: bool, m
 @pytest.mark.skipif(backend._has_vllm(), reason="vLLM is installed here")
 def test_a_vllm_that_is_not_installed_is_said() -> None:
     with pytest.raises(ModelError, match=r"pip install 'skipdecode\[vllm\]'"):
-        SkipDecodeBackend().engine(GenerationConfig(engine="vllm", device="cpu"), None)
+        Backend().engine(GenerationConfig(engine="vllm", device="cpu"), None)
 
 
 @pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"cache_dtype": "fp8"}])
@@ -43,7 +43,7 @@ def test_options_of_vllm_are_refused_where_the_choice_falls_on_our_own_engine(
     monkeypatch.setattr(Engine, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     [name] = options
     with pytest.raises(ModelError, match=f"{name} is an option of vLLM alone, .*add --engine vllm"):
-        SkipDecodeBackend().engine(GenerationConfig(**options), None)  # type: ignore[arg-type]
+        Backend().engine(GenerationConfig(**options), None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -62,4 +62,4 @@ def test_a_machine_without_a_gpu_leaves_the_precision_to_replicas_that_have_one(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = JobConfig(input="in", output="out", **options)
-    assert SkipDecodeBackend().identity(config).dtype == dtype
+    assert Backend().identity(config).dtype == dtype

@@ -11,9 +11,10 @@ import torch
 
 from engine import Block, Bridge, ModelShape, Plateau, Schedule, ScheduleError
 from engine.parts.adapter import Adapter
-from pipeline.config import GenerationConfig, StorageConfig
+from pipeline.config import GenerationConfig
 from pipeline.errors import JobError
 from pipeline.preparing.fit import choose_schedule
+from pipeline.storage.settings import StorageConfig
 from tests.servers import BUCKET, S3Server
 
 SHAPE = ModelShape("llama", 8, 16, 2, 1, 8, 50, 512, 900, 2000, 800)
@@ -83,7 +84,7 @@ def test_schedules_are_read_from_object_storage(directory: str, s3: S3Server, mo
     whole.write(Path(directory) / "1.65x")
     s3.files.put(directory, f"{BUCKET}/schedules", recursive=True)
     url = f"s3://{BUCKET}/schedules"
-    storage = StorageConfig(storage_patience_s=5).storage
+    storage = StorageConfig(storage_patience_s=5)
     for config in (
         GenerationConfig(schedule=url, target_speedup=1.5),
         GenerationConfig(schedule=f"{url}/1.65x"),
@@ -96,7 +97,7 @@ def test_schedules_are_read_from_object_storage(directory: str, s3: S3Server, mo
         choose_schedule(GenerationConfig(schedule=f"s3://{BUCKET}/nothing"), SHAPE, storage)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not the right one")
     with pytest.raises(JobError, match="refuses reading"):
-        choose_schedule(GenerationConfig(schedule=url), SHAPE, StorageConfig(s3_path_style=True).storage)
+        choose_schedule(GenerationConfig(schedule=url), SHAPE, StorageConfig(s3_path_style=True))
 
 
 def test_a_directory_without_a_schedule(tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ from pipeline.reporting.forecast import write_forecast
 from pipeline.run import run_job
 from pipeline.storage import lease
 from pipeline.storage.lease import Holder, Lease
-from pipeline.storage.storage import Storage, stamp
-from pipeline.storage.stores import LocalStore
+from pipeline.storage.storage import Storage
+from pipeline.storage.stores import LocalStore, stamp
 
 Job = Callable[..., JobConfig]
 WriteParquet = Callable[..., Path]

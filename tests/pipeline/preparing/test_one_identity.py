@@ -34,7 +34,7 @@ from pipeline.commits.commit import read_commits
 from pipeline.config import GenerationConfig, JobConfig
 from pipeline.errors import JobError, JobStopped, UnitsFailed
 from pipeline.evaluation.bridged_rivals import attach
-from pipeline.preparing.backend import SkipDecodeBackend
+from pipeline.preparing.backend import Backend
 from pipeline.run import run_job
 from pipeline.storage.storage import Storage
 
@@ -48,7 +48,7 @@ TEMPLATES = (
 CHANGES = ("weights", "template", "generation_config", "schedule", "input")
 
 
-class NamedBackend(SkipDecodeBackend):
+class NamedBackend(Backend):
     """The real backend but for the engine, which writes which model it is before the prompt's first tokens."""
 
     def engine(self, config: GenerationConfig, threads: int | None) -> Echo:  # type: ignore[override]
@@ -261,7 +261,7 @@ def test_a_model_replaced_after_the_run_was_prepared_is_refused_by_name(
     monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
     model = Path(shutil.copytree(make_checkpoint(), tmp_path / "model"))
     config = GenerationConfig(model=str(model), device="cpu")
-    backend = SkipDecodeBackend()
+    backend = Backend()
     held = backend.held_to(backend.identity(config), "2024-02-29T12:00:00")
     held.engine(config, 1)
     file = model / "model.safetensors"
@@ -281,7 +281,7 @@ def test_chat_templates_see_the_date_at_which_the_run_began(
     model = Path(shutil.copytree(make_checkpoint(), tmp_path / "model"))
     (model / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}")
     config = GenerationConfig(model=str(model), device="cpu")
-    backend = SkipDecodeBackend()
+    backend = Backend()
     tokenizer = backend.held_to(backend.identity(config), "2024-02-29T12:00:00").tokenizer(config)
     assert tokenizer.decode(tokenizer.encode_chat("x")) == "29 Feb 2024: x"
 
@@ -289,7 +289,7 @@ def test_chat_templates_see_the_date_at_which_the_run_began(
 def test_auto_is_resolved_in_what_a_model_is(make_checkpoint: Callable[..., Path]) -> None:
     model = str(make_checkpoint())
     found = [
-        SkipDecodeBackend().identity(GenerationConfig(model=model, device="cpu", dtype=dtype)).dtype  # type: ignore[arg-type]
+        Backend().identity(GenerationConfig(model=model, device="cpu", dtype=dtype)).dtype  # type: ignore[arg-type]
         for dtype in ("auto", "float32", "bfloat16")
     ]
     assert found == ["float32", "float32", "bfloat16"]

@@ -16,7 +16,7 @@ from threading import Barrier
 import pytest
 
 from pipeline.errors import JobError
-from pipeline.storage.settings import StorageSettings, refuse_credentials
+from pipeline.storage.settings import StorageConfig, refuse_credentials
 from pipeline.storage.storage import Storage, StorageGone, StorageRefused, absolute
 
 
@@ -114,7 +114,7 @@ def test_an_unknown_scheme_is_refused_by_name() -> None:
     ],
 )
 def test_credentials_in_a_url_are_refused_and_not_repeated(url: str) -> None:
-    with pytest.raises(JobError, match=r"carries (credentials|a signature)") as refused:
+    with pytest.raises(JobError, match="carries credentials") as refused:
         Storage(url)
     assert "secret" not in str(refused.value)
 
@@ -142,21 +142,25 @@ def test_a_port_an_arn_and_a_name_with_a_colon_are_no_credentials(url: str) -> N
 )
 def test_an_endpoint_is_a_url_without_credentials(endpoint: str) -> None:
     with pytest.raises(JobError, match="endpoint") as refused:
-        StorageSettings(endpoint=endpoint)
+        Storage("s3://bucket", StorageConfig(s3_endpoint=endpoint))
     assert "secret" not in str(refused.value)
 
 
 def test_settings_reach_the_s3_client() -> None:
-    settings = StorageSettings("http://127.0.0.1:1", "eu-x-1", None, True, True, 3.0, 4.0, 5.0)
-    fs = Storage("s3://bucket/folder", settings).fs
+    settings = StorageConfig(
+        s3_endpoint="http://127.0.0.1:1", s3_region="eu-x-1", s3_path_style=True, s3_connect_timeout_s=3.0,
+        s3_read_timeout_s=4.0,
+    )  # fmt: skip
+    fs = Storage("s3://bucket/folder", settings, anonymous=True).fs
     assert (fs.anon, fs.client_kwargs) == (True, {"endpoint_url": "http://127.0.0.1:1", "region_name": "eu-x-1"})
     assert fs.config_kwargs["s3"] == {"addressing_style": "path"}
     assert (fs.config_kwargs["connect_timeout"], fs.config_kwargs["read_timeout"]) == (3.0, 4.0)
 
 
 def test_a_storage_travels_with_its_settings() -> None:
-    storage = pickle.loads(pickle.dumps(Storage("s3://bucket/folder", StorageSettings(region="eu-x-1"))))
-    assert (storage.root, storage.settings.region) == ("bucket/folder", "eu-x-1")
+    storage = pickle.loads(pickle.dumps(Storage("s3://bucket/folder", StorageConfig(s3_region="eu-x-1"), True)))
+    assert (storage.root, storage.fs.client_kwargs) == ("bucket/folder", {"region_name": "eu-x-1"})
+    assert storage.fs.anon
 
 
 @pytest.fixture
@@ -172,7 +176,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_is_waited_for_and_leaves_nothing_half_written(small_disk: Path) -> None:
-    storage = Storage(str(small_disk), StorageSettings(patience_s=20.0))
+    storage = Storage(str(small_disk), StorageConfig(storage_patience_s=20.0))
     (small_disk / "filler").write_bytes(bytes(900_000))
     with ThreadPoolExecutor(1) as pool:
         writing = pool.submit(storage.write_if_absent, "data/unit", bytes(400_000))
@@ -185,7 +189,7 @@ def test_a_full_disk_is_waited_for_and_leaves_nothing_half_written(small_disk: P
 
 
 def test_a_disk_that_stays_full_is_a_resumable_end(small_disk: Path) -> None:
-    storage = Storage(str(small_disk), StorageSettings(patience_s=0.5))
+    storage = Storage(str(small_disk), StorageConfig(storage_patience_s=0.5))
     (small_disk / "filler").write_bytes(bytes(900_000))
     with pytest.raises(StorageGone, match=r"No space left on device.*start the job again to resume"):
         storage.write("data/unit", bytes(400_000))
@@ -205,7 +209,7 @@ def test_an_answer_that_stays_cut_short_is_a_resumable_end(tmp_path: Path) -> No
         raise http.client.IncompleteRead(b"half")
 
     with pytest.raises(StorageGone, match=r"reading .* has not worked .*start the job again to resume"):
-        Storage(str(tmp_path), StorageSettings(patience_s=0.1)).attempt("reading", cut_short)
+        Storage(str(tmp_path), StorageConfig(storage_patience_s=0.1)).attempt("reading", cut_short)
 
 
 def test_of_hidden_files_those_are_told_that_have_not_changed_for_long(tmp_path: Path) -> None:

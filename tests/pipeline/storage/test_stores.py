@@ -12,7 +12,8 @@ import pytest
 from servers import BUCKET, S3Server
 
 from pipeline.errors import JobError
-from pipeline.storage.storage import ObjectChanged, Storage, StorageRefused, stamp
+from pipeline.storage.storage import Storage, StorageRefused
+from pipeline.storage.stores import ObjectChanged, stamp
 
 ODD_NAMES = ["a b", "a+b", "a%41", "a#b", "a?b=c", "ümläut/日本", "x*y", "a&b", "[1]", "{a,b}", "a//b", "'\"", ".x"]
 
