@@ -10,7 +10,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -125,10 +125,10 @@ def responses(rows: Sequence[Mapping[str, Any]], run: str, model: str, created: 
         if good:
             body = _completion(good, samples, digest, model, created)
             response = {"status_code": 200, "request_id": digest, "body": body}
-            answers.append(json.dumps({**line, "response": response, "error": None}))
+            answers.append(json.dumps({**line, "response": response, "error": None}) + "\n")
         else:
-            errors.append(json.dumps({**line, "response": None, "error": _error(samples[0])}))
-    return _lines(answers), _lines(errors)
+            errors.append(json.dumps({**line, "response": None, "error": _error(samples[0])}) + "\n")
+    return "".join(answers), "".join(errors)
 
 
 def _completion(
@@ -157,10 +157,6 @@ def _error(row: Mapping[str, Any]) -> dict[str, str]:
     if row["error"] is not None:
         return {"code": "generation_failed", "message": row["error"]}
     return {"code": f"dropped_{row['dropped']}", "message": f"the answer was dropped by the filter {row['dropped']}"}
-
-
-def _lines(lines: Iterable[str]) -> str:
-    return "".join(f"{line}\n" for line in lines)
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
