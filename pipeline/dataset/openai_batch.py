@@ -106,13 +106,9 @@ def write_requests(storage: Storage, requests: Requests) -> str:
 
 
 def responses(rows: Sequence[Mapping[str, Any]], run: str, model: str, created: int) -> tuple[str, str]:
-    """(lines of the output file, lines of the error file).
+    """(lines of the output file, lines of the error file); `created` is in Unix time, `run` part of the ids.
 
-    Args:
-        rows: output rows with `sample`, `error`, and `dropped`, the filter that they failed or None.
-        run: names the run in the ids.
-        model: that answered.
-        created: Unix time.
+    Rows have all columns of `ANSWERED`, and `dropped`, the filter that they failed or None.
     """
     by_request: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -193,9 +189,7 @@ def _message(message: Any, where: str) -> dict[str, str]:
 def _options(body: Mapping[str, Any], where: str) -> dict[str, Any]:
     """What a body asks for, as options of the job. A temperature that is not given is 1, as in the API."""
     unknown = sorted(
-        name
-        for name, value in body.items()
-        if name not in OPTIONS and name not in IGNORED and name not in ("messages", "model") and value
+        name for name, value in body.items() if value and name not in {*OPTIONS, *IGNORED, "messages", "model"}
     )
     if unknown:
         raise JobError(f"{where} asks for {unknown[0]}, which cannot be given: leave it out")

@@ -73,11 +73,7 @@ def frontier(found: Sequence[Figures], styles: Styles, whole_sample: bool) -> st
 
 
 def savings(maps: Mapping[str, Sequence[tuple[int | None, float, Figures]]]) -> str:
-    """Heat maps, one per method: quality by the layers that prompts run and the decode target.
-
-    Args:
-        maps: by method its cells: layers that prompts run (None: all), decode FLOP speed-up asked for, figures.
-    """
+    """Heat maps, one per method, of cells: layers that prompts run (None: all), decode target, figures."""
     figure, found = panels(len(maps), 3.4, columns=1)
     for axes, (name, cells) in zip(found, maps.items(), strict=False):
         targets = sorted({target for _, target, _ in cells})

@@ -52,37 +52,30 @@ class Auditor:
         self._fraction = 0.0 if schedule.is_full_depth else fraction  # those would be compared with themselves
 
     def audit(self, prepared: pa.Table, ids: Sequence[str], answers: Mapping[int, Generation]) -> dict[str, float]:
-        """What a unit's audited rows add to `Totals`. Raises DeviceBroken; any other trouble leaves the unit unaudited.
-
-        Args:
-            prepared: with the rows' prompts.
-            ids: of the rows.
-            answers: what the schedule generated, by row; those with an error have none.
-        """
+        """What a unit's audited rows add to `Totals`, of those that have an answer. Raises DeviceBroken; any other
+        trouble leaves the unit unaudited."""
         rows = [row for row in sorted(answers) if is_audited(ids[row], self._fraction)]
         if not rows:
             return {}
         prompts = prepared[TOKENS].take(rows).to_pylist()
         try:
             return self._compare(prompts, [ids[row] for row in rows], [answers[row] for row in rows])
-        except DeviceBroken:
-            raise
         except Exception as error:  # a second opinion must not cost the first
-            if is_device_broken(error):
+            if isinstance(error, DeviceBroken) or is_device_broken(error):
                 raise DeviceBroken(str(error)) from error
             log.warning("%d rows could not be audited (%s: %s)", len(rows), type(error).__name__, error)
             return {}
 
     def _compare(self, prompts: list[list[int]], ids: Sequence[str], ours: list[Generation]) -> dict[str, float]:
         # Not at the top: the metrics take seconds to import, and read and commit tasks do without them.
-        from pipeline.reporting.text_metrics import repetition, rouge_l, unsupported
+        from pipeline.reporting.text_metrics import overlap, repetition, unsupported
 
         found = self._full_depth.generate(prompts, ids)
         good = [row for row, full in enumerate(found) if isinstance(full, Generation)]
         prompts, ours = [prompts[row] for row in good], [ours[row] for row in good]
         theirs = [full for full in found if isinstance(full, Generation)]
         pairs = list(zip(ours, theirs, strict=True))
-        rouge = [rouge_l(answer.text, full.text) for answer, full in pairs]
+        rouge = [overlap(answer.text, full.text).rouge_l for answer, full in pairs]
         (scores,) = self._engine.score(prompts, [full.tokens for full in theirs], [self._schedule])
         likely = self._engine.likelihood(prompts * 2, [answer.tokens for answer in ours + theirs])
         sources = [self._tokenizer.decode(prompt) for prompt in prompts]
@@ -133,8 +126,7 @@ def audit_estimate(totals: Totals) -> str:
 def excess_nll(parts: Sequence[Totals]) -> Estimate | None:
     """Nats a token that full depth finds the audited answers less likely than its own; None before the first.
 
-    Args:
-        parts: sums over the rows of each unit. They are drawn for the interval, many of them together.
+    The parts are sums over the rows of each unit, drawn for the interval, many of them together.
     """
     audited = [part for part in parts if part.audit_tokens]
     if not audited:

@@ -40,12 +40,7 @@ def write_report(
     planned: Sequence[Line],
     stats: Sequence[str],
 ) -> None:
-    """Render and write the report of a finished run.
-
-    Args:
-        planned: compares it with the plan that was made for it.
-        stats: what Ray Data says of each pass of this session.
-    """
+    """The report of a finished run; `stats` is what Ray Data says of each pass of this session."""
     looked = _Looked(config.id_column)
     for commit in commits[:: max(1, len(commits) // MAX_FILES)]:
         looked.into(storage, commit)

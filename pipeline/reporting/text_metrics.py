@@ -38,11 +38,6 @@ def overlap(text: str, reference: str) -> Overlap:
     return Overlap(rouge["rouge1"].fmeasure, rouge["rouge2"].fmeasure, rouge["rougeL"].fmeasure, chrf)
 
 
-def rouge_l(text: str, reference: str) -> float:
-    """ROUGE-L alone: F-measure of the longest common subsequence of words."""
-    return overlap(text, reference).rouge_l
-
-
 def repetition(text: str) -> float:
     """Share of an output's runs of three words that it already held, whatever their case; 0 for less than three."""
     words = [word.casefold() for word, _ in _words(text)]

@@ -8,7 +8,7 @@ from statistics import mean, median
 from typing import Any
 
 from engine import Ledger, ModelShape, Schedule
-from pipeline.reporting.text_metrics import rouge_l
+from pipeline.reporting.text_metrics import overlap
 
 
 @dataclass(frozen=True)
@@ -123,4 +123,4 @@ def _faster(each: Measured, other: Measured) -> float:
 
 
 def _rouge_l(each: Measured, references: Sequence[str]) -> float:
-    return mean(rouge_l(text, reference) for text, reference in zip(each.texts, references, strict=True))
+    return mean(overlap(text, reference).rouge_l for text, reference in zip(each.texts, references, strict=True))
