@@ -25,9 +25,9 @@ from engine.schedules.schedule_file import SCHEDULE_FILE
 from jobs import command_line
 from jobs.answers import PART, AnswersConfig, TargetSpeedup, answer_corpus
 from pipeline.errors import JobError
-from pipeline.evaluation.charts import schedule_maps
 from pipeline.inputs.sample_prompts import Part
 from pipeline.monitoring.stage_progress import StageProgress
+from pipeline.reporting.schedule_maps import schedule_maps
 from pipeline.storage.ownership import claim_directory
 
 PROGRAM = "calibrate_schedule.py"

@@ -11,7 +11,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Self
@@ -31,18 +31,18 @@ from jobs import command_line
 from jobs.answers import PART, TargetSpeedup
 from jobs.prompts import SUMMARIZE
 from pipeline.errors import JobError
-from pipeline.evaluation.bridged_rivals import bridged_rivals
+from pipeline.evaluation.bridged_rivals import bridged_rivals, whole_sample_rivals
 from pipeline.evaluation.contender import Contender, ending
-from pipeline.evaluation.figures import Figures, combined, figures, read_outputs, worst
-from pipeline.evaluation.report import REPORT_FILE, Section, render
+from pipeline.evaluation.figures import Figures, combined, figures, read_outputs
+from pipeline.evaluation.report import render
 from pipeline.evaluation.rivals import RIVALS, RivalCalibration
 from pipeline.evaluation.shorter_prompts import with_shorter_prompts
 from pipeline.evaluation.solved import SolvedRivals
 from pipeline.evaluation.study import Prompt, Study
-from pipeline.evaluation.whole_sample_rivals import whole_sample_rivals
 from pipeline.inputs.sample_prompts import CorpusConfig, Part, sample_prompts
 from pipeline.inputs.work import input_columns
 from pipeline.preparing.fit import longest_prompt, read_schedules
+from pipeline.reporting.page import REPORT_FILE
 from pipeline.rows.rows import TOKENS
 from pipeline.storage.ownership import claim_directory
 from pipeline.storage.settings import StorageConfig
@@ -173,13 +173,12 @@ def write_results(config: EvaluateSchedule, study: Study, contenders: Sequence[C
     """outputs.parquet, figures.json and report.html of a finished study; prints the table."""
     outputs = read_outputs(study, contenders)
     bootstrap = Bootstrap(len(study.prompts), config.seed)
-    found = [figures(each, outputs[0], bootstrap) for each in outputs]
-    sections = [Section(f, o.contender, worst(o, outputs[0])) for f, o in zip(found, outputs, strict=True)]
+    found = [figures(each, bootstrap) for each in outputs]
     pq.write_table(combined(outputs), config.output / OUTPUTS_FILE)
     described = config.model_dump(mode="json", exclude_none=True)
-    results = {"config": described, "contenders": [each.to_dict() for each in found]}
+    results = {"config": described, "contenders": [asdict(each) for each in found]}
     (config.output / FIGURES_FILE).write_text(json.dumps(results, indent=1))
-    (config.output / REPORT_FILE).write_text(render(sections, described))
+    (config.output / REPORT_FILE).write_text(render(outputs, found, described))
     console = Console()
     console.print(_table(found))
     for file in (OUTPUTS_FILE, FIGURES_FILE, REPORT_FILE):

@@ -34,9 +34,10 @@ from pipeline.preparing.backend import Backend
 from pipeline.preparing.incremental import History, work_name
 from pipeline.preparing.preparation import Preparation, prepare_run
 from pipeline.preparing.run_record import Claim, claim_output
-from pipeline.reporting.ceiling import check_ceiling
+from pipeline.reporting.bill import check_ceiling
 from pipeline.reporting.forecast import against_actual, read_forecast
-from pipeline.reporting.report import REPORT_FILE, is_reported, write_report
+from pipeline.reporting.page import REPORT_FILE
+from pipeline.reporting.report import is_reported, write_report
 from pipeline.storage.lease import Lease
 from pipeline.storage.ownership import Kind, check_place, discard_run, remove
 from pipeline.storage.storage import Storage

@@ -12,7 +12,7 @@ import torch
 
 from engine import Ledger, ModelShape, Schedule
 from engine.kernels.base import kernels_for
-from pipeline.reporting.text_metrics import rouge_l
+from pipeline.reporting.text_metrics import overlap
 
 MATRIX = {"cpu": 2048, "cuda": 8192}  # wide enough to keep every unit busy
 REPEATS = 7
@@ -145,4 +145,4 @@ def _faster(each: Measured, other: Measured, part: str = "seconds") -> float | N
 
 
 def _rouge_l(each: Measured, references: Sequence[str]) -> float:
-    return mean(rouge_l(text, reference) for text, reference in zip(each.texts, references, strict=True))
+    return mean(overlap(text, reference).rouge_l for text, reference in zip(each.texts, references, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -12,7 +12,8 @@ from huggingface_hub import DatasetCardData
 
 from pipeline.commits.commit import Totals, checksum
 from pipeline.dataset.config import DatasetConfig
-from pipeline.dataset.shards import FOLDER, SPLIT, Shard
+from pipeline.dataset.filters import Filters
+from pipeline.dataset.shards import FOLDER, SPLIT
 from pipeline.redaction import redacted
 from pipeline.reporting.audit import audit_facts
 
@@ -25,11 +26,10 @@ _MARKUP = re.compile(r"[`|<>&\x00-\x1f\x7f]")
 
 
 def write_card(
-    config: DatasetConfig, run: Mapping[str, Any], totals: Totals, manifest: Mapping[str, Any], schema: pa.Schema,
-    shards: Sequence[Shard],
-) -> str:  # fmt: skip
-    """Markdown. `run` is the generation's manifest, `manifest` the data set's."""
-    rows = sum(shard.rows for shard in shards)
+    config: DatasetConfig, run: Mapping[str, Any], totals: Totals, filters: Filters, schema: pa.Schema
+) -> str:
+    """Markdown. `run` is the generation's manifest; `filters` have seen all rows."""
+    rows = filters.kept
     name = config.dataset_name or config.output.rstrip("/").rsplit("/", 1)[-1]
     front = DatasetCardData(
         pretty_name=name,
@@ -38,7 +38,7 @@ def write_card(
         size_categories=[_size(rows)],
         configs=[{"config_name": "default", "data_files": [{"split": SPLIT, "path": f"{FOLDER}/{SPLIT}-*.parquet"}]}],
     )
-    dropped = "\n".join(f"| {reason} | {count:,} |" for reason, count in manifest["dropped"].items())
+    dropped = "\n".join(f"| {reason} | {count:,} |" for reason, count in filters.dropped.items())
     columns = "\n".join(f"| {_inline(field.name)} | {_inline(field.type)} |" for field in schema)
     sampling = ", ".join(f"{key} {_inline(value)}" for key, value in run["sampling"].items() if value not in ([], None))
     return _signed(f"""---
@@ -74,7 +74,7 @@ Of {totals.rows:,} generations {rows:,} are kept. A row is counted under the fir
 |---|---|
 {dropped}
 
-Filters: {_inline(manifest["filters"])}
+Filters: {_inline(filters.described)}
 
 ## Columns
 

@@ -8,15 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.dataset.config import DatasetConfig, FilterConfig
-from pipeline.dataset.json_filter import json_filter, read_schema
+from pipeline.dataset.json_filter import JsonFilter
 from pipeline.dataset.patterns import finder
 from pipeline.reporting.text_metrics import repetition
 
 Row = Mapping[str, Any]
-ERROR, FINISH_REASON, LENGTH, PATTERN, JSON_SCHEMA, REPETITION, DUPLICATE = (
-    "error", "finish_reason", "length", "pattern", "json_schema", "repetition", "duplicate",
-)  # fmt: skip
-
 FILTERED = ["generation", "finish_reason", "error"]  # columns that decide
 
 
@@ -34,15 +30,14 @@ class Filters:
         self._seen: set[bytes] = set()
         self._require = finder(config.require_pattern) if config.require_pattern is not None else None
         self._forbid = finder(config.forbid_pattern) if config.forbid_pattern is not None else None
-        self._is_valid = json_filter(config.json_schema) if config.json_schema is not None else None
+        self._is_valid = JsonFilter(config.json_schema) if config.json_schema is not None else None
 
     @property
     def described(self) -> dict[str, Any]:
         """All settings that decide what is kept; a JSON Schema by its content."""
-        schema = self._config.json_schema
-        content = read_schema(schema) if schema is not None else None
         chosen = {name: getattr(self._config, name) for name in FilterConfig.model_fields}
-        return {**chosen, "duplicates": self._config.duplicate_rule, "json_schema": content}
+        schema = self._is_valid.schema if self._is_valid is not None else None
+        return {**chosen, "duplicates": self._config.duplicate_rule, "json_schema": schema}
 
     def reason_to_drop(self, row: Row) -> str | None:
         """What speaks against an output row, None if it is kept. Call it once per row: duplicates are remembered."""
@@ -56,18 +51,18 @@ class Filters:
     def _reason(self, row: Row) -> str | None:
         config, text = self._config, row["generation"]
         if row["error"] is not None or text is None:
-            return ERROR
+            return "error"
         if row["finish_reason"] not in config.finish_reasons:
-            return FINISH_REASON
+            return "finish_reason"
         if len(text.strip()) < config.min_chars or (config.max_chars is not None and len(text) > config.max_chars):
-            return LENGTH
+            return "length"
         if (self._require and not self._require(text)) or (self._forbid and self._forbid(text)):
-            return PATTERN
+            return "pattern"
         if self._is_valid is not None and not self._is_valid(text):
-            return JSON_SCHEMA
+            return "json_schema"
         if config.max_repetition is not None and repetition(text) > config.max_repetition:
-            return REPETITION
-        return DUPLICATE if self._is_repeated(text) else None
+            return "repetition"
+        return "duplicate" if self._is_repeated(text) else None
 
     def _is_repeated(self, text: str) -> bool:
         if self._config.duplicate_rule == "keep":

@@ -5,21 +5,22 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import pyarrow as pa
 from pydantic import ConfigDict, ValidationError
 from typing_extensions import TypedDict  # pydantic's demand before Python 3.12
 
-from pipeline.commits.commit import SUCCESS_FILE, Commit, checksum, open_rows, read_commits
+from pipeline.commits.commit import SUCCESS_FILE, checksum, open_rows, read_commits
 from pipeline.commits.manifest import read_manifest
 from pipeline.dataset import openai_batch
 from pipeline.dataset.card import is_signed, write_card
 from pipeline.dataset.config import GENERATION, SAMPLE, DatasetConfig
 from pipeline.dataset.filters import FILTERED, Filters
-from pipeline.dataset.shards import FOLDER, ShardWriter
+from pipeline.dataset.shards import FOLDER, write_shards
 from pipeline.errors import JobError
 from pipeline.preparing.backend import Backend
 from pipeline.rows.rows import chosen
@@ -76,7 +77,7 @@ def generation_config(config: DatasetConfig) -> DatasetConfig:
     storage = config.output_storage().at_first()
     check_place(storage, Kind.DATA_SET, config.input_storage())
     update: dict[str, Any] = {"output": f"{output}/{GENERATION}"}
-    requests: openai_batch.Requests | None = None
+    requests = None
     if config.input_format == "openai-batch":
         requests = openai_batch.read_requests(config.input_storage().at_first())
         update |= {
@@ -107,22 +108,23 @@ def generate_dataset(config: DatasetConfig, backend: Backend | None = None) -> D
     Raises:
         JobError, ModelError, ScheduleError, JobStopped, NothingToDo, UnitsFailed: as `run_job`.
     """
-    Filters(config)  # a schema that cannot be used should not come to light after a night of generation
+    filters = Filters(config)  # a schema that cannot be used should not come to light after a night of generation
     job = generation_config(config)
     with leased(job) as lease:
         storage = config.output_storage()
         result = run_leased(job, backend, lease)
         if config.fresh:
             remove(storage, Kind.DATA_SET, [MANIFEST])  # until now it stood for what the run before had made
-        manifest = _publish(config, job, storage, result)
+        manifest = _publish(config, job, storage, filters, result)
     return DatasetResult(
         config.output, result, manifest["rows"], manifest["dropped"], [entry["file"] for entry in manifest["files"]]
     )
 
 
-def _publish(config: DatasetConfig, job: DatasetConfig, storage: Storage, result: RunResult) -> dict[str, Any]:
+def _publish(
+    config: DatasetConfig, job: DatasetConfig, storage: Storage, filters: Filters, result: RunResult
+) -> dict[str, Any]:
     """The data set's manifest; what it lists is written unless it is there as it should be."""
-    filters = Filters(config)
     success = read_manifest(job.output_storage())
     if success is None:
         raise JobError(f"{SUCCESS_FILE} of {job.output!r} vanished while its data set was made: who deletes it?")
@@ -135,8 +137,20 @@ def _publish(config: DatasetConfig, job: DatasetConfig, storage: Storage, result
     manifest = _RECORD.read(storage, MANIFEST) or {}
     if {name: manifest.get(name) for name in wanted} != wanted or not _is_there(config, storage, manifest):
         remove(storage, Kind.DATA_SET, [MANIFEST])  # what it lists is about to be replaced
-        publish = _publish_responses if config.output_format == "openai-batch" else _publish_shards
-        manifest = {**wanted, **publish(config, job, storage, filters, success, result)}
+        tables = _committed(job.output_storage(), success)
+        if config.output_format == "openai-batch":
+            files = _write_responses(config, storage, tables, filters, success["fingerprint"])
+        else:
+            kept = _kept(tables, filters)
+            first = next(kept, None)
+            if first is None:
+                raise JobError(f"input {config.input!r} has no rows: there is no data set to make")
+            shards = write_shards(storage, chain([first], kept), config.rows_per_shard)
+            files = [asdict(shard) for shard in shards]
+            card = write_card(job.model_copy(update={"output": config.output}), success, result.totals, filters,
+                              first.schema)  # fmt: skip
+            storage.write(CARD if _may_write_card(storage) else CARD_BESIDE, card.encode())
+        manifest = {**wanted, "rows": filters.kept, "dropped": dict(filters.dropped), "files": files}
         storage.write(MANIFEST, json.dumps(manifest, indent=1).encode())
     return manifest
 
@@ -147,26 +161,23 @@ def _is_there(config: DatasetConfig, storage: Storage, manifest: dict[str, Any])
     return {*storage.entries(), *storage.names(FOLDER)} >= card | {entry["file"] for entry in manifest["files"]}
 
 
-def _publish_shards(
-    config: DatasetConfig, job: DatasetConfig, storage: Storage, filters: Filters, success: dict[str, Any],
-    result: RunResult,
-) -> dict[str, Any]:  # fmt: skip
-    writer: ShardWriter | None = None
-    for table in _committed(job.output_storage(), success):
+def _committed(storage: Storage, success: dict[str, Any]) -> Iterator[pa.Table]:
+    """Rows of the run's manifest in input order, with the number of their sample."""
+    listed = {entry["file"] for entry in success["commits"]}
+    commits = [commit for commit in read_commits(storage) if commit.file in listed]
+    for commit in sorted(commits, key=lambda commit: commit.place):
+        with open_rows(storage, commit) as stream:
+            table = read_parquet(stream)
+        samples = pa.repeat(pa.scalar(commit.sample, pa.int32()), table.num_rows)
+        yield table.add_column(table.column_names.index("generation"), pa.field(SAMPLE, pa.int32()), samples)
+
+
+def _kept(tables: Iterable[pa.Table], filters: Filters) -> Iterator[pa.Table]:
+    """What passes the filters, a table each."""
+    for table in tables:
         # Other columns may hold what Python has no value for.
         keep = [filters.reason_to_drop(row) is None for row in table.select(FILTERED).to_pylist()]
-        kept = chosen(table, keep).drop_columns(list(LEFT_OUT))
-        writer = writer or ShardWriter(storage, kept.schema, config.rows_per_shard)
-        writer.add(kept)
-    if writer is None:
-        raise JobError(f"input {config.input!r} has no rows: there is no data set to make")
-    shards = writer.close()
-    found = {"rows": filters.kept, "dropped": dict(filters.dropped), "files": [asdict(shard) for shard in shards]}
-    described = {"filters": filters.described, **found}
-    card = write_card(job.model_copy(update={"output": config.output}), success, result.totals, described,
-                      writer.schema, shards)  # fmt: skip
-    storage.write(CARD if _may_write_card(storage) else CARD_BESIDE, card.encode())
-    return found
+        yield chosen(table, keep).drop_columns(list(LEFT_OUT))
 
 
 def _may_write_card(storage: Storage) -> bool:
@@ -182,34 +193,16 @@ def _may_write_card(storage: Storage) -> bool:
     return False
 
 
-def _publish_responses(
-    config: DatasetConfig, job: DatasetConfig, storage: Storage, filters: Filters, success: dict[str, Any],
-    result: RunResult,
-) -> dict[str, Any]:  # fmt: skip
+def _write_responses(
+    config: DatasetConfig, storage: Storage, tables: Iterable[pa.Table], filters: Filters, run: str
+) -> list[dict[str, Any]]:
     rows = [
         {**row, "dropped": filters.reason_to_drop(row)}
-        for table in _committed(job.output_storage(), success)
+        for table in tables
         for row in table.select(openai_batch.ANSWERED).to_pylist()
     ]
-    answers, errors = openai_batch.responses(rows, success["fingerprint"], config.model, int(time.time()))
-    files = []
-    for name, content in ((openai_batch.OUTPUT_FILE, answers), (openai_batch.ERRORS_FILE, errors)):
+    answers, errors = openai_batch.responses(rows, run, config.model, int(time.time()))
+    files = {openai_batch.OUTPUT_FILE: answers, openai_batch.ERRORS_FILE: errors}
+    for name, content in files.items():
         storage.write(name, content.encode())
-        files.append({"file": name, "rows": content.count("\n")})
-    return {"rows": filters.kept, "dropped": dict(filters.dropped), "files": files}
-
-
-def _committed(storage: Storage, success: dict[str, Any]) -> Iterator[pa.Table]:
-    """Rows of the run's manifest in input order, with the number of their sample."""
-    listed = {entry["file"] for entry in success["commits"]}
-    commits = [commit for commit in read_commits(storage) if commit.file in listed]
-    for commit in sorted(commits, key=lambda commit: commit.place):
-        yield _read(storage, commit)
-
-
-def _read(storage: Storage, commit: Commit) -> pa.Table:
-    with open_rows(storage, commit) as stream:
-        table = read_parquet(stream)
-    place = table.column_names.index("generation")
-    return table.add_column(place, pa.field(SAMPLE, pa.int32()), pa.repeat(pa.scalar(commit.sample, pa.int32()),
-                                                                          table.num_rows))  # fmt: skip
+    return [{"file": name, "rows": content.count("\n")} for name, content in files.items()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ MOST_SAID = 3  # texts on which validation itself fails
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
-def read_schema(path: str) -> Any:
+def _read_schema(path: str) -> Any:
     """The content of a schema file. Raises JobError."""
     try:
         schema = read_json(Path(path), LARGE)
@@ -38,38 +38,32 @@ def read_schema(path: str) -> Any:
         raise JobError(f"json_schema {path!r} is no JSON Schema ({one_line(error)}): repair it") from error
 
 
-def json_filter(path: str) -> Callable[[str], bool]:
+class JsonFilter:
     """Whether a text is JSON and valid under the schema in a file.
 
-    Raises JobError if the schema cannot be used: it is none, or refers to what is not in it, or has a pattern that
-    RE2 has not, or never ends.
+    What a validator cannot decide is not valid, and is said: no text may stop the filter of a run that is paid.
     """
-    schema = read_schema(path)
-    try:
-        dialect = validator_for(schema, default=jsonschema.Draft202012Validator)
-        dialect.check_schema(schema)
-        finders = {pattern: finder(pattern) for pattern in _check(schema)}
-    except jsonschema.SchemaError as error:
-        raise JobError(f"json_schema {path!r} is no JSON Schema ({one_line(_Message(error))}): repair it") from error
-    except Exception as error:  # of libraries, at whatever a file may hold
-        raise JobError(f"json_schema {path!r} cannot be used ({one_line(error)}): rewrite it") from error
-    validator = extend(dialect, _keywords(finders))(schema, registry=REGISTRY)
-    try:
-        for kind in ("null", "true", "0", "0.5", '""', "[]", "{}"):
-            validator.is_valid(parse_json(kind))
-    except RecursionError as error:
-        raise JobError(f"json_schema {path!r} refers to itself without end: let it descend into the value") from error
-    except Exception as error:
-        raise JobError(f"json_schema {path!r} cannot be used ({one_line(error)}): rewrite it") from error
-    return _Valid(validator)
 
-
-class _Valid:
-    """What a validator cannot decide is not valid, and is said: no text may stop the filter of a run that is paid."""
-
-    def __init__(self, validator: Any) -> None:
-        self._validator = validator
+    def __init__(self, path: str) -> None:
+        """Raises JobError if the schema cannot be used: it is none, or refers to what is not in it, or has a pattern
+        that RE2 has not, or never ends."""
+        self.schema = _read_schema(path)
         self._failed = 0
+        try:
+            dialect = validator_for(self.schema, default=jsonschema.Draft202012Validator)
+            dialect.check_schema(self.schema)
+            _check(self.schema)
+            self._validator = extend(dialect, KEYWORDS)(self.schema, registry=REGISTRY)
+            for kind in ("null", "true", "0", "0.5", '""', "[]", "{}"):
+                self._validator.is_valid(parse_json(kind))
+        except jsonschema.SchemaError as error:
+            why = one_line(ValueError(error.message))
+            raise JobError(f"json_schema {path!r} is no JSON Schema ({why}): repair it") from error
+        except RecursionError as error:
+            why = "refers to itself without end: let it descend into the value"
+            raise JobError(f"json_schema {path!r} {why}") from error
+        except Exception as error:  # of libraries, at whatever a file may hold
+            raise JobError(f"json_schema {path!r} cannot be used ({one_line(error)}): rewrite it") from error
 
     def __call__(self, text: str) -> bool:
         try:
@@ -88,21 +82,15 @@ class _Valid:
             return False
 
 
-class _Message(Exception):
-    """The first line of what jsonschema says."""
-
-    def __init__(self, error: jsonschema.SchemaError) -> None:
-        super().__init__(error.message)
-
-
-def _check(schema: Any) -> set[str]:
-    """All patterns of a schema and of what it refers to. Raises ValueError for a reference that leads nowhere."""
+def _check(schema: Any) -> None:
+    """Raises ValueError for a pattern of a schema, or of what it refers to, that RE2 has not, and for a reference that
+    leads nowhere."""
     # What a reference leads to rarely names a dialect: it has that of the whole.
     dialect = DRAFT202012.detect(schema)
     resource = dialect.create_resource(schema)
     base = resource.id() or ""
     registry: Registry[Any] = REGISTRY.with_resource(base, resource).crawl()
-    left, seen, patterns, keywords = [(resource, registry.resolver(base))], set(), set[str](), set[str]()
+    left, seen, keywords = [(resource, registry.resolver(base))], set(), set[str]()
     while left:
         resource, resolver = left.pop()
         contents = resource.contents
@@ -110,57 +98,52 @@ def _check(schema: Any) -> set[str]:
             continue
         seen.add(id(contents))
         keywords |= contents.keys()
-        patterns |= {contents["pattern"]} if isinstance(contents.get("pattern"), str) else set()
-        patterns |= set(contents.get("patternProperties") or ())
-        for name in REFERENCES:
-            if name in contents:
-                found = _resolved(resolver, str(contents[name]))
-                left.append((Resource.from_contents(found.contents, default_specification=dialect), found.resolver))
+        patterns = [contents["pattern"]] if isinstance(contents.get("pattern"), str) else []
+        for expression in [*patterns, *(contents.get("patternProperties") or ())]:
+            finder(expression)
+        for reference in (str(contents[name]) for name in REFERENCES if name in contents):
+            try:
+                found = resolver.lookup(reference)
+            except Unresolvable:
+                raise ValueError(
+                    f"reference {reference!r} leads to nothing in the file, and nothing is fetched: put what it means "
+                    "in $defs"
+                ) from None
+            left.append((Resource.from_contents(found.contents, default_specification=dialect), found.resolver))
         left += [(part, resolver.in_subresource(part)) for part in resource.subresources()]
-    if "patternProperties" in keywords and keywords & {"unevaluatedProperties"}:
+    if {"patternProperties", "unevaluatedProperties"} <= keywords:
         raise ValueError("patternProperties together with unevaluatedProperties is not supported")
-    return patterns
 
 
-def _resolved(resolver: Any, reference: str) -> Any:
-    try:
-        return resolver.lookup(reference)
-    except Unresolvable:
-        raise ValueError(
-            f"reference {reference!r} leads to nothing in the file, and nothing is fetched: put what it means in $defs"
-        ) from None
+def _pattern(validator: Any, wanted: str, value: Any, schema: Any) -> Iterator[ValidationError]:
+    if validator.is_type(value, "string") and not finder(wanted)(value):
+        yield ValidationError(f"{value!r} does not match {wanted!r}")
 
 
-def _keywords(finders: Mapping[str, Callable[[str], bool]]) -> dict[str, Any]:
-    """Keywords whose own implementation may take forever or fail."""
+def _pattern_properties(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[ValidationError]:
+    for name, item in value.items() if validator.is_type(value, "object") else ():
+        for expression, part in wanted.items():
+            if finder(expression)(name):
+                yield from validator.descend(item, part, path=name, schema_path=expression)
 
-    def pattern(validator: Any, wanted: str, value: Any, schema: Any) -> Iterator[ValidationError]:
-        if validator.is_type(value, "string") and not finders[wanted](value):
-            yield ValidationError(f"{value!r} does not match {wanted!r}")
 
-    def pattern_properties(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[ValidationError]:
-        if validator.is_type(value, "object"):
-            for expression, part in wanted.items():
-                for name, item in value.items():
-                    if finders[expression](name):
-                        yield from validator.descend(item, part, path=name, schema_path=expression)
+def _additional_properties(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[ValidationError]:
+    named, expressions = schema.get("properties", {}), schema.get("patternProperties", {})
+    for name, item in value.items() if validator.is_type(value, "object") else ():
+        if name not in named and not any(finder(expression)(name) for expression in expressions):
+            yield from validator.descend(item, wanted, path=name)
 
-    def additional_properties(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[ValidationError]:
-        if not validator.is_type(value, "object"):
-            return
-        named, expressions = schema.get("properties", {}), schema.get("patternProperties", {})
-        for name, item in value.items():
-            if name not in named and not any(finders[expression](name) for expression in expressions):
-                yield from validator.descend(item, wanted, path=name)
 
-    def multiple_of(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[ValidationError]:
-        # As decimal numbers, which is what stands in the text: 0.07 is a multiple of 0.01.
-        if validator.is_type(value, "number") and Fraction(str(value)) % Fraction(str(wanted)):
-            yield ValidationError(f"{value!r} is not a multiple of {wanted}")
+def _multiple_of(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[ValidationError]:
+    # As decimal numbers, which is what stands in the text: 0.07 is a multiple of 0.01.
+    if validator.is_type(value, "number") and Fraction(str(value)) % Fraction(str(wanted)):
+        yield ValidationError(f"{value!r} is not a multiple of {wanted}")
 
-    return {
-        "pattern": pattern,
-        "patternProperties": pattern_properties,
-        "additionalProperties": additional_properties,
-        "multipleOf": multiple_of,
-    }
+
+# Their own implementation may take forever or fail.
+KEYWORDS = {
+    "pattern": _pattern,
+    "patternProperties": _pattern_properties,
+    "additionalProperties": _additional_properties,
+    "multipleOf": _multiple_of,
+}

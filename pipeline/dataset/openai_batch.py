@@ -10,7 +10,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -106,13 +106,9 @@ def write_requests(storage: Storage, requests: Requests) -> str:
 
 
 def responses(rows: Sequence[Mapping[str, Any]], run: str, model: str, created: int) -> tuple[str, str]:
-    """(lines of the output file, lines of the error file).
+    """(lines of the output file, lines of the error file); `created` is in Unix time, `run` part of the ids.
 
-    Args:
-        rows: output rows with `sample`, `error`, and `dropped`, the filter that they failed or None.
-        run: names the run in the ids.
-        model: that answered.
-        created: Unix time.
+    Rows have all columns of `ANSWERED`, and `dropped`, the filter that they failed or None.
     """
     by_request: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -125,10 +121,10 @@ def responses(rows: Sequence[Mapping[str, Any]], run: str, model: str, created: 
         if good:
             body = _completion(good, samples, digest, model, created)
             response = {"status_code": 200, "request_id": digest, "body": body}
-            answers.append(json.dumps({**line, "response": response, "error": None}))
+            answers.append(json.dumps({**line, "response": response, "error": None}) + "\n")
         else:
-            errors.append(json.dumps({**line, "response": None, "error": _error(samples[0])}))
-    return _lines(answers), _lines(errors)
+            errors.append(json.dumps({**line, "response": None, "error": _error(samples[0])}) + "\n")
+    return "".join(answers), "".join(errors)
 
 
 def _completion(
@@ -157,10 +153,6 @@ def _error(row: Mapping[str, Any]) -> dict[str, str]:
     if row["error"] is not None:
         return {"code": "generation_failed", "message": row["error"]}
     return {"code": f"dropped_{row['dropped']}", "message": f"the answer was dropped by the filter {row['dropped']}"}
-
-
-def _lines(lines: Iterable[str]) -> str:
-    return "".join(f"{line}\n" for line in lines)
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
@@ -197,9 +189,7 @@ def _message(message: Any, where: str) -> dict[str, str]:
 def _options(body: Mapping[str, Any], where: str) -> dict[str, Any]:
     """What a body asks for, as options of the job. A temperature that is not given is 1, as in the API."""
     unknown = sorted(
-        name
-        for name, value in body.items()
-        if name not in OPTIONS and name not in IGNORED and name not in ("messages", "model") and value
+        name for name, value in body.items() if value and name not in {*OPTIONS, *IGNORED, "messages", "model"}
     )
     if unknown:
         raise JobError(f"{where} asks for {unknown[0]}, which cannot be given: leave it out")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import re2
 
 
+@cache
 def finder(pattern: str) -> Callable[[str], bool]:
     """Whether the pattern is found in a text. Raises ValueError, in a few words, for one that RE2 has not.
 
@@ -24,7 +26,4 @@ def finder(pattern: str) -> Callable[[str], bool]:
             f"{said}; patterns are RE2's, without look-around and back-references, so that none takes forever"
         ) from None
 
-    def found(text: str) -> bool:
-        return compiled.search(text.encode(errors="replace").decode()) is not None
-
-    return found
+    return lambda text: compiled.search(text.encode(errors="replace").decode()) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -22,41 +23,30 @@ class Shard:
     checksum: str
 
 
-class ShardWriter:
-    """Cuts a stream of tables into shards. Use `add` for each table and `close` at the end."""
+def write_shards(storage: Storage, tables: Iterable[pa.Table], rows_per_shard: int) -> list[Shard]:
+    """Write the rows of one or more tables, and remove shards of an earlier, longer data set.
 
-    def __init__(self, storage: Storage, schema: pa.Schema, rows_per_shard: int) -> None:
-        self.shards: list[Shard] = []
-        self._storage = storage
-        self.schema = schema
-        self._rows_per_shard = rows_per_shard
-        self._parts: list[pa.Table] = []
-        self._rows = 0
+    Raises StorageGone, StorageRefused.
+    """
+    shards = []
+    for number, table in enumerate(_cut(tables, rows_per_shard)):
+        content, name = to_parquet(table), f"{FOLDER}/{SPLIT}-{number:05d}.parquet"
+        storage.write(name, content)
+        shards.append(Shard(name, table.num_rows, len(content), checksum(content)))
+    written = {shard.file for shard in shards}
+    remove(storage, Kind.DATA_SET, [name for name in own(Kind.DATA_SET, storage.names(FOLDER)) if name not in written])
+    return shards
 
-    def add(self, table: pa.Table) -> None:
-        """Raises StorageGone, StorageRefused."""
-        start = 0
-        while start < table.num_rows:
-            part = table.slice(start, self._rows_per_shard - self._rows)
-            self._parts.append(part)
-            self._rows += part.num_rows
-            start += part.num_rows
-            if self._rows == self._rows_per_shard:
-                self._flush()
 
-    def close(self) -> list[Shard]:
-        """The shards, at least one: an empty data set has a schema too. Removes shards of an earlier, longer one."""
-        if self._rows or not self.shards:
-            self._flush()
-        written = {shard.file for shard in self.shards}
-        stale = [name for name in own(Kind.DATA_SET, self._storage.names(FOLDER)) if name not in written]
-        remove(self._storage, Kind.DATA_SET, stale)
-        return self.shards
-
-    def _flush(self) -> None:
-        table = pa.concat_tables([self.schema.empty_table(), *self._parts])
-        content = to_parquet(table)
-        name = f"{FOLDER}/{SPLIT}-{len(self.shards):05d}.parquet"
-        self._storage.write(name, content)
-        self.shards.append(Shard(name, table.num_rows, len(content), checksum(content)))
-        self._parts, self._rows = [], 0
+def _cut(tables: Iterable[pa.Table], rows: int) -> Iterator[pa.Table]:
+    """The same rows in tables of so many, the last of less; at least one: an empty data set has a schema too."""
+    parts: list[pa.Table] = []
+    held, is_cut = 0, False
+    for table in tables:
+        while held + table.num_rows >= rows:
+            yield pa.concat_tables([*parts, table.slice(0, rows - held)])
+            table, parts, held, is_cut = table.slice(rows - held), [], 0, True
+        parts.append(table)
+        held += table.num_rows
+    if held or not is_cut:
+        yield pa.concat_tables(parts)

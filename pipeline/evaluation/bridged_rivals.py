@@ -1,12 +1,14 @@
-"""Rivals that are given bridges: published orders and decays, with an affine map in place of every skipped block.
+"""Rivals that are given what this project adds: published orders and decays with an affine map in place of every
+skipped block and a head preview, and for the whole sample a prompt bridge besides.
 
-And a head preview. Both are what this project adds, so these are no published methods: they show how much of the
-quality comes from that and how much from the choice of layers.
+So these are no published methods: they show how much of the quality comes from that and how much from the choice of
+layers. They can be trained like this project's own schedules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,15 +16,21 @@ import torch
 from engine import Block, Bridge, Schedule, ScheduleError, decode_flop_speedup
 from engine.calibration.collect import collect_moments
 from engine.calibration.head import HeadStates, counted_preview
+from engine.calibration.prompts import PromptCut, counted_prompt_bridge, fit_prompt_bridge, prompt_cut_for
+from engine.forward.target import DEFAULT_WARMUP, sample_flop_speedup
 from engine.forward.teacher_forcing import Answer
 from engine.schedules import decays, orders
 from pipeline.evaluation.contender import Contender
 from pipeline.evaluation.rivals import RivalCalibration
+from pipeline.monitoring.stage_progress import StageProgress
+
+log = logging.getLogger(__name__)
 
 RIDGE = 1e-3  # of the mean variance; the calibration job's usual choice
 SKIPDECODE_WARMUP = 3  # bare, the best warm-up varies; behind a bridge 2 to 4 do about equally well
 
 Layers = tuple[int, int]  # [first, end)
+Named = tuple[str, float | None, Schedule]  # with the decode FLOP speed-up that it was made for
 
 
 class RivalBridges:
@@ -47,33 +55,61 @@ class RivalBridges:
             lambda block: Bridge.affine(Block.of_layers(*block), *self._zeros),
         )
 
-    def fitted(self, schedules: Sequence[Schedule]) -> list[Schedule]:
-        """Schedules with theirs."""
-        bridges = _fit({block for schedule in schedules for block in _blocks(schedule)}, self._calibration, self._head)
+    def fitted(self, rivals: Sequence[Named]) -> list[Contender]:
+        """Rivals with theirs, by ridge regression on full-depth states."""
+        ends: dict[int, set[int]] = {}
+        for _, _, schedule in rivals:
+            for index in range(len(schedule.plateaus)):
+                for first, end in _skipped_blocks(schedule, index):
+                    ends.setdefault(first, set()).add(end)
+        pairs = zip(self._calibration.prompts, self._calibration.answers, strict=True)
+        answers = [Answer(prompt, tokens) for prompt, tokens in pairs if len(tokens) > 1]
+        up_to = {first: sorted(ends[first]) for first in sorted(ends)}
+        moments = collect_moments(self._calibration.engine, answers, up_to, lambda *_: None, head=self._head)
+        bridges = {(first, end): moments[first].fit(2 * end, RIDGE) for first in up_to for end in up_to[first]}
         (preview,) = self._head.fit([self._rank])
-        return [attach(replace(schedule, head_preview=preview), bridges.__getitem__) for schedule in schedules]
-
-    @property
-    def note(self) -> str:
-        """How."""
         tokens = sum(len(answer) - 1 for answer in self._calibration.answers)
-        return f"bridges and a head preview of rank {self._rank} fitted on {tokens} tokens"
+        note = f"bridges and a head preview of rank {self._rank} fitted on {tokens} tokens"
+        return [
+            Contender(name, target, attach(replace(bare, head_preview=preview), bridges.__getitem__), True, note)
+            for name, target, bare in rivals
+        ]
 
 
-def bridged_rivals(targets: Sequence[float], calibration: RivalCalibration) -> Iterator[Contender]:
+def bridged_rivals(targets: Sequence[float], calibration: RivalCalibration) -> list[Contender]:
     """Early termination, Unified Layer Skipping and SkipDecode at each target, bridged and with a head preview.
 
     Raises ScheduleError for a target out of reach.
     """
     bridges = RivalBridges(calibration)
-    solved = [(name, target, schedule) for target in targets for name, schedule in solve(target, calibration, bridges)]
-    fitted = bridges.fitted([schedule for _, _, schedule in solved])
-    for (name, target, _), schedule in zip(solved, fitted, strict=True):
-        yield Contender(f"{name}, bridged", target, schedule, is_rival=True, note=bridges.note)
+    return bridges.fitted(_solve(targets, calibration, bridges))
 
 
-def solve(target: float, calibration: RivalCalibration, bridges: RivalBridges) -> Iterator[tuple[str, Schedule]]:
-    """Each rival by name, with the lowest floor that meets the target, bridges and preview counted; without them.
+def whole_sample_rivals(
+    target: float, decode_targets: Sequence[float], calibration: RivalCalibration
+) -> Iterator[Contender]:
+    """The bridged rivals at decode targets, with as many layers on prompts as reach one of the whole sample; decoding
+    through all layers with still fewer on prompts; and a pruned model. What cannot reach it is left out, and said so.
+
+    Raises ScheduleError for a decode target out of reach.
+    """
+    shape, lengths, bridges = calibration.shape, calibration.lengths, RivalBridges(calibration)
+    rivals = _solve(decode_targets, calibration, bridges)
+    rivals.append(("prompts alone", None, Schedule.full_depth(shape.layers)))
+    cuts = [prompt_cut_for(shape, bridges.counted(schedule), lengths, target) for _, _, schedule in rivals]
+    pruned, pruned_cut = _pruned(target, calibration, bridges)
+    rivals.append(("pruned", None, pruned))
+    for rival, cut in zip(bridges.fitted(rivals), [*cuts, pruned_cut], strict=True):
+        if cut is None:
+            log.warning("%s is left out: it cannot reach %gx of the whole sample", rival.name, target)
+            continue
+        bridge = fit_prompt_bridge(calibration.engine, calibration.prompts, cut, StageProgress(log))
+        assert isinstance(rival.method, Schedule)
+        yield replace(rival, method=replace(rival.method, prompt_bridge=bridge))
+
+
+def _solve(targets: Sequence[float], calibration: RivalCalibration, bridges: RivalBridges) -> list[Named]:
+    """Each rival with the lowest floor that meets each target, bridges and preview counted; without them.
 
     Raises ScheduleError for a target out of reach.
     """
@@ -88,14 +124,31 @@ def solve(target: float, calibration: RivalCalibration, bridges: RivalBridges) -
             horizon,
         ),
     }
-    for name, (order, decay, last) in kinds.items():
-        for floor in range(1, len(order) + 1):
-            schedule = Schedule.build(layers, order, decay(floor), last)
-            if decode_flop_speedup(shape, bridges.counted(schedule), calibration.lengths) >= target:
-                yield name, schedule
-                break
-        else:
-            raise ScheduleError(f"a decode FLOP speed-up of {target:g}x cannot be met with bridges: ask for less")
+    found: list[Named] = []
+    for target in targets:
+        for name, (order, decay, last) in kinds.items():
+            for floor in range(1, len(order) + 1):
+                schedule = Schedule.build(layers, order, decay(floor), last)
+                if decode_flop_speedup(shape, bridges.counted(schedule), calibration.lengths) >= target:
+                    found.append((f"{name}, bridged", target, schedule))
+                    break
+            else:
+                raise ScheduleError(f"a decode FLOP speed-up of {target:g}x cannot be met with bridges: ask for less")
+    return found
+
+
+def _pruned(target: float, calibration: RivalCalibration, bridges: RivalBridges) -> tuple[Schedule, PromptCut | None]:
+    """The fewest neighbouring layers, above the lowest ones, that no token runs, neither of prompts nor of answers."""
+    shape = calibration.shape
+    schedule, order = Schedule.full_depth(shape.layers), orders.lowest_first(shape.layers, DEFAULT_WARMUP)
+    for skipped in range(1, shape.layers - DEFAULT_WARMUP - 1):
+        schedule = Schedule.build(shape.layers, order, decays.constant(skipped), 0)
+        # A prompt bridge leaves out the last layer of prompts besides.
+        cut = PromptCut(shape.layers - 1, range(DEFAULT_WARMUP, DEFAULT_WARMUP + skipped), keeps_skipped=False)
+        counted = replace(bridges.counted(schedule), prompt_bridge=counted_prompt_bridge(shape, cut))
+        if sample_flop_speedup(shape, counted, calibration.lengths) >= target:
+            return schedule, cut
+    return schedule, None
 
 
 def attach(schedule: Schedule, bridge: Callable[[Layers], Bridge]) -> Schedule:
@@ -110,21 +163,6 @@ def attach(schedule: Schedule, bridge: Callable[[Layers], Bridge]) -> Schedule:
             named.setdefault(name, bridge(block))
         plateaus.append(plateau._replace(bridges=tuple(names)))
     return replace(schedule, plateaus=tuple(plateaus), bridges=named)
-
-
-def _fit(blocks: set[Layers], calibration: RivalCalibration, head: HeadStates) -> Mapping[Layers, Bridge]:
-    """Affine bridges by ridge regression on full-depth states; the head is given what it sees."""
-    ends: dict[int, list[int]] = {}
-    for first, end in sorted(blocks):
-        ends.setdefault(first, []).append(end)
-    pairs = zip(calibration.prompts, calibration.answers, strict=True)
-    answers = [Answer(prompt, tokens) for prompt, tokens in pairs if len(tokens) > 1]
-    moments = collect_moments(calibration.engine, answers, ends, lambda *_: None, head=head)
-    return {(first, end): moments[first].fit(2 * end, RIDGE) for first, end in blocks}
-
-
-def _blocks(schedule: Schedule) -> set[Layers]:
-    return {block for index in range(len(schedule.plateaus)) for block in _skipped_blocks(schedule, index)}
 
 
 def _skipped_blocks(schedule: Schedule, plateau: int) -> list[Layers]:

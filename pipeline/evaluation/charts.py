@@ -2,46 +2,28 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import cycle, pairwise
+from collections.abc import Mapping, Sequence
+from itertools import cycle
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
-from engine import Schedule
 from engine.adaptation.curve import Point
 from engine.bootstrap import Estimate
-from engine.parts.unit import all_units
 from pipeline.evaluation.contender import FULL_DEPTH
 from pipeline.evaluation.figures import Figures
-from pipeline.reporting.chart_style import ACCENT, INK, PALE, to_svg
+from pipeline.reporting.chart_style import ACCENT, INK, PALE, head, panels, to_svg
 
-BRIDGE = "#d9a441"
 # Rivals: hues that stay apart for most colour-blind readers (Okabe and Ito's palette, without its green).
 RIVAL_COLORS = (
-    "#0072b2",
-    "#d55e00",
-    "#cc79a7",
-    "#56b4e9",
-    "#7f7f7f",
-    "#b8860b",
-    "#5e4fa2",
-    "#8c564b",
-    "#17becf",
-    "#e377c2",
+    "#0072b2", "#d55e00", "#cc79a7", "#56b4e9", "#7f7f7f", "#b8860b", "#5e4fa2", "#8c564b", "#17becf", "#e377c2",
     "#333333",
-)
+)  # fmt: skip
 OWN_COLORS = (ACCENT, "#66a61e", "#86c5a4", "#1b4d3e")
 MARKERS = "sD^vP*Xh<>pd"
-COLUMNS = 3  # small pictures side by side
-TITLE_CHARACTERS = 40  # that fit above one of them
 _HEAT = mpl.colors.LinearSegmentedColormap.from_list("quality", ["#8fc7a8", "#ffffff", "#f4d9c6"])
 MOST_EXCESS = 2.0  # nats a token that are drawn: beyond them texts are broken, one as another
-MAPPED_STEPS = 48  # of a schedule's map at most
 
 
 class Styles:
@@ -63,20 +45,19 @@ class Styles:
 
 def frontier(found: Sequence[Figures], styles: Styles, whole_sample: bool) -> str:
     """Quality against FLOP speed-up, with intervals: excess NLL, and share of full depth's ROUGE-L."""
-    figure = Figure(figsize=(9.6, 5.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = panels(2, 4.7)
     judged = "to references" if any(each.share_of_full_depth["rouge_l"] for each in found) else "to full depth's output"
-    panels: list[tuple[Axes, str, list[Estimate | None]]] = [
+    drawn: list[tuple[Axes, str, list[Estimate | None]]] = [
         (left, "excess NLL under full depth, nats a token", [each.excess_nll for each in found]),
         (right, f"ROUGE-L {judged}, share of full depth", [_rouge_share(each) for each in found]),
     ]
-    for axes, title, qualities in panels:
-        _style(axes, title)
+    speeds = [each.sample_flop_speedup if whole_sample else each.decode_flop_speedup for each in found]
+    for axes, title, qualities in drawn:
+        head(axes, title)
         for name in dict.fromkeys(each.name for each in found):
             points = [
                 (speed, quality)
-                for each, quality in zip(found, qualities, strict=True)
-                for speed in [each.sample_flop_speedup if whole_sample else each.decode_flop_speedup]
+                for each, speed, quality in zip(found, speeds, qualities, strict=True)
                 if each.name == name and quality is not None and speed is not None
             ]
             _line(axes, name, sorted(points), styles)
@@ -92,25 +73,20 @@ def frontier(found: Sequence[Figures], styles: Styles, whole_sample: bool) -> st
 
 
 def savings(maps: Mapping[str, Sequence[tuple[int | None, float, Figures]]]) -> str:
-    """Heat maps, one per method: quality by the layers that prompts run and the decode target.
-
-    Args:
-        maps: by method its cells: layers that prompts run (None: all), decode FLOP speed-up asked for, figures.
-    """
-    figure, panels = _grid(len(maps), 3.4, columns=1)
-    for axes, (name, cells) in zip(panels, maps.items(), strict=False):
+    """Heat maps, one per method, of cells: layers that prompts run (None: all), decode target, figures."""
+    figure, found = panels(len(maps), 3.4, columns=1)
+    for axes, (name, cells) in zip(found, maps.items(), strict=False):
         targets = sorted({target for _, target, _ in cells})
-        layers = sorted({layers for layers, *_ in cells if layers is not None}, reverse=True)
-        rows: list[int | None] = [None, *layers]
+        rows: list[int | None] = [None, *sorted({count for count, *_ in cells if count is not None}, reverse=True)]
         grid = np.full((len(rows), len(targets)), np.nan)
-        _style(axes, f"{name}: excess NLL in nats a token, and FLOP speed-up of the whole sample")
+        head(axes, f"{name}: excess NLL in nats a token, and FLOP speed-up of the whole sample")
         for prompt_layers, target, figures in cells:
-            row, column = rows.index(prompt_layers), targets.index(target)
-            if figures.excess_nll is None:
+            excess, speed = figures.excess_nll, figures.sample_flop_speedup
+            if excess is None:
                 continue
-            grid[row, column] = excess = figures.excess_nll.value
-            speed = figures.sample_flop_speedup
-            shown = f"{excess:.2f}" + (f"\n{speed.value:.2f}x" if speed else "")
+            row, column = rows.index(prompt_layers), targets.index(target)
+            grid[row, column] = excess.value
+            shown = f"{excess.value:.2f}" + (f"\n{speed.value:.2f}x" if speed else "")
             axes.text(column, row, shown, ha="center", va="center", fontsize=9, color=INK)
         axes.imshow(grid, aspect="auto", cmap=_HEAT, vmin=0.0, vmax=0.5)
         axes.set_xticks(range(len(targets)), ["full depth" if target == 1 else f"{target:g}x" for target in targets])
@@ -124,9 +100,9 @@ def agreement_by_step(found: Sequence[Figures], styles: Styles) -> str:
     """One panel per target: where in the answer the likeliest token is still full depth's."""
     scored = [each for each in found if each.agreement_by_step and each.name != FULL_DEPTH]
     targets = sorted({each.target for each in scored}, key=lambda target: target or 0)
-    figure, panels = _grid(len(targets), 3.0)
-    for axes, target in zip(panels, targets, strict=False):
-        _style(axes, f"made for {target:g}x" if target else "no target")
+    figure, all_axes = panels(len(targets), 3.0)
+    for axes, target in zip(all_axes, targets, strict=False):
+        head(axes, f"made for {target:g}x" if target else "no target")
         for each in scored:
             if each.target == target:
                 # Few answers are that long: the tail would be noise.
@@ -135,78 +111,26 @@ def agreement_by_step(found: Sequence[Figures], styles: Styles) -> str:
                 axes.plot(steps, shares, label=each.name, **(styles.of(each.name) | {"marker": ""}))  # type: ignore[arg-type]
         axes.set_ylim(-0.03, 1.03)
         axes.set_xlabel("decode step")
-    panels[0].set_ylabel("agreement")
-    labelled = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    all_axes[0].set_ylabel("agreement")
+    labelled = {label: line for axes in all_axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     return to_svg(figure)
 
 
-def schedule_maps(named: Sequence[tuple[str, Schedule]]) -> str:
-    """Steps x units of every schedule: dark where a unit runs, amber where a bridge stands in, else white.
-
-    Corrections are amber lines between units.
-    """
-    figure, panels = _grid(len(named), 2.6)
-    colors = mpl.colors.ListedColormap(["#ffffff", BRIDGE, ACCENT])
-    for axes, (label, schedule) in zip(panels, named, strict=False):
-        grid = schedule_grid(schedule)
-        axes.imshow(
-            grid, origin="lower", aspect="auto", cmap=colors, vmin=0, vmax=2, interpolation="none",
-            extent=(0, grid.shape[1], 0, schedule.layers),
-        )  # fmt: skip
-        for height, first, last in _corrections(schedule, grid.shape[1]):
-            axes.hlines(height, first, last, colors=BRIDGE, linewidth=1.5)
-        lines = textwrap.wrap(label, TITLE_CHARACTERS)
-        if schedule.head_preview:
-            lines.append(f"head of rank {schedule.head_preview.rank}")
-        axes.set_title("\n".join(lines), loc="left", fontsize=9, color=INK)
-        axes.tick_params(labelsize=8)
-    for axes in panels[::COLUMNS]:
-        axes.set_ylabel("layer", fontsize=9)
-    for axes in panels[: len(named)][-COLUMNS:]:
-        axes.set_xlabel("decode step", fontsize=9)
-    legend = [Patch(facecolor=ACCENT, label="runs"), Patch(facecolor=BRIDGE, label="bridge"),
-              Patch(facecolor="#ffffff", edgecolor=PALE, label="skipped")]  # fmt: skip
-    figure.legend(handles=legend, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    return to_svg(figure)
-
-
-def schedule_grid(schedule: Schedule) -> np.ndarray:
-    """[2 x layers, steps]: 2 where a unit runs, 1 where a bridge stands in for it, 0 where it is skipped bare."""
-    steps = min(MAPPED_STEPS, max(8, schedule.plateaus[-1].first_step * 4 // 3 + 1))
-    grid = np.zeros((2 * schedule.layers, steps))
-    for step in range(steps):
-        plateau = schedule.plateau_at(step)
-        active = set(schedule.active_units(plateau))
-        grid[:, step] = [2 * (unit in active) for unit in all_units(schedule.layers)]
-        for bridge in schedule.bridges_on(plateau):
-            grid[[unit.place for unit in bridge.block.units], step] = 1
-    return grid
-
-
 def learning_curve(points: Sequence[Point]) -> str:
     """Training loss and held-out KL divergence by step, and the agreement beside them."""
-    figure, (left, right) = _grid(2, 2.8)
+    figure, (left, right) = panels(2, 2.8)
     steps = [point.step for point in points]
     trained = points[1:]  # before the first step there is no training loss
     left.plot([point.step for point in trained], [point.loss for point in trained], color=PALE, label="training loss")
     left.plot(steps, [point.kl for point in points], color=ACCENT, label="held-out KL divergence")
     right.plot(steps, [point.agreement for point in points], color=ACCENT)
     for axes, title in ((left, "nats per token"), (right, "held-out agreement with full depth")):
-        _style(axes, title)
+        head(axes, title)
         axes.set_xlabel("step")
     left.set_ylim(bottom=0)
     left.legend(frameon=False, fontsize=9)
     return to_svg(figure)
-
-
-def _corrections(schedule: Schedule, steps: int) -> Iterator[tuple[float, int, int]]:
-    """Layers below each, and the steps from which and up to which it is applied."""
-    firsts = [min(plateau.first_step, steps) for plateau in schedule.plateaus]
-    for index, (first, last) in enumerate(pairwise([*firsts, steps])):
-        for bridge in schedule.bridges_on(index):
-            if bridge.corrects:
-                yield bridge.block.first.place / 2, first, last
 
 
 def _rouge_share(each: Figures) -> Estimate:
@@ -221,19 +145,3 @@ def _line(axes: Axes, name: str, points: Sequence[tuple[Estimate, Estimate]], st
     # A percentile interval may, by rounding, leave out a value that has no spread at all.
     error = np.clip([below, above], 0, None) if points else None
     axes.errorbar(x, y, error, label=name, capsize=2, elinewidth=0.9, **styles.of(name))  # type: ignore[arg-type]
-
-
-def _grid(count: int, height: float, columns: int = COLUMNS) -> tuple[Figure, list[Axes]]:
-    """`count` pictures, `columns` side by side, unused places hidden."""
-    columns = min(columns, max(1, count))
-    rows = -(-max(1, count) // columns)
-    figure = Figure(figsize=(9.6, height * rows + 0.5), layout="constrained")
-    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axes in panels[count:]:
-        axes.set_visible(False)
-    return figure, panels
-
-
-def _style(axes: Axes, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=10, color=INK)
-    axes.spines[["top", "right"]].set_visible(False)

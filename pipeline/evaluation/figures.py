@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from statistics import median
 from typing import Any
 
@@ -25,14 +26,18 @@ WORST = 10
 
 @dataclass(frozen=True)
 class Outputs:
-    """A contender's outputs beside full depth's, row by row in the prompts' order."""
+    """A contender's outputs, row by row in the prompts' order, and full depth's to compare with."""
 
     contender: Contender
     prompts: Sequence[Prompt]
     rows: Sequence[dict[str, Any]]
-    full: Sequence[dict[str, Any]]
     timings: Sequence[BatchTiming]
-    full_timings: Sequence[BatchTiming]
+    full_depth: Outputs | None = None  # None: these are
+
+    @property
+    def full(self) -> Outputs:
+        """Full depth's."""
+        return self.full_depth or self
 
     @cached_property
     def against_reference(self) -> list[Overlap]:
@@ -44,7 +49,8 @@ class Outputs:
 
     @cached_property
     def against_full_depth(self) -> list[Overlap]:
-        return [overlap(row["generation"], full["generation"]) for row, full in zip(self.rows, self.full, strict=True)]
+        pairs = zip(self.rows, self.full.rows, strict=True)
+        return [overlap(row["generation"], full["generation"]) for row, full in pairs]
 
     @cached_property
     def repetition(self) -> list[float]:
@@ -63,10 +69,6 @@ class Outputs:
         """A number of each row."""
         return np.array([row[name] for row in self.rows], dtype=np.float64)
 
-    def full_column(self, name: str) -> Values:
-        """The same of full depth's rows."""
-        return np.array([row[name] for row in self.full], dtype=np.float64)
-
 
 @dataclass(frozen=True)
 class Figures:
@@ -81,9 +83,9 @@ class Figures:
     sample_flop_speedup: Estimate | None  # prompts included
     decode_flop_speedup: Estimate | None
     measured_speedup: float | None  # decode tokens/s over full depth's, median over batches of one session
-    mean_active_layers: Estimate
+    mean_active_layers: Estimate | None
     kl: Estimate | None  # nats per decode token, teacher-forced
-    nll: Estimate  # of its answers under full depth, nats a token
+    nll: Estimate | None  # of its answers under full depth, nats a token
     excess_nll: Estimate | None  # that, less the same of full depth's own answers
     agreement: Estimate | None  # share of decode tokens whose likeliest token is full depth's, teacher-forced
     against_reference: dict[str, Estimate]
@@ -94,33 +96,28 @@ class Figures:
     repetition: Estimate  # share of an answer's runs of three words that it already held
     unsupported: Estimate  # numbers and names of an answer that its prompt does not hold
     early_stops: Estimate
-    agreement_by_step: list[tuple[int, float, int]] = field(default_factory=list)  # step, share, tokens
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON; an estimate becomes [value, low, high]."""
-        return asdict(self)
+    agreement_by_step: list[tuple[int, float, int]]  # step, share, tokens
 
 
 def read_outputs(study: Study, contenders: Sequence[Contender]) -> list[Outputs]:
     """Of a finished study. The first contender is full depth."""
-    full, full_timings = study.outputs(contenders[0]).to_pylist(), study.timings(contenders[0])
-    return [
-        Outputs(c, study.prompts, study.outputs(c).to_pylist(), full, study.timings(c), full_timings)
-        for c in contenders
-    ]
+    found: list[Outputs] = []
+    for each in contenders:
+        rows, full = study.outputs(each).to_pylist(), found[0] if found else None
+        found.append(Outputs(each, study.prompts, rows, study.timings(each), full))
+    return found
 
 
-def figures(outputs: Outputs, reference: Outputs, bootstrap: Bootstrap) -> Figures:
-    """Of one contender; `reference` is full depth's own outputs."""
-    rows = outputs.rows
-    ours, theirs = (_scores(found.against_reference) for found in (outputs, reference))
+def figures(outputs: Outputs, bootstrap: Bootstrap) -> Figures:
+    """Of one contender."""
+    rows, full = outputs.rows, outputs.full
+    ours, theirs = _scores(outputs.against_reference), _scores(full.against_reference)
     same = _scores(outputs.against_full_depth)
     steps = np.array([len(row["agrees"] or ()) for row in rows], dtype=np.float64)
     prompt, decode = outputs.column("flops_prompt"), outputs.column("flops_decode")
     whole, lengths = outputs.column("flops_full_depth"), outputs.column("generated_tokens")
-    full_lengths = outputs.full_column("generated_tokens")
-    nll, full_nll = outputs.column("nll"), outputs.full_column("nll")
-    exact = [row["generation"] == full["generation"] for row, full in zip(rows, outputs.full, strict=True)]
+    full_lengths, nll = full.column("generated_tokens"), outputs.column("nll")
+    exact = [row["generation"] == other["generation"] for row, other in zip(rows, full.rows, strict=True)]
     early = (lengths < EARLY * full_lengths) & np.array([row["finish_reason"] == "stop" for row in rows])
     contender = outputs.contender
     return Figures(
@@ -133,10 +130,10 @@ def figures(outputs: Outputs, reference: Outputs, bootstrap: Bootstrap) -> Figur
         sample_flop_speedup=bootstrap.ratio(whole, prompt + decode),
         decode_flop_speedup=bootstrap.ratio(outputs.column("flops_decode_full_depth"), decode),
         measured_speedup=_measured(outputs),
-        mean_active_layers=_mean(bootstrap, outputs.column("mean_active_layers") * lengths, lengths),
+        mean_active_layers=bootstrap.ratio(outputs.column("mean_active_layers") * lengths, lengths),
         kl=bootstrap.ratio(np.array([sum(row["kl"] or ()) for row in rows]), steps),
-        nll=_mean(bootstrap, nll, lengths),
-        excess_nll=bootstrap.difference((nll, lengths), (full_nll, full_lengths)),
+        nll=bootstrap.ratio(nll, lengths),
+        excess_nll=bootstrap.difference((nll, lengths), (full.column("nll"), full_lengths)),
         agreement=bootstrap.ratio(np.array([float(sum(row["agrees"] or ())) for row in rows]), steps),
         against_reference={name: bootstrap.mean(ours[name]) for name in METRICS},
         share_of_full_depth={name: bootstrap.ratio(ours[name], theirs[name]) for name in METRICS},
@@ -150,15 +147,15 @@ def figures(outputs: Outputs, reference: Outputs, bootstrap: Bootstrap) -> Figur
     )
 
 
-def worst(outputs: Outputs, reference: Outputs, count: int = WORST) -> list[dict[str, Any]]:
+def worst(outputs: Outputs, count: int = WORST) -> list[dict[str, Any]]:
     """The rows whose answers full depth finds least likely beside its own, nats a token, the worst first."""
-    order = np.argsort(reference.nll - outputs.nll, kind="stable")[:count]
+    order = np.argsort(outputs.full.nll - outputs.nll, kind="stable")[:count]
     return [
         {
             "id": outputs.prompts[row].id,
             "text": outputs.prompts[row].text,
             "reference": outputs.prompts[row].reference,
-            "full_depth": _shown(reference, row),
+            "full_depth": _shown(outputs.full, row),
             "contender": _shown(outputs, row),
         }
         for row in order.tolist()
@@ -178,41 +175,28 @@ def _shown(outputs: Outputs, row: int) -> dict[str, Any]:
 
 def combined(all_outputs: Sequence[Outputs]) -> pa.Table:
     """Outputs of all contenders in one table, with the label and the metrics of each row."""
-    records = [
-        {
-            "contender": outputs.contender.label,
-            "target": outputs.contender.target,
-            "is_rival": outputs.contender.is_rival,
-            **row,
-            "reference": prompt.reference,
-            "repetition": repeated,
-            "unsupported": claims,
-            **{f"{name}_to_reference": value for name, value in against._asdict().items()},
-            **{f"{name}_to_full_depth": value for name, value in same._asdict().items()},
-        }
-        for outputs in all_outputs
-        for row, prompt, repeated, claims, against, same in zip(
-            outputs.rows,
-            outputs.prompts,
-            outputs.repetition,
-            outputs.unsupported,
-            outputs.against_reference,
-            outputs.against_full_depth,
-            strict=True,
-        )
-    ]
-    return pa.Table.from_pylist(records, _COMBINED)
+    return pa.concat_tables(map(_table, all_outputs))
+
+
+def _table(outputs: Outputs) -> pa.Table:
+    rows, contender = outputs.rows, outputs.contender
+    overlaps = {"reference": outputs.against_reference, "full_depth": outputs.against_full_depth}
+    columns = {
+        "contender": [contender.label] * len(rows),
+        "target": [contender.target] * len(rows),
+        "is_rival": [contender.is_rival] * len(rows),
+        "reference": [prompt.reference for prompt in outputs.prompts],
+        **{name: [row[name] for row in rows] for name in [*OUTPUTS.names, "nll"]},
+        "repetition": outputs.repetition,
+        "unsupported": outputs.unsupported,
+        **{f"{name}_to_{what}": values for what, found in overlaps.items() for name, values in _scores(found).items()},
+    }
+    return pa.table(columns, _COMBINED)
 
 
 def _scores(found: Sequence[Overlap]) -> dict[str, Values]:
     columns = np.array(found, dtype=np.float64).reshape(-1, len(METRICS))
     return {name: columns[:, index] for index, name in enumerate(METRICS)}
-
-
-def _mean(bootstrap: Bootstrap, values: Values, weights: Values) -> Estimate:
-    estimate = bootstrap.ratio(values, weights)
-    assert estimate is not None  # every row counts and has a first token
-    return estimate
 
 
 def _measured(outputs: Outputs) -> float | None:
@@ -221,19 +205,16 @@ def _measured(outputs: Outputs) -> float | None:
         return None
     ratios = [
         (ours.decode_passes / ours.decode_seconds) / (full.decode_passes / full.decode_seconds)
-        for ours, full in zip(outputs.timings, outputs.full_timings, strict=True)
+        for ours, full in zip(outputs.timings, outputs.full.timings, strict=True)
         if ours.session == full.session and ours.decode_passes and full.decode_passes
     ]
     return median(ratios) if ratios else None
 
 
 def _by_step(rows: Sequence[dict[str, Any]]) -> list[tuple[int, float, int]]:
-    longest = max((len(row["agrees"] or ()) for row in rows), default=0)
-    found = []
-    for step in range(longest):
-        agrees = [row["agrees"][step] for row in rows if len(row["agrees"]) > step]
-        found.append((step, sum(agrees) / len(agrees), len(agrees)))
-    return found
+    by_step = zip_longest(*(row["agrees"] or () for row in rows))
+    answered = [[agrees for agrees in each if agrees is not None] for each in by_step]
+    return [(step, sum(found) / len(found), len(found)) for step, found in enumerate(answered)]
 
 
 _COMBINED = pa.schema(

@@ -1,72 +1,59 @@
-"""report.html of a study: one file, no network."""
+"""report.html of a study."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
-
-from jinja2 import Environment, PackageLoader
 
 from engine import Schedule
 from engine.bootstrap import Estimate
 from pipeline.evaluation import charts
 from pipeline.evaluation.contender import FULL_DEPTH, Contender
-from pipeline.evaluation.figures import Figures
+from pipeline.evaluation.figures import Figures, Outputs, worst
+from pipeline.reporting import page
+from pipeline.reporting.schedule_maps import schedule_maps
 
-REPORT_FILE = "report.html"
-TEXT_SHOWN = 500  # characters of a source text
-
-
-@dataclass(frozen=True)
-class Section:
-    """What the report says of one contender."""
-
-    figures: Figures
-    contender: Contender
-    worst: Sequence[Mapping[str, Any]]
+Judged = Sequence[tuple[Contender, Figures]]
 
 
-def render(sections: Sequence[Section], config: Mapping[str, Any]) -> str:
-    """The report as HTML; the first section is full depth."""
-    found = [section.figures for section in sections]
+def render(outputs: Sequence[Outputs], found: Sequence[Figures], config: Mapping[str, Any]) -> str:
+    """The report as HTML, of contenders' outputs and their figures; the first are full depth's."""
     styles = charts.Styles(found)
-    scheduled = [(s.contender.label, s.contender.method) for s in sections[1:]]
-    maps = [(label, method) for label, method in scheduled if isinstance(method, Schedule)]
-    savings = savings_maps(sections)
+    judged = [(each.contender, figures) for each, figures in zip(outputs, found, strict=True)]
+    schedules = [(one.label, one.method) for one, _ in judged[1:] if isinstance(one.method, Schedule)]
+    savings = savings_maps(judged)
     drawn = {
         **({"Savings in prompts and in decoding": charts.savings(savings)} if savings else {}),
         "Quality against compute, prompts included": charts.frontier(found, styles, whole_sample=True),
         "Quality against compute, decoding alone": charts.frontier(found, styles, whole_sample=False),
         "Agreement along the answer": charts.agreement_by_step(found, styles),
-        "Schedules": charts.schedule_maps(maps),
+        "Schedules": schedule_maps(schedules),
     }
-    environment = Environment(loader=PackageLoader("pipeline.evaluation", "."), autoescape=True, trim_blocks=True)
-    environment.filters |= {"estimate": _estimate, "bare": _bare, "percent": _percent, "shorten": _shorten}
-    environment.filters["measured"] = _measured
-    return environment.get_template("report.html.jinja").render(
-        full=found[0],
+    content = {
+        "full": found[0],
         # By target, best first: what a reader compares stands together.
-        contenders=sorted(found[1:], key=lambda each: (each.target or 0, _loss(each))),
-        headline=headline(found),
-        charts=drawn,
-        sections=[section for section in sections[1:] if section.worst],
-        config=config,
-        has_references=any(each.share_of_full_depth["rouge_l"] for each in found),
+        "contenders": sorted(found[1:], key=lambda each: (each.target or 0, _loss(each))),
+        "headline": headline(found),
+        "charts": drawn,
+        "worst": [(each.contender.label, worst(each)) for each in outputs[1:]],
+        "config": config,
+        "has_references": any(each.share_of_full_depth["rouge_l"] for each in found),
+    }
+    return page.render(
+        "pipeline.evaluation", content, estimate=_estimate, bare=_bare, percent=_percent, measured=_measured
     )
 
 
-def savings_maps(sections: Sequence[Section]) -> dict[str, list[tuple[int | None, float, Figures]]]:
+def savings_maps(judged: Judged) -> dict[str, list[tuple[int | None, float, Figures]]]:
     """By method, where its prompts are cut short too: layers that prompts run, decode target, figures.
 
     Decoding at full depth is every method's target 1.
     """
     found: dict[str, list[tuple[int | None, float, Figures]]] = {}
-    for section in sections:
-        one = section.contender
+    for one, figures in judged:
         if not one.is_rival and (one.target or one.name == FULL_DEPTH):
-            found.setdefault(one.name, []).append((one.prompt_layers, one.target or 1.0, section.figures))
+            found.setdefault(one.name, []).append((one.prompt_layers, one.target or 1.0, figures))
     undiminished = found.pop(FULL_DEPTH, [])
     several = {name: cells for name, cells in found.items() if len({layers for layers, *_ in cells}) > 1}
     return {name: [*undiminished, *cells] for name, cells in several.items()}
@@ -118,7 +105,3 @@ def _measured(answer: Mapping[str, Any], has_references: bool) -> str:
     if answer["unsupported"]:
         facts.append(f"unsupported: {', '.join(answer['unsupported'])}")
     return "; ".join(facts)
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= TEXT_SHOWN else text[:TEXT_SHOWN].rsplit(" ", 1)[0] + " …"

@@ -6,13 +6,13 @@ From which description each is built, and what of the original is unknown or lef
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
-from engine import EarlyExit, Engine, Generation, ModelShape, Sampling, Schedule, ScheduleError, for_target_speedup
+from engine import EarlyExit, Engine, ModelShape, Sampling, Schedule, ScheduleError, for_target_speedup
 from engine.decoding.early_exit import Kind, cheapest_check
 from engine.schedules import decays, orders
 from pipeline.evaluation.contender import Contender
@@ -72,42 +72,89 @@ def skipdecode(calibration: RivalCalibration, target: float) -> Contender:
     The decay starts at half of its floor, as the paper's does: for 2x, 22 of 32 layers run at first and 11 at last.
     """
     horizon = calibration.horizon
-    schedule, note = _best_warmup(calibration, target, lambda floor: decays.linear(floor // 2, floor, horizon))
-    return _rival("SkipDecode", target, schedule, note)
+    return _best_warmup("SkipDecode", calibration, target, lambda floor: decays.linear(floor // 2, floor, horizon))
 
 
 def early_termination(calibration: RivalCalibration, target: float) -> Contender:
     """The top layers never run, the same number at every step."""
-    order = orders.top_first(calibration.shape.layers)
-    return _rival("early termination", target, _solve(calibration, target, order))
+    return _constant("early termination", calibration, target, orders.top_first(calibration.shape.layers))
 
 
 def unified_layer_skipping(calibration: RivalCalibration, target: float) -> Contender:
     """Evenly spaced layers, first and last kept, the same number at every step."""
-    order = orders.evenly_spaced(calibration.shape.layers)
-    return _rival("Unified Layer Skipping", target, _solve(calibration, target, order))
+    return _constant("Unified Layer Skipping", calibration, target, orders.evenly_spaced(calibration.shape.layers))
 
 
 def power_law(calibration: RivalCalibration, target: float) -> Contender:
     """SkipDecode's order, best warm-up of 1 to 6 by KL, with a power-law decay from full depth, exponent 0.5."""
     horizon = calibration.horizon
-    schedule, note = _best_warmup(calibration, target, lambda floor: decays.power_law(0, floor, horizon))
-    return _rival("power-law decay", target, schedule, note)
+    return _best_warmup("power-law decay", calibration, target, lambda floor: decays.power_law(0, floor, horizon))
 
 
 def most_similar_units(calibration: RivalCalibration, target: float) -> Contender:
     """AdaSkip's importance: single units whose output is most like their input, the same at every step."""
-    return _rival("AdaSkip", target, _solve(calibration, target, calibration.similarity))
+    return _constant("AdaSkip", calibration, target, calibration.similarity)
 
 
-def calm_dec(calibration: RivalCalibration, target: float) -> Contender:
-    """Softmax confidence, hidden-state propagation for missing keys and values."""
-    return _exits("CALM-DEC", calibration, target)
+def _constant(name: str, calibration: RivalCalibration, target: float, order: orders.Order) -> Contender:
+    """The same units at every step."""
+    schedule = for_target_speedup(target, calibration.lengths, calibration.shape, order)
+    return Contender(name, target, schedule, is_rival=True)
 
 
-def multi_layer_exit(calibration: RivalCalibration, target: float) -> Contender:
-    """Softmax confidence, attention blocks above the exit run on."""
-    return _exits("multi-layer exit", calibration, target)
+def _best_warmup(
+    name: str, calibration: RivalCalibration, target: float, decay: Callable[[int], decays.Decay]
+) -> Contender:
+    """The schedule of SkipDecode's order and this decay with the lowest calibration KL; what was tried is its note."""
+    layers, lengths = calibration.shape.layers, calibration.lengths
+    options: dict[int, Schedule] = {}
+    for warmup in WARMUPS:
+        order = orders.lowest_first(layers, min(warmup, layers))
+        try:
+            options[warmup] = for_target_speedup(target, lengths, calibration.shape, order, decay, calibration.horizon)
+        except ScheduleError as error:
+            out_of_reach = error
+    if not options:
+        raise out_of_reach
+    kl = dict(zip(options, calibration.kl(list(options.values())), strict=True))
+    best = min(kl, key=lambda warmup: kl[warmup])
+    tried = ", ".join(f"{warmup}: {value:.2f}" for warmup, value in kl.items())
+    note = f"warm-up {best}; calibration KL by warm-up: {tried}"
+    return Contender(name, target, options[best], is_rival=True, note=note)
+
+
+def _exits(kind: Kind, calibration: RivalCalibration, target: float) -> Contender:
+    """An exit rule of one check whose threshold meets the target on freely generated calibration answers."""
+    context = int(np.mean([prompt + generated / 2 for prompt, generated in calibration.lengths]))
+    check = cheapest_check(calibration.shape, kind, target, context)
+    prompts = calibration.prompts[:EXIT_PROMPTS]
+
+    def generated(threshold: float) -> tuple[float, list[float]]:
+        """The speed-up with a threshold, and the confidences seen."""
+        rule, confidences = EarlyExit(kind, (check,), threshold), list[float]()
+        found = list(
+            calibration.engine.generate_with_exits(
+                prompts, calibration.sampling, rule, len(prompts), on_confidences=confidences.extend
+            )
+        )
+        full = sum(generation.flops_decode_full_depth for generation in found)
+        return full / max(1, sum(generation.flops_decode for generation in found)), confidences
+
+    # Thresholds between the confidences seen: the share of tokens that leave falls along them.
+    thresholds = np.quantile(generated(2.0)[1], np.linspace(0, 1, 61)).tolist()
+    low, high, best = 0, len(thresholds) - 1, (0.0, 0.0)
+    while low <= high:
+        middle = (low + high) // 2
+        speedup, _ = generated(thresholds[middle])
+        if speedup >= target * (1 - TOLERANCE):
+            best, low = (thresholds[middle], speedup), middle + 1
+        else:
+            high = middle - 1
+    threshold, reached = best
+    if not reached:
+        raise ScheduleError(f"with a check after layer {check} it stays below {target:g}x at every threshold")
+    note = f"one check after {check} layers, threshold {threshold:.3f}, {reached:.2f}x on the calibration prompts"
+    return Contender(kind, target, EarlyExit(kind, (check,), threshold), is_rival=True, note=note)
 
 
 RIVALS: dict[str, Rival] = {
@@ -116,82 +163,15 @@ RIVALS: dict[str, Rival] = {
     "unified-layer-skipping": unified_layer_skipping,
     "power-law": power_law,
     "adaskip": most_similar_units,
-    "calm-dec": calm_dec,
-    "multi-layer-exit": multi_layer_exit,
+    "calm-dec": partial(_exits, "CALM-DEC"),
+    "multi-layer-exit": partial(_exits, "multi-layer exit"),
 }
 
 
-def rivals(names: Sequence[str], targets: Sequence[float], calibration: RivalCalibration) -> Iterator[Contender]:
-    """Each named rival at each target; one that cannot meet a target is left out, and said so."""
-    for target in targets:
-        for name in names:
-            try:
-                yield RIVALS[name](calibration, target)
-            except ScheduleError as error:
-                log.warning("%s at %gx is left out: %s", name, target, error)
-
-
-def _rival(name: str, target: float, method: Schedule | EarlyExit, note: str = "") -> Contender:
-    return Contender(name, target, method, is_rival=True, note=note)
-
-
-def _solve(calibration: RivalCalibration, target: float, order: orders.Order) -> Schedule:
-    """The same units at every step."""
-    return for_target_speedup(target, calibration.lengths, calibration.shape, order)
-
-
-def _best_warmup(
-    calibration: RivalCalibration, target: float, decay: Callable[[int], decays.Decay]
-) -> tuple[Schedule, str]:
-    """The schedule of SkipDecode's order and this decay with the lowest calibration KL, and what was tried."""
-    options: dict[int, Schedule] = {}
-    for warmup in WARMUPS:
-        order = orders.lowest_first(calibration.shape.layers, min(warmup, calibration.shape.layers))
-        try:
-            options[warmup] = for_target_speedup(
-                target, calibration.lengths, calibration.shape, order, decay, calibration.horizon
-            )
-        except ScheduleError as error:
-            out_of_reach = error
-    if not options:
-        raise out_of_reach
-    kl = calibration.kl(list(options.values()))
-    best = min(zip(kl, options, strict=True))[1]
-    tried = ", ".join(f"{warmup}: {value:.2f}" for warmup, value in zip(options, kl, strict=True))
-    return options[best], f"warm-up {best}; calibration KL by warm-up: {tried}"
-
-
-def _exits(kind: Kind, calibration: RivalCalibration, target: float) -> Contender:
-    """An exit rule of one check whose threshold meets the target on freely generated calibration answers."""
-    context = int(np.mean([prompt + generated / 2 for prompt, generated in calibration.lengths]))
-    check = cheapest_check(calibration.shape, kind, target, context)
-    confidences: list[float] = []
-    list(_generate(calibration, EarlyExit(kind, (check,), 2.0), confidences))
-    # Thresholds between the confidences seen: the share of tokens that leave falls along them.
-    thresholds = np.quantile(confidences, np.linspace(0, 1, 61))
-    low, high, best = 0, len(thresholds) - 1, (0.0, 0.0)
-    while low <= high:
-        middle = (low + high) // 2
-        speedup = _speedup(_generate(calibration, EarlyExit(kind, (check,), float(thresholds[middle])), []))
-        if speedup >= target * (1 - TOLERANCE):
-            best, low = (float(thresholds[middle]), speedup), middle + 1
-        else:
-            high = middle - 1
-    threshold, reached = best
-    if not reached:
-        raise ScheduleError(f"with a check after layer {check} it stays below {target:g}x at every threshold")
-    note = f"one check after {check} layers, threshold {threshold:.3f}, {reached:.2f}x on the calibration prompts"
-    return _rival(kind, target, EarlyExit(kind, (check,), threshold), note)
-
-
-def _generate(calibration: RivalCalibration, rule: EarlyExit, confidences: list[float]) -> Iterator[Generation]:
-    prompts = calibration.prompts[:EXIT_PROMPTS]
-    return calibration.engine.generate_with_exits(
-        prompts, calibration.sampling, rule, len(prompts), on_confidences=confidences.extend
-    )
-
-
-def _speedup(generations: Iterator[Generation]) -> float:
-    found = list(generations)
-    full = sum(generation.flops_decode_full_depth for generation in found)
-    return full / max(1, sum(generation.flops_decode for generation in found))
+def solve_rival(name: str, target: float, calibration: RivalCalibration) -> Contender | None:
+    """A named rival; None, and said so, where it cannot meet the target."""
+    try:
+        return RIVALS[name](calibration, target)
+    except ScheduleError as error:
+        log.warning("%s at %gx is left out: %s", name, target, error)
+        return None

@@ -17,13 +17,9 @@ log = logging.getLogger(__name__)
 def with_shorter_prompts(
     contenders: Sequence[Contender], prompt_layers: Sequence[int], engine: Engine, prompts: Sequence[Sequence[int]]
 ) -> Iterator[Contender]:
-    """Each schedule without a prompt bridge, with one for each number of layers.
+    """Each schedule without a prompt bridge, with one for each number of layers that prompts are to run.
 
-    Args:
-        contenders: full depth and schedules; adaptive rules are passed over.
-        prompt_layers: that all tokens of a prompt are to run.
-        engine: with the model.
-        prompts: to fit the bridges on, as token ids.
+    The bridges are fitted on `prompts`, token ids; adaptive rules are passed over.
     """
     for layers in sorted(set(prompt_layers), reverse=True):
         note = f"prompts run {layers} layers; their bridge is fitted on {len(prompts)} prompts"

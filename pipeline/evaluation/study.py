@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import pyarrow.parquet as pq
 from engine import BatchStats, EarlyExit, Engine, Generation, Sampling, Schedule, check_is_file, parse_json
 from pipeline.errors import JobError, one_line
 from pipeline.evaluation.contender import Contender
+from pipeline.monitoring.stage_progress import StageProgress
 from pipeline.storage.records import Amount, Count, Record
 from pipeline.values.row_groups import read_parquet
 
@@ -95,29 +94,20 @@ class Study:
     def run(self, engine: Engine, contenders: Sequence[Contender]) -> None:
         """Compute what is missing. The first contender is full depth. Raises JobError: what is there is damaged."""
         session = uuid.uuid4().hex
-        batches = list(self._batches())
-        missing = {
-            number: [c for c in contenders if not _is_there(self._file(c, batch))]
-            for number, batch in enumerate(batches)
-        }
-        left = sum(map(len, missing.values()))
+        missing = [[c for c in contenders if not _is_there(self._file(c, batch))] for batch in self._batches()]
+        left, all_of_them = sum(map(len, missing)), len(missing) * len(contenders)
         log.info(
             "%d prompts under %d contenders: %d of %d outputs are there already",
-            len(self.prompts), len(contenders), len(batches) * len(contenders) - left, len(batches) * len(contenders),
+            len(self.prompts), len(contenders), all_of_them - left, all_of_them,
         )  # fmt: skip
-        started, done = time.monotonic(), 0
-        for number, batch in enumerate(batches):
-            if missing[number]:
-                self._run_batch(engine, batch, contenders[0], missing[number], session)
+        progress, done = StageProgress(log), 0
+        progress("computing outputs", 0, left)
+        for batch, wanted in zip(self._batches(), missing, strict=True):
+            if wanted:
+                self._run_batch(engine, batch, contenders[0], wanted, session)
+                done += len(wanted)
+                progress("computing outputs", done, left)
             self._judge(engine, batch, [c for c in contenders if not self._likelihoods_file(c, batch).exists()])
-            if not missing[number]:
-                continue
-            done += len(missing[number])
-            seconds = (time.monotonic() - started) / done * (left - done)
-            log.info(
-                "batch %d of %d done, %d outputs to go, about %s left",
-                number + 1, len(batches), left - done, timedelta(seconds=round(seconds)),
-            )  # fmt: skip
 
     def outputs(self, contender: Contender) -> pa.Table:
         """All of a contender's rows and their likelihoods, in the prompts' order."""
@@ -136,27 +126,33 @@ class Study:
     ) -> None:
         prompts, ids = [prompt.tokens for prompt in batch], [prompt.id for prompt in batch]
         scheduled = [(c, c.method) for c in missing if isinstance(c.method, Schedule)]
-        stats: dict[int, list[BatchStats]] = {}
-        generations: dict[int, list[Generation]] = {}
         schedules = [schedule for _, schedule in scheduled]
+        seconds = [0.0] * len(schedules)
+        generations: list[list[Generation]] = [[] for _ in schedules]
+
+        def on_batch(index: int, stats: BatchStats) -> None:
+            seconds[index] += stats.decode_seconds
+
         for index, generation in engine.generate_each(
-            prompts, self.sampling, schedules, self.batch_size, ids,
-            on_batch=lambda index, batch_stats: stats.setdefault(index, []).append(batch_stats),
-        ):  # fmt: skip
-            generations.setdefault(index, []).append(generation)
-        answers = self._answers(batch, full, [generations[i] for i, (c, _) in enumerate(scheduled) if c == full])
+            prompts, self.sampling, schedules, self.batch_size, ids, on_batch
+        ):
+            generations[index].append(generation)
+        rows = [_in_order(each) for each in generations]
+        if full in missing:  # then it is the first
+            answers = [list(generation.tokens) for generation in rows[0]]
+        else:
+            answers = self._read(full, batch)["tokens"].to_pylist()
         scores = engine.score(prompts, answers, schedules) if schedules else []
-        for index, (contender, _) in enumerate(scheduled):
-            rows = sorted(generations[index], key=lambda generation: generation.index)
-            forced = [{"kl": list(score.kl), "agrees": list(score.agrees)} for score in scores[index]]
-            passes = sum(generation.generated_tokens - 1 for generation in rows)
-            timing = BatchTiming(session, passes, sum(batch_stats.decode_seconds for batch_stats in stats[index]))
-            self._write(contender, batch, rows, forced, timing)
+        for (contender, _), each, score, time_taken in zip(scheduled, rows, scores, seconds, strict=True):
+            forced = [{"kl": list(one.kl), "agrees": list(one.agrees)} for one in score]
+            passes = sum(generation.generated_tokens - 1 for generation in each)
+            self._write(contender, batch, each, forced, BatchTiming(session, passes, time_taken))
         for contender in missing:
             if isinstance(contender.method, EarlyExit):
-                found = engine.generate_with_exits(prompts, self.sampling, contender.method, self.batch_size, ids)
-                rows = sorted(found, key=lambda generation: generation.index)
-                self._write(contender, batch, rows, [{}] * len(rows), BatchTiming(session, 0, 0.0))
+                each = _in_order(
+                    engine.generate_with_exits(prompts, self.sampling, contender.method, self.batch_size, ids)
+                )
+                self._write(contender, batch, each, [{}] * len(each), BatchTiming(session, 0, 0.0))
 
     def _judge(self, engine: Engine, batch: Sequence[Prompt], contenders: Sequence[Contender]) -> None:
         """How likely full depth finds the outputs of some contenders; the prompts run once for all."""
@@ -168,15 +164,6 @@ class Study:
             nll = [each.nll for each in found[index * len(batch) : (index + 1) * len(batch)]]
             columns = {"id": [prompt.id for prompt in batch], "nll": nll}
             _put(self._likelihoods_file(contender, batch), pa.table(columns, LIKELIHOODS))
-
-    def _answers(
-        self, batch: Sequence[Prompt], full: Contender, computed: Sequence[Sequence[Generation]]
-    ) -> list[list[int]]:
-        """Full depth's tokens for each prompt: of this session, or of an earlier one."""
-        for generations in computed:
-            return [list(generation.tokens) for generation in sorted(generations, key=lambda g: g.index)]
-        answers: list[list[int]] = self._read(full, batch)["tokens"].to_pylist()
-        return answers
 
     def _write(
         self,
@@ -203,9 +190,9 @@ class Study:
         """A contender's outputs. Raises JobError."""
         return _read(self._file(contender, batch), OUTPUTS, batch)
 
-    def _batches(self) -> Iterator[Sequence[Prompt]]:
-        for first in range(0, len(self.prompts), self.batch_size):
-            yield self.prompts[first : first + self.batch_size]
+    def _batches(self) -> list[Sequence[Prompt]]:
+        firsts = range(0, len(self.prompts), self.batch_size)
+        return [self.prompts[first : first + self.batch_size] for first in firsts]
 
     def _file(self, contender: Contender, batch: Sequence[Prompt]) -> Path:
         """Where a contender's outputs for a batch lie: the name holds all that decides them."""
@@ -217,6 +204,11 @@ class Study:
     def _likelihoods_file(self, contender: Contender, batch: Sequence[Prompt]) -> Path:
         """Beside the outputs that they are of."""
         return self._file(contender, batch).with_suffix(".likelihoods.parquet")
+
+
+def _in_order(generations: Iterable[Generation]) -> list[Generation]:
+    """As their prompts are."""
+    return sorted(generations, key=lambda generation: generation.index)
 
 
 def _put(file: Path, table: pa.Table) -> None:

@@ -27,7 +27,7 @@ from pipeline.monitoring.board import Board, Counts
 from pipeline.monitoring.metrics import RunMeter
 from pipeline.monitoring.progress import ProgressReporter
 from pipeline.reporting.audit import fails_audit, say_failed_audit
-from pipeline.reporting.ceiling import check_ceiling, reached_ceiling
+from pipeline.reporting.bill import check_ceiling, reached_ceiling
 from pipeline.rows.unit import WorkUnit
 from pipeline.storage.lease import Lease
 

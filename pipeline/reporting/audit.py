@@ -49,69 +49,53 @@ class Auditor:
         self._engine, self._schedule, self._ledger = engine, schedule, Ledger(shape, schedule)
         self._tokenizer = tokenizer
         self._full_depth = RowGenerator(engine, sampling, None, batch_size)
-        # Outputs at full depth are equal to themselves.
-        self._fraction = 0.0 if schedule.is_full_depth else fraction
+        self._fraction = 0.0 if schedule.is_full_depth else fraction  # those would be compared with themselves
 
     def audit(self, prepared: pa.Table, ids: Sequence[str], answers: Mapping[int, Generation]) -> dict[str, float]:
-        """What a unit's audited rows add to `Totals`. Raises DeviceBroken; any other trouble leaves the unit unaudited.
-
-        Args:
-            prepared: with the rows' prompts.
-            ids: of the rows.
-            answers: what the schedule generated, by row; those with an error have none.
-        """
-        if not self._fraction:
-            return {}
+        """What a unit's audited rows add to `Totals`, of those that have an answer. Raises DeviceBroken; any other
+        trouble leaves the unit unaudited."""
         rows = [row for row in sorted(answers) if is_audited(ids[row], self._fraction)]
         if not rows:
             return {}
         prompts = prepared[TOKENS].take(rows).to_pylist()
         try:
             return self._compare(prompts, [ids[row] for row in rows], [answers[row] for row in rows])
-        except DeviceBroken:
-            raise
         except Exception as error:  # a second opinion must not cost the first
-            if is_device_broken(error):
+            if isinstance(error, DeviceBroken) or is_device_broken(error):
                 raise DeviceBroken(str(error)) from error
             log.warning("%d rows could not be audited (%s: %s)", len(rows), type(error).__name__, error)
             return {}
 
     def _compare(self, prompts: list[list[int]], ids: Sequence[str], ours: list[Generation]) -> dict[str, float]:
         # Not at the top: the metrics take seconds to import, and read and commit tasks do without them.
-        from pipeline.reporting.text_metrics import repetition, rouge_l, unsupported
+        from pipeline.reporting.text_metrics import overlap, repetition, unsupported
 
         found = self._full_depth.generate(prompts, ids)
-        pairs = [
-            (prompt, answer, full)
-            for prompt, answer, full in zip(prompts, ours, found, strict=True)
-            if isinstance(full, Generation)
-        ]
-        prompts = [prompt for prompt, _, _ in pairs]
-        both = {"": [answer for _, answer, _ in pairs], "full_": [full for _, _, full in pairs]}
-        rouge = [rouge_l(answer.text, full.text) for _, answer, full in pairs]
-        (scores,) = self._engine.score(prompts, [full.tokens for full in both["full_"]], [self._schedule])
-        likely = self._engine.likelihood(
-            prompts * 2, [answer.tokens for answers in both.values() for answer in answers]
-        )
+        good = [row for row, full in enumerate(found) if isinstance(full, Generation)]
+        prompts, ours = [prompts[row] for row in good], [ours[row] for row in good]
+        theirs = [full for full in found if isinstance(full, Generation)]
+        pairs = list(zip(ours, theirs, strict=True))
+        rouge = [overlap(answer.text, full.text).rouge_l for answer, full in pairs]
+        (scores,) = self._engine.score(prompts, [full.tokens for full in theirs], [self._schedule])
+        likely = self._engine.likelihood(prompts * 2, [answer.tokens for answer in ours + theirs])
         sources = [self._tokenizer.decode(prompt) for prompt in prompts]
-        measured: dict[str, float] = {}
-        for (whose, answers), nll in zip(both.items(), (likely[: len(pairs)], likely[len(pairs) :]), strict=True):
-            measured |= {
-                f"audit_{whose}nll": sum(each.nll for each in nll),
-                f"audit_{whose}tokens": sum(each.tokens for each in nll),
-                f"audit_{whose}repetition": sum(repetition(answer.text) for answer in answers),
-                f"audit_{whose}unsupported": sum(
-                    len(unsupported(answer.text, source)) for answer, source in zip(answers, sources, strict=True)
-                ),
-            }
-        return measured | {
+        measured: dict[str, float] = {
             "audited": len(pairs),
             "audit_rouge": sum(rouge),
             "audit_rouge_squares": sum(value * value for value in rouge),
             "audit_agreeing": sum(sum(score.agrees) for score in scores),
             "audit_steps": sum(len(score.agrees) for score in scores),
-            "flops_audit": sum(self._flops(answer, full) for _, answer, full in pairs),
+            "flops_audit": sum(self._flops(answer, full) for answer, full in pairs),
         }
+        for whose, answers, nll in (("", ours, likely[: len(ours)]), ("full_", theirs, likely[len(ours) :])):
+            claims = [unsupported(answer.text, source) for answer, source in zip(answers, sources, strict=True)]
+            measured |= {
+                f"audit_{whose}nll": sum(each.nll for each in nll),
+                f"audit_{whose}tokens": sum(each.tokens for each in nll),
+                f"audit_{whose}repetition": sum(repetition(answer.text) for answer in answers),
+                f"audit_{whose}unsupported": sum(map(len, claims)),
+            }
+        return measured
 
     def _flops(self, ours: Generation, full: Generation) -> int:
         """Generating at full depth, scoring that at both depths, then how likely both answers are."""
@@ -120,12 +104,12 @@ class Auditor:
         both = [whole, self._ledger]
         # Prompts run once for both, unless the schedule has its own way with them.
         prompts = both[:1] if self._ledger.schedule.prompt_plan.is_full_depth else both
-        scoring = sum(ledger.prompt_layers(prompt, shared) for ledger in prompts)
-        scoring += sum(ledger.decode(prompt, full.generated_tokens) for ledger in both)
-        likelihood = whole.prompt_layers(prompt, shared)
+        flops = full.flops_full_depth
+        flops += sum(ledger.prompt_layers(prompt, shared) for ledger in [*prompts, whole])
+        flops += sum(ledger.decode(prompt, full.generated_tokens) for ledger in both)
         for answer in (ours, full):  # one of a single token is passed with another
-            likelihood += 2 * whole.shape.head_parameters + whole.decode(prompt, max(2, answer.generated_tokens))
-        return full.flops_full_depth + scoring + likelihood
+            flops += 2 * whole.shape.head_parameters + whole.decode(prompt, max(2, answer.generated_tokens))
+        return flops
 
 
 def audit_estimate(totals: Totals) -> str:
@@ -142,17 +126,14 @@ def audit_estimate(totals: Totals) -> str:
 def excess_nll(parts: Sequence[Totals]) -> Estimate | None:
     """Nats a token that full depth finds the audited answers less likely than its own; None before the first.
 
-    Args:
-        parts: sums over the rows of each unit. They are drawn for the interval, many of them together.
+    The parts are sums over the rows of each unit, drawn for the interval, many of them together.
     """
     audited = [part for part in parts if part.audit_tokens]
     if not audited:
         return None
     merged = [total_of(audited[first::GROUPS]) for first in range(min(GROUPS, len(audited)))]
-    names = ("audit_nll", "audit_tokens", "audit_full_nll", "audit_full_tokens")
-    nll, tokens, full_nll, full_tokens = (
-        np.array([getattr(part, name) for part in merged], dtype=np.float64) for name in names
-    )
+    sums = [(part.audit_nll, part.audit_tokens, part.audit_full_nll, part.audit_full_tokens) for part in merged]
+    nll, tokens, full_nll, full_tokens = np.array(sums, dtype=np.float64).T
     return Bootstrap(len(merged)).difference((nll, tokens), (full_nll, full_tokens))
 
 
@@ -161,11 +142,11 @@ def audit_facts(parts: Sequence[Totals]) -> dict[str, str]:
 
     Units that were audited before such figures were taken have none.
     """
-    excess, totals = excess_nll(parts), total_of([part for part in parts if part.audit_tokens])
+    audited = [part for part in parts if part.audit_tokens]
+    excess, totals = excess_nll(audited), total_of(audited)
     if excess is None:
         return {}
-    units = sum(part.audit_tokens > 0 for part in parts)
-    interval = f" [{excess.low:.3f}, {excess.high:.3f}]" if units >= FEWEST else ""
+    interval = f" [{excess.low:.3f}, {excess.high:.3f}]" if len(audited) >= FEWEST else ""
     rows = totals.audited
     return {
         "excess NLL": f"{excess.value:.3f}{interval} nats a token, of {rows:,} audited rows",
@@ -177,12 +158,12 @@ def audit_facts(parts: Sequence[Totals]) -> dict[str, str]:
     }
 
 
-def fails_audit(totals: Totals, minimum: float | None) -> bool:
+def fails_audit(totals: Totals, minimum: float) -> bool:
     """Whether mean ROUGE-L lies below the minimum, beyond what chance explains.
 
     A perfect row is counted in: a few equal rows would have no spread, and would be believed at once.
     """
-    if minimum is None or totals.audited < FEWEST:
+    if totals.audited < FEWEST:
         return False
     count = totals.audited + 1
     mean = (totals.audit_rouge + 1) / count

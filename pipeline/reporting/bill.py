@@ -1,43 +1,55 @@
-"""The bill of a run: what its replicas' hours cost, against the same tokens at full depth."""
+"""The bill of a run: what its replicas' hours cost, against the same tokens at full depth; and what it may spend."""
 
 from __future__ import annotations
 
 from pipeline.commits.commit import Totals
 from pipeline.config import JobConfig
+from pipeline.errors import JobStopped
 
 JOULES_PER_KWH = 3.6e6
 
 
-def billed_hours(config: JobConfig, totals: Totals) -> float:
+def _hours(config: JobConfig, totals: Totals) -> tuple[float, str]:
     """GPU-hours, without GPUs replica-hours, that replicas spent on committed units, their audits included: starting up
-    and what was done twice come on top."""
-    return totals.seconds / 3600 * config.billed_gpus
-
-
-def hours_unit(config: JobConfig) -> str:
-    """What `billed_hours` counts."""
-    return "GPU-hours" if config.gpus_per_replica else "replica-hours"
+    and what was done twice come on top. And which they are."""
+    return totals.seconds / 3600 * config.billed_gpus, "GPU-hours" if config.gpus_per_replica else "replica-hours"
 
 
 def bill(config: JobConfig, totals: Totals) -> dict[str, str]:
     """Lines of the bill; without a price just the hours."""
-    hours = billed_hours(config, totals)
-    lines = {hours_unit(config): f"{hours:.4f}"}
+    hours, unit = _hours(config, totals)
+    lines = {unit: f"{hours:.4f}"}
+    # Nothing was measured at full depth: what is known of it is its FLOPs, and that it needs no audit.
+    spent = totals.flops + totals.flops_audit
+    speedup = totals.flops_full_depth / spent if spent else 1.0
+    millions = max(1, totals.rows) / 1e6
     if totals.joules:
-        per_million = totals.joules / JOULES_PER_KWH / max(1, totals.rows) * 1e6
-        lines["energy"] = f"{totals.joules / JOULES_PER_KWH:.4f} kWh of the GPUs, {per_million:,.2f} per million rows"
-        lines["energy at full depth"] = _at_full_depth(totals.joules / JOULES_PER_KWH, totals, " kWh")
-    if config.price_per_gpu_hour is None:
-        return lines
-    money = hours * config.price_per_gpu_hour
-    per_million = money / max(1, totals.rows) * 1e6
-    lines["cost"] = f"{money:.4f} at {config.price_per_gpu_hour:g} an hour, {per_million:,.2f} per million rows"
-    lines["cost at full depth"] = _at_full_depth(money, totals)
+        energy = totals.joules / JOULES_PER_KWH
+        lines["energy"] = f"{energy:.4f} kWh of the GPUs, {energy / millions:,.2f} per million rows"
+        lines["energy at full depth"] = f"{energy * speedup:.4f} kWh, if its FLOPs had cost as much each"
+    if config.price_per_gpu_hour is not None:
+        money = hours * config.price_per_gpu_hour
+        lines["cost"] = (
+            f"{money:.4f} at {config.price_per_gpu_hour:g} an hour, {money / millions:,.2f} per million rows"
+        )
+        lines["cost at full depth"] = f"{money * speedup:.4f}, if its FLOPs had cost as much each"
     return lines
 
 
-def _at_full_depth(amount: float, totals: Totals, unit: str = "") -> str:
-    """Nothing was measured at full depth: what is known of it is its FLOPs, and that it needs no audit."""
-    spent = totals.flops + totals.flops_audit
-    speedup = totals.flops_full_depth / spent if spent else 1.0
-    return f"{amount * speedup:.4f}{unit}, if its FLOPs had cost as much each"
+def reached_ceiling(config: JobConfig, totals: Totals) -> str:
+    """What is spent of the first ceiling that is reached, in words; '' while none is."""
+    if config.max_flops is not None and totals.flops_spent >= config.max_flops:
+        return f"{totals.flops_spent:.4g} FLOPs of max_flops {config.max_flops:g}"
+    hours, unit = _hours(config, totals)
+    if config.max_gpu_hours is not None and hours >= config.max_gpu_hours:
+        return f"{hours:.4g} {unit} of max_gpu_hours {config.max_gpu_hours:g}"
+    return ""
+
+
+def check_ceiling(config: JobConfig, totals: Totals, rows: int) -> None:
+    """Raises JobStopped if these totals of committed units, of a job over so many rows, have reached a ceiling."""
+    if spent := reached_ceiling(config, totals):
+        way_on = "go on with as much again" if config.incremental else "resume it with a higher ceiling or without one"
+        raise JobStopped(
+            f"{spent} are spent, with {rows - totals.rows:,} of {rows:,} rows left: start the job again to {way_on}"
+        )

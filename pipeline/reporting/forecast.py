@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from pipeline.commits.commit import Totals
 from pipeline.commits.flop_sums import FlopSums
@@ -41,10 +42,6 @@ class Forecast(FlopSums):
         """Share of decoding in the FLOPs at full depth."""
         return self.flops_decode_full_depth / self.flops_full_depth if self.flops_full_depth else 0.0
 
-    def to_json(self) -> bytes:
-        derived = {name: getattr(self, name) for name in ("flops", "decode_share", "decode_speedup", "sample_speedup")}
-        return json.dumps({"format": 1, **asdict(self), **derived}, indent=1).encode()
-
     def facts(self) -> dict[str, str]:
         """For a table."""
         facts = {
@@ -70,7 +67,10 @@ _RECORD: Record[Forecast] = Record(Forecast, "delete it, and make the plan again
 
 
 def write_forecast(storage: Storage, forecast: Forecast) -> None:
-    storage.write(FORECAST_FILE, forecast.to_json())
+    names = ("flops", "decode_share", "decode_speedup", "sample_speedup")
+    derived = {name: getattr(forecast, name) for name in names}
+    content = {"format": 1, **asdict(forecast), **derived}
+    storage.write(FORECAST_FILE, json.dumps(content, indent=1).encode())
 
 
 def read_forecast(storage: Storage, run: str) -> Forecast | None:
@@ -82,8 +82,7 @@ def read_forecast(storage: Storage, run: str) -> Forecast | None:
     return forecast if forecast is not None and forecast.run == run else None
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """One figure, planned and actual."""
 
     name: str

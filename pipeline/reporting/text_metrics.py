@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterator
-from functools import cache
+from itertools import chain
 from typing import NamedTuple
 
 from rouge_score.rouge_scorer import RougeScorer
@@ -33,14 +33,9 @@ def overlap(text: str, reference: str) -> Overlap:
     """Overlap of an output with a reference; two empty texts share everything."""
     if not text.strip() and not reference.strip():
         return Overlap(1.0, 1.0, 1.0, 1.0)
-    rouge = _rouge().score(reference, text)
-    chrf = _chrf().sentence_score(text, [reference]).score / 100
+    rouge = _ROUGE.score(reference, text)
+    chrf = _CHRF.sentence_score(text, [reference]).score / 100
     return Overlap(rouge["rouge1"].fmeasure, rouge["rouge2"].fmeasure, rouge["rougeL"].fmeasure, chrf)
-
-
-def rouge_l(text: str, reference: str) -> float:
-    """ROUGE-L alone: F-measure of the longest common subsequence of words."""
-    return overlap(text, reference).rouge_l
 
 
 def repetition(text: str) -> float:
@@ -59,8 +54,8 @@ def unsupported(text: str, source: str) -> list[str]:
     taken for a new one: figures mean something beside those of another output for the same source.
     """
     held = {word.casefold() for word, _ in _words(source)}
-    claims = dict.fromkeys(word for word, begins in _words(text) if _is_claim(word, begins))
-    return [word for word in claims if word.casefold() not in held]
+    claims = (word for word, begins in _words(text) if _is_claim(word, begins) and word.casefold() not in held)
+    return list(dict.fromkeys(claims))
 
 
 def _words(text: str) -> Iterator[tuple[str, bool]]:
@@ -87,17 +82,9 @@ class _AnyScript(Tokenizer):
         self._ascii = DefaultTokenizer(use_stemmer=True)
 
     def tokenize(self, text: str) -> list[str]:
-        words = [word for word, _ in _words(text)]
-        return [
-            token for word in words for token in (self._ascii.tokenize(word) if word.isascii() else [word.casefold()])
-        ]
+        found = (self._ascii.tokenize(word) if word.isascii() else [word.casefold()] for word, _ in _words(text))
+        return list(chain.from_iterable(found))
 
 
-@cache
-def _rouge() -> RougeScorer:
-    return RougeScorer(["rouge1", "rouge2", "rougeL"], tokenizer=_AnyScript())
-
-
-@cache
-def _chrf() -> CHRF:
-    return CHRF()
+_ROUGE = RougeScorer(["rouge1", "rouge2", "rougeL"], tokenizer=_AnyScript())
+_CHRF = CHRF()

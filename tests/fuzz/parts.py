@@ -48,7 +48,7 @@ from pipeline.config import JobConfig
 from pipeline.dataset.config import DatasetConfig
 from pipeline.dataset.filters import Filters
 from pipeline.dataset.generate import generate_dataset
-from pipeline.dataset.json_filter import json_filter
+from pipeline.dataset.json_filter import JsonFilter
 from pipeline.dataset.openai_batch import read_requests, write_requests
 from pipeline.errors import JobError, UnitsFailed
 from pipeline.evaluation.contender import Contender
@@ -317,7 +317,7 @@ def schema(draw: random.Random, folder: Path, canary: Path) -> tuple[str, Read]:
 
     def read() -> None:
         Filters(DatasetConfig(input="-", output="-", json_schema=str(path)))
-        accept = json_filter(str(path))
+        accept = JsonFilter(str(path))
         for text in ("{}", '{"a": "aa", "b": 1e5, "c": 0.07, "d": [1]}', "[1e999]", "1", '"a"', '{"b": 1e400}'):
             accept(text)
 

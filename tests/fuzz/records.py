@@ -35,7 +35,7 @@ from pipeline.dataset.config import GENERATION, DatasetConfig
 from pipeline.dataset.generate import generate_dataset
 from pipeline.errors import JobError, UnitsFailed
 from pipeline.forecaster import forecast_run
-from pipeline.reporting import report
+from pipeline.reporting import report, schedule_maps
 from pipeline.reporting.forecast import write_forecast
 from pipeline.run import run_job
 from pipeline.storage import lease
@@ -246,7 +246,8 @@ if __name__ == "__main__":
     patch, nowhere = pytest.MonkeyPatch(), open(os.devnull, "w")  # noqa: SIM115
     without_ray(patch)
     patch.setattr(lease, "LEASE_S", 0.0)  # what a dead job holds is taken over at once
-    patch.setattr(report, "to_svg", lambda figure: "")  # drawing takes a second
+    for module in (report, schedule_maps):
+        patch.setattr(module, "to_svg", lambda figure: "")  # drawing takes a second
     patch.setattr(inspect_run, "Console", lambda: Console(file=nowhere))
     try:
         run(trial)

@@ -14,8 +14,8 @@ from engine.forward.quality import Judge
 from engine.forward.teacher_forcing import Answer
 from jobs.calibrate_schedule import MAPS_FILE
 from pipeline.config import GenerationConfig
-from pipeline.evaluation.charts import schedule_maps
 from pipeline.preparing.fit import choose_schedule
+from pipeline.reporting.schedule_maps import schedule_maps
 
 DEMO = Path(__file__).parent.parent.parent / "infra" / "demo"
 MODEL = "smollm2-135m-instruct"

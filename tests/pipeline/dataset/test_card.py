@@ -10,6 +10,7 @@ from markdown_it import MarkdownIt
 from pipeline.commits.commit import Totals
 from pipeline.dataset.card import write_card
 from pipeline.dataset.config import DatasetConfig
+from pipeline.dataset.filters import Filters
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 
@@ -21,12 +22,13 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 def test_no_text_in_a_card_is_markup(text: str) -> None:
     config = DatasetConfig(
         input="in", output=f"out/{text}", prompt=f"{text.replace('{', '')} {{text}}", system=text, dataset_name=text,
-        dataset_license=text, forbid_pattern="x",
+        dataset_license=text, forbid_pattern=text,
     )  # fmt: skip
     run = {"model": [text], "version": "1", "fingerprint": "0", "sampling": {"stop": [text]}}
-    manifest = {"dropped": {"pattern": 1}, "filters": {"forbid_pattern": text}}
+    filters = Filters(config)
+    filters.dropped["pattern"] = 1
     schema = pa.schema([(text, pa.struct([(text, pa.string())]))])
-    card = write_card(config, run, Totals(rows=1), manifest, schema, [])
+    card = write_card(config, run, Totals(rows=1), filters, schema)
     _, front, body = card.split("---\n", 2) if not text.startswith("---") else ("", *card[4:].split("\n---\n", 1))
     assert yaml.safe_load(front)["pretty_name"] == text
     html = MarkdownIt("commonmark").enable("table").render(body)
@@ -44,7 +46,7 @@ def test_an_audited_run_says_how_far_it_is_from_full_depth(audited: bool) -> Non
                           audit_full_tokens=50))  # fmt: skip
     run = {"model": ["m"], "version": "1", "fingerprint": "0", "sampling": {}}
     config = DatasetConfig(input="in", output="out")
-    card = write_card(config, run, totals, {"dropped": {}, "filters": {}}, pa.schema([]), [])
+    card = write_card(config, run, totals, Filters(config), pa.schema([]))
     said = (
         "- Beside full depth: excess NLL 0.350 nats a token, of 2 audited rows; ROUGE-L to full depth 0.800; repetition"
     )

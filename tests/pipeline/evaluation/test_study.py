@@ -134,7 +134,7 @@ def test_another_model_sampling_or_prompt_is_another_output(study: Study, packag
 def test_figures_of_full_depth_are_perfect_and_the_rest_follow_the_ledger(study: Study) -> None:
     outputs = read_outputs(study, contenders())
     bootstrap = Bootstrap(len(study.prompts))
-    full, four, half, calm = (figures(each, outputs[0], bootstrap) for each in outputs)
+    full, four, half, calm = (figures(each, bootstrap) for each in outputs)
     assert full.decode_flop_speedup == full.sample_flop_speedup == full.agreement == (1, 1, 1)
     assert full.share_of_full_depth["rouge_l"] == (1, 1, 1)
     assert full.exact_match == full.length_ratio == (1, 1, 1)
@@ -169,12 +169,12 @@ def test_times_of_different_sessions_are_not_compared(tmp_path: Path, packaged: 
     later.run(packaged, contenders()[:1])
     later.run(packaged, contenders()[:2])
     outputs = read_outputs(later, contenders()[:2])
-    assert figures(outputs[1], outputs[0], Bootstrap(2)).measured_speedup is None
+    assert figures(outputs[1], Bootstrap(2)).measured_speedup is None
 
 
 def test_the_worst_sample_comes_first_and_the_table_holds_all(study: Study) -> None:
     outputs = read_outputs(study, contenders())
-    rows = worst(outputs[2], outputs[0], count=3)
+    rows = worst(outputs[2], count=3)
     losses = [row["contender"]["nll"] - row["full_depth"]["nll"] for row in rows]
     assert losses == sorted(losses, reverse=True)
     assert losses[0] > 0
@@ -188,7 +188,7 @@ def test_the_worst_sample_comes_first_and_the_table_holds_all(study: Study) -> N
 
 def test_the_headline_has_the_whole_sample_first_and_the_best_by_excess_nll(study: Study) -> None:
     outputs = read_outputs(study, contenders())
-    found = [figures(each, outputs[0], Bootstrap(len(study.prompts))) for each in outputs]
+    found = [figures(each, Bootstrap(len(study.prompts))) for each in outputs]
     again = replace(found[1], label="less likely", excess_nll=Estimate(9.0, 9.0, 9.0))
     [line] = headline([*found, again]).splitlines()
     speedup = found[1].sample_flop_speedup
@@ -203,5 +203,5 @@ def test_a_row_without_a_reference_gives_no_figure_to_compare_with() -> None:
     """Not even where full depth says nothing, and would be like it."""
     prompts = [Prompt(str(row), "A text.", reference, (1,), "A text.") for row, reference in enumerate(("", "A text."))]
     silent = [{"generation": ""}, {"generation": "A text."}]
-    found = Outputs(contenders()[0], prompts, silent, silent, [], [])
+    found = Outputs(contenders()[0], prompts, silent, [])
     assert [each.rouge_l for each in found.against_reference] == [0, 1]

@@ -14,8 +14,7 @@ from pipeline.commits.commit import Commit, Totals, read_commits, total
 from pipeline.config import JobConfig
 from pipeline.errors import JobStopped
 from pipeline.execution import session
-from pipeline.reporting.bill import bill
-from pipeline.reporting.ceiling import check_ceiling, reached_ceiling
+from pipeline.reporting.bill import bill, check_ceiling, reached_ceiling
 from pipeline.run import run_job
 from pipeline.storage.storage import Storage
 
