@@ -50,14 +50,10 @@ class GenerateText:
             if name not in batch.column_names:
                 raise JobError(f"the batch has no column {name!r}: it has {', '.join(batch.column_names)}")
         self._template.check_columns(set(batch.column_names))
-        kept = batch.schema
-        output_schema(kept)
-        prepared = prepare(batch, kept, config.text_column, self._template, self._tokenizer, self._longest)
-        ids = self._sample_ids(prepared)
+        output_schema(batch.schema)
+        prepared = prepare(batch, batch.schema, config.text_column, self._template, self._tokenizer, self._longest)
+        if config.id_column is not None:
+            ids = names(prepared[config.id_column])
+        else:
+            ids = [hashlib.sha256(repr(tokens).encode()).hexdigest() for tokens in prepared[TOKENS].to_pylist()]
         return generate(prepared, ids, self._generator)
-
-    def _sample_ids(self, prepared: pa.Table) -> list[str]:
-        if self._config.id_column is not None:
-            return names(prepared[self._config.id_column])
-        prompts = prepared[TOKENS].to_pylist()
-        return [hashlib.sha256(repr(tokens).encode()).hexdigest() for tokens in prompts]

@@ -16,26 +16,18 @@ from pythonjsonlogger.json import JsonFormatter
 from pipeline.redaction import redacted
 
 LogFormat = Literal["text", "json"]
-PACKAGES = ("engine", "pipeline", "jobs")
 
 
-class _About(logging.Filter):
-    """Lets lines name what all of this process or thread are about, unless they name something else themselves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ids: dict[str, str] = {}
-        self.here: ContextVar[dict[str, str] | None] = ContextVar("here", default=None)
-        self.machines = False
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        for name, value in (self.ids | (self.here.get() or {})).items():
-            if not hasattr(record, name):
-                setattr(record, name, value)
-        return True
+_ids: dict[str, str] = {}  # what lines of this process are about
+_here: ContextVar[dict[str, str]] = ContextVar("here")  # and those of this thread, for a while
 
 
-_about = _About()
+def _name(record: logging.LogRecord) -> bool:
+    """Lets a line name what it is about, unless it names something else itself."""
+    for name, value in (_ids | _here.get({})).items():
+        if not hasattr(record, name):
+            setattr(record, name, value)
+    return True
 
 
 class _Text(logging.Formatter):
@@ -45,9 +37,8 @@ class _Text(logging.Formatter):
         return redacted(super().format(record))
 
 
-class _Json(JsonFormatter):
-    def format(self, record: logging.LogRecord) -> str:
-        return redacted(super().format(record))
+class _Json(_Text, JsonFormatter):
+    """The same of a line that is an object."""
 
 
 def set_up(format: LogFormat) -> None:
@@ -57,33 +48,32 @@ def set_up(format: LogFormat) -> None:
         names = {"levelname": "level", "name": "logger"}
         shown = " ".join(f"%({name})s" for name in (*names, "message"))
         handler.setFormatter(_Json(shown, rename_fields=names, timestamp="time"))
-        handler.addFilter(_about)
+        handler.addFilter(_name)
     else:
         handler.setFormatter(_Text("%(asctime)s %(message)s"))
-    _about.machines = format == "json"
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    for package in PACKAGES:
+    for package in ("engine", "pipeline", "jobs"):
         logging.getLogger(package).setLevel(logging.INFO)
 
 
 def for_machines() -> bool:
     """Whether lines are JSON."""
-    return _about.machines
+    return any(isinstance(handler.formatter, _Json) for handler in logging.getLogger().handlers)
 
 
 def name_lines(**ids: str) -> None:
     """What this process' lines are about from now on, as fields of JSON: run, replica and the like."""
-    _about.ids = _about.ids | ids
+    _ids.update(ids)
 
 
 @contextmanager
 def about(**ids: str) -> Iterator[None]:
     """What this thread's are about for a while, such as a unit."""
-    before = _about.here.set((_about.here.get() or {}) | ids)
+    before = _here.set(_here.get({}) | ids)
     try:
         yield
     finally:
-        _about.here.reset(before)
+        _here.reset(before)
 
 
 @cache

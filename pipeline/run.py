@@ -116,8 +116,8 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
         held = {"files": len(job.plan.files), "rows": job.plan.rows}
         if begun.history is not None:
             held = begun.history.describe(commits)
-        description = {**job.description, "input": job.description["input"] | held}
-        write_success(storage, {"fingerprint": job.fingerprint, **description}, commits, totals)
+        description = {"fingerprint": job.fingerprint, **job.description, "input": job.description["input"] | held}
+        write_success(storage, description, commits, totals)
     # After the manifest: whatever becomes of the report, the run is finished.
     if begun.new.units or not is_reported(storage, commits):
         _report(begun, storage, session, commits, totals)
@@ -152,9 +152,8 @@ def _begin(job: Preparation, storage: Storage) -> _Begun:
     claim = claim_output(storage.at_first(), job.description)
     logs.name_lines(run=claim.run)
     commits = read_commits(storage, claim.run) if claim.resuming else []
-    history = None
-    if job.config.incremental:
-        history = History(storage, job, job.known if claim.resuming else {})
+    history = History(storage, job, job.known if claim.resuming else {}) if job.config.incremental else None
+    if history is not None:
         commits = history.settle(commits)
     else:
         hold_input(storage, job.plan, begun=bool(commits))
@@ -200,8 +199,7 @@ def _generate(begun: _Begun, lease: Lease | None) -> Done:
 def _check_complete(plan: Plan, commits: list[Commit], storage: Storage) -> None:
     """Raises JobError, naming the unit, where the commits or their files are not all of the plan."""
     rows = {unit.id: unit.rows for unit in plan.units}
-    committed = {commit.unit for commit in commits}
-    missing = sum(unit not in committed for unit in rows)
+    missing = len(rows.keys() - {commit.unit for commit in commits})
     if missing:
         raise JobError(f"{missing} of {len(rows)} units are not committed: start the job again to resume it")
     there = set(storage.names(DATA))

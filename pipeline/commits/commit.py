@@ -36,7 +36,7 @@ MOST_SNAPSHOT = 2**27  # bytes, compressed
 LISTING_THREADS = 32
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Totals(FlopSums):
     """Sums over rows. FLOPs as in the ledger; padding is what was computed for nobody."""
 
@@ -58,9 +58,7 @@ class Totals(FlopSums):
     audited: Count = 0  # rows generated at full depth too
     audit_rouge: Amount = 0.0  # ROUGE-L of their outputs to full depth's, summed
     audit_rouge_squares: Amount = 0.0
-    audit_agreeing: Count = (
-        0  # decode steps of their full-depth answers where the schedule's likeliest token is the same
-    )
+    audit_agreeing: Count = 0  # steps of their full-depth answers where the schedule's likeliest token is the same
     audit_steps: Count = 0  # all of these
     # Of the audited rows' answers and, "full", of full depth's own:
     audit_nll: Amount = 0.0  # negative log-likelihood under full depth, nats
@@ -73,9 +71,8 @@ class Totals(FlopSums):
     audit_full_unsupported: Count = 0
     flops_audit: Flops = 0  # what the audit cost, beside all other FLOPs
 
-    def add(self, other: Totals) -> None:
-        for item in fields(self):
-            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
 
     @property
     def flops_spent(self) -> int:
@@ -110,11 +107,6 @@ class Commit:
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), indent=1).encode()
 
-    @classmethod
-    def from_json(cls, content: bytes) -> Commit:
-        """Raises ValueError."""
-        return _COMMIT.checked(parse_json(content))
-
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
@@ -136,22 +128,13 @@ def total(commits: Iterable[Commit]) -> Totals:
 
 def total_of(parts: Iterable[Totals]) -> Totals:
     """Sums of sums."""
-    totals = Totals()
-    for part in parts:
-        totals.add(part)
-    return totals
+    return sum(parts, Totals())
 
 
 def commit_unit(
-    storage: Storage,
-    unit: WorkUnit,
-    output: pa.Table,
-    flops_padding: int,
-    seconds: float,
-    run: str = "",
-    beside: Mapping[str, Any] | None = None,
+    storage: Storage, unit: WorkUnit, output: pa.Table, run: str = "", cost: Mapping[str, Any] | None = None
 ) -> Commit:
-    """Write a unit's rows and commit them; `beside` holds totals that the rows don't tell.
+    """Write a unit's rows and commit them; `cost` holds the totals that the rows don't tell.
 
     Returns the commit that holds: another attempt's, if that came first.
 
@@ -169,7 +152,7 @@ def commit_unit(
         start=unit.start,
         run=run,
         sample=unit.sample,
-        totals=replace(_totals(output, flops_padding, seconds), **(beside or {})),
+        totals=replace(_totals(output), **(cost or {})),
     )
     name = _record_name(unit.id)
     storage.write(commit.file, content)
@@ -202,21 +185,19 @@ def read_commits(storage: Storage, run: str | None = None) -> list[Commit]:
         if run is not None and commit.run != run:
             raise _foreign(storage, commit, run)
     if len(names) >= SNAPSHOT_EVERY:
-        _write_snapshot(storage, stamps, found)
+        write_snapshot(storage, commits, stamps)
     return commits
 
 
-def write_snapshot(storage: Storage, commits: Iterable[Commit]) -> None:
-    """Let the next session read these commits at once: one by one, 100,000 take minutes on object storage."""
-    known = {_record_name(commit.unit): commit for commit in commits}
-    _write_snapshot(storage, storage.stamps(COMMITS, ".json"), known)
+def write_snapshot(storage: Storage, commits: Iterable[Commit], stamps: Mapping[str, str] | None = None) -> None:
+    """Let the next session read these commits at once: one by one, 100,000 take minutes on object storage.
 
-
-def _write_snapshot(storage: Storage, stamps: dict[str, str], commits: dict[str, Commit]) -> None:
+    `stamps` are those that the commits were read under, by default today's.
+    """
+    stamps = storage.stamps(COMMITS, ".json") if stamps is None else stamps
+    named = ((_record_name(commit.unit), commit) for commit in commits)
     # A line each, for they are read one by one: what is in the file then takes no memory but what is taken from it.
-    lines = (
-        json.dumps(asdict(_Copy(name, stamps[name], commit))) for name, commit in commits.items() if name in stamps
-    )
+    lines = (json.dumps(asdict(_Copy(name, stamps[name], commit))) for name, commit in named if name in stamps)
     storage.write(SNAPSHOT_FILE, gzip.compress("\n".join(lines).encode(), compresslevel=1))
 
 
@@ -291,8 +272,8 @@ def sweep_orphans(storage: Storage, commits: Collection[Commit], is_over: Callab
     committed, units = {commit.file for commit in commits}, {commit.unit for commit in commits}
     orphans = [name for name in own(Kind.RUN, storage.names(DATA)) if name not in committed]
     if is_over is not None:
-        unit_of = {name: name.removeprefix(f"{DATA}/").rpartition("-")[0] for name in orphans}
-        orphans = [name for name, unit in unit_of.items() if unit in units or is_over(unit)]
+        named = ((name, name.removeprefix(f"{DATA}/").rpartition("-")[0]) for name in orphans)
+        orphans = [name for name, unit in named if unit in units or is_over(unit)]
     orphans += unfinished(storage)
     remove(storage, Kind.RUN, orphans)
     return len(orphans)
@@ -309,10 +290,7 @@ def listed(commits: Iterable[Commit]) -> list[dict[str, Any]]:
     return [{"unit": c.unit, "file": c.file, "rows": c.totals.rows, "checksum": c.checksum} for c in commits]
 
 
-def _totals(output: pa.Table, flops_padding: int, seconds: float) -> Totals:
-    def total(name: str) -> int:
-        return int(pc.sum(output[name]).as_py() or 0)
-
+def _totals(output: pa.Table) -> Totals:
     def count(name: str, value: object) -> int:
         return int(pc.sum(pc.equal(output[name], value)).as_py() or 0)
 
@@ -322,13 +300,11 @@ def _totals(output: pa.Table, flops_padding: int, seconds: float) -> Totals:
         errors=count("finish_reason", "error"),
         truncated=count("prompt_truncated", True),
         stopped=count("finish_reason", "stop"),
-        prompt_tokens=total("prompt_tokens"),
-        generated_tokens=total("generated_tokens"),
-        flops_prompt=total("flops_prompt"),
-        flops_decode=total("flops_decode"),
-        flops_decode_full_depth=total("flops_decode_full_depth"),
-        flops_full_depth=total("flops_full_depth"),
-        flops_padding=flops_padding,
         active_layers=float(pc.sum(weighted).as_py() or 0.0),
-        seconds=seconds,
+        **{name: int(pc.sum(output[name]).as_py() or 0) for name in _SUMMED},
     )
+
+
+_SUMMED = (
+    "prompt_tokens", "generated_tokens", "flops_prompt", "flops_decode", "flops_decode_full_depth", "flops_full_depth"
+)  # fmt: skip

@@ -1,8 +1,7 @@
-"""What has happened to each unit of a session, and what should happen to it next."""
+"""What has happened to a unit in a session, and what should happen to it next."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 from enum import Enum
 
@@ -19,8 +18,8 @@ class Next(Enum):
 
 
 @dataclass(slots=True)
-class UnitHistory:
-    """Of one unit."""
+class Attempts:
+    """Those at one unit. Bounds every way in which it can come back undone, so that a session ends."""
 
     failures: int = 0
     deaths: int = 0
@@ -29,41 +28,29 @@ class UnitHistory:
     error: str = ""  # the last one
 
     @property
-    def attempts(self) -> int:
+    def count(self) -> int:
         return self.failures + self.deaths + self.losses
 
-
-class Attempts:
-    """Bounds every way in which a unit can come back undone, so that a session ends."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._units: defaultdict[str, UnitHistory] = defaultdict(UnitHistory)
-
-    def of(self, unit: str) -> UnitHistory:
-        return self._units[unit]
-
-    def failed(self, unit: str, failure: Failure) -> None:
+    def failed(self, failure: Failure) -> None:
         """A stage reported that it could not do the unit."""
-        history = self._units[unit]
-        history.failures += 1
-        history.refused |= failure.kind == "refused"
-        history.error = f"{failure.stage}: {failure.error}"
+        self.failures += 1
+        self.refused |= failure.kind == "refused"
+        self.error = f"{failure.stage}: {failure.error}"
 
-    def died(self, unit: str, replica: str) -> None:
+    def died(self, replica: str) -> None:
         """The replica that had begun it is gone, though its node is not."""
-        self._units[unit].deaths += 1
-        self._units[unit].error = f"generate: the replica died ({replica})"
+        self.deaths += 1
+        self.error = f"generate: the replica died ({replica})"
 
-    def lost(self, unit: str) -> None:
+    def lost(self) -> None:
         """It came back in no shape: waiting at a replica that died, or in a reader or on a node that did."""
-        self._units[unit].losses += 1
-        self._units[unit].error = "its process or node was lost"
+        self.losses += 1
+        self.error = "its process or node was lost"
 
-    def next(self, unit: str) -> Next:
-        history = self._units[unit]
-        if history.refused or history.failures >= self._limit:
+    def next(self, limit: int) -> Next:
+        """`limit` is how many failures a unit may have."""
+        if self.refused or self.failures >= limit:
             return Next.GIVE_UP
-        if history.deaths >= SUSPECT_DEATHS or history.losses >= SUSPECT_LOSSES:
+        if self.deaths >= SUSPECT_DEATHS or self.losses >= SUSPECT_LOSSES:
             return Next.ISOLATE
         return Next.AGAIN

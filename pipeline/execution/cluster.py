@@ -87,10 +87,9 @@ def replica_resources(config: JobConfig, before: ReplicaResources | None = None)
     """
     cluster = ray.cluster_resources()
     all_gpus, all_cpus = cluster.get("GPU", 0.0), max(1.0, cluster.get("CPU", 1.0))
-    if before is not None:
-        gpus = before.gpus
-    else:
-        gpus = config.gpus_per_replica if config.gpus_per_replica is not None else (1.0 if all_gpus else 0.0)
+    gpus = before.gpus if before is not None else config.gpus_per_replica
+    if gpus is None:
+        gpus = 1.0 if all_gpus else 0.0
     count = config.replicas or (max(1, int(all_gpus / gpus)) if gpus else 1)
     count = max(count, config.min_replicas or 1)
     minimum = config.min_replicas or count

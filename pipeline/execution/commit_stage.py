@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pyarrow as pa
 
@@ -19,18 +19,16 @@ def commit(rows: pa.Table, storage: Storage, run: str, log_format: LogFormat) ->
     set_up_worker(log_format, run)
     for row in rows.to_pylist():
         parcel = Parcel.from_row(row)
-        yield (parcel if parcel.failure else _commit(parcel, storage, run)).to_row()
+        if parcel.table is not None:
+            parcel = committed(parcel.unit, from_bytes(parcel.table), parcel.cost or {}, storage, run)
+        yield parcel.to_row()
 
 
-def _commit(parcel: Parcel, storage: Storage, run: str) -> Parcel:
-    assert parcel.table is not None
-    assert parcel.cost is not None
+def committed(unit: WorkUnit, output: pa.Table, cost: Mapping[str, Any], storage: Storage, run: str) -> Parcel:
+    """The unit's commit, or why there is none."""
     try:
-        unit, output = WorkUnit.from_json(parcel.unit), from_bytes(parcel.table)
-        cost = json.loads(parcel.cost)
-        padding, seconds = cost.pop("flops_padding"), cost.pop("seconds")
         with about(unit=unit.id):
-            record = commit_unit(storage, unit, output, padding, seconds, run, cost)
+            record = commit_unit(storage, unit, output, run, cost)
     except Exception as error:
-        return Parcel(parcel.unit, failure=Failure.of("commit", error))
-    return Parcel(parcel.unit, commit=record.to_json())
+        return Parcel(unit, failure=Failure.of("commit", error))
+    return Parcel(unit, commit=record)

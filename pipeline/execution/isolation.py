@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections import Counter
@@ -14,12 +13,12 @@ import pyarrow as pa
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayError, RayTaskError
 
-from pipeline.commits.commit import commit_unit
 from pipeline.errors import one_line
 from pipeline.execution.cluster import TASK_CPUS, ReplicaResources
+from pipeline.execution.commit_stage import committed
 from pipeline.execution.stages import Task, UnitGenerator
 from pipeline.execution.wire import Failure, Parcel, from_bytes
-from pipeline.logs import set_up_worker
+from pipeline.logs import about, set_up_worker
 from pipeline.monitoring.board import Board
 from pipeline.rows.read import read_units
 from pipeline.rows.row_generator import TooManyRowsFailed
@@ -46,9 +45,8 @@ class _Cell:
         self._task = task
         self._generator = UnitGenerator(task, threads, board)
 
-    def run(self, unit_json: str) -> tuple[None, Parcel]:
+    def run(self, unit: WorkUnit) -> tuple[None, Parcel]:
         """Two objects: the first tells the driver that it went well, the second stays out of the driver."""
-        unit = WorkUnit.from_json(unit_json)
         ((_, prepared),) = self._task.prepared([unit])
         return None, self._generator.run(unit, prepared)
 
@@ -56,9 +54,7 @@ class _Cell:
 class Isolation:
     """Does single units in actors of their own, one after the other."""
 
-    def __init__(
-        self, task: Task, resources: ReplicaResources, board: Board, on_wait: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, task: Task, resources: ReplicaResources, board: Board, on_wait: Callable[[], None]) -> None:
         """`on_wait` is called every second or so; what it raises ends the isolation."""
         self._task = task
         self._threads = resources.threads
@@ -74,14 +70,14 @@ class Isolation:
             assemble = ray.remote(num_cpus=TASK_CPUS, max_retries=1)(_assemble)
             answer = assemble.remote(self._task, unit, sorted(killers.items()), *parts)
             self._wait(answer)
-            parcel: Parcel = ray.get(answer)
+            return ray.get(answer)  # type: ignore[no-any-return]
         except RayTaskError as error:
-            return Parcel(unit.to_json(), failure=Failure.of("generate", _cause(error)))
+            cause = error.cause if isinstance(error.cause, Exception) else error
+            return Parcel(unit, failure=Failure.of("generate", cause))
         except (TooManyDeaths, RayError) as error:
-            return Parcel(unit.to_json(), failure=Failure("generate", "unit", one_line(error)))
+            return Parcel(unit, failure=Failure("generate", "unit", one_line(error)))
         finally:
             self._end_cell()
-        return parcel
 
     def _bisect(self, unit: WorkUnit) -> tuple[list[Any], dict[int, str]]:
         """References to the parcels of ranges that live, and the rows that don't with their errors."""
@@ -111,8 +107,8 @@ class Isolation:
             deaths += 1
             if deaths > MOST_DEATHS:
                 raise TooManyDeaths(f"unit {unit.id} has killed {deaths} processes, the last with {death}")
-            last, extra = part.start + part.rows - 1, {"unit": unit.id}
-            log.warning("a process died with rows %d to %d: %s", part.start, last, death, extra=extra)
+            with about(unit=unit.id):
+                log.warning("a process died with rows %d to %d: %s", part.start, part.start + part.rows - 1, death)
             lone[part.start] += part.rows == 1
             if lone[part.start] < LONE_DEATHS:
                 ranges += _halves(part)
@@ -123,7 +119,7 @@ class Isolation:
     def _begin(self, part: WorkUnit) -> tuple[Any, Any]:
         if self._cell is None:
             self._cell = ray.remote(_Cell).options(**self._options).remote(self._task, self._threads, self._board)
-        fate, parcel = self._cell.run.options(num_returns=2).remote(part.to_json())
+        fate, parcel = self._cell.run.options(num_returns=2).remote(part)
         return fate, parcel
 
     def _wait(self, reference: Any) -> None:
@@ -141,10 +137,7 @@ def _halves(unit: WorkUnit) -> list[WorkUnit]:
     if unit.rows == 1:
         return [unit]
     middle = unit.rows // 2
-    return [
-        replace(unit, start=unit.start + middle, rows=unit.rows - middle),
-        replace(unit, rows=middle),
-    ]
+    return [replace(unit, start=unit.start + middle, rows=unit.rows - middle), replace(unit, rows=middle)]
 
 
 def _assemble(task: Task, unit: WorkUnit, killers: Sequence[tuple[int, str]], *parts: Parcel) -> Parcel:
@@ -154,28 +147,18 @@ def _assemble(task: Task, unit: WorkUnit, killers: Sequence[tuple[int, str]], *p
     cost = Counter[str]()
     for part in parts:
         assert part.table is not None
-        assert part.cost is not None
-        tables[WorkUnit.from_json(part.unit).start] = from_bytes(part.table)
-        cost.update(json.loads(part.cost))
+        tables[part.unit.start] = from_bytes(part.table)
+        cost.update(part.cost or {})
     for row, error in killers:
         single = [replace(unit, start=row, rows=1)]
         ((_, table),) = read_units(task.config.input_storage(), single, task.kept.names or task.read_columns)
-        tables[row] = quarantine(table, task.kept, [error])
+        tables[row] = quarantine(table, task.kept, error)
     output = pa.concat_tables(tables[start] for start in sorted(tables))
     assert output.num_rows == unit.rows
-    padding, seconds = int(cost.pop("flops_padding", 0)), float(cost.pop("seconds", 0))
-    try:
-        record = commit_unit(task.config.output_storage(), unit, output, padding, seconds, task.run, cost)
-    except Exception as error:
-        return Parcel(unit.to_json(), failure=Failure.of("commit", error))
-    return Parcel(unit.to_json(), commit=record.to_json())
+    return committed(unit, output, cost, task.config.output_storage(), task.run)
 
 
 def _detail(error: Exception) -> str:
     """The part of Ray's page-long message that says how the process ended."""
     found = re.search(r"Worker exit type: (\w+) Worker exit detail: (.*?\. ?.*?\.)", one_line(error))
     return f"{found[1]}: {found[2]}" if found else one_line(error)[:200]
-
-
-def _cause(error: RayTaskError) -> Exception:
-    return error.cause if isinstance(error.cause, Exception) else error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -23,7 +24,7 @@ from pipeline.execution.stream import stream
 from pipeline.execution.watchdog import Watchdog, who_waits
 from pipeline.execution.wire import Failure, Parcel
 from pipeline.inputs.work import Plan
-from pipeline.monitoring.board import Board, Counts
+from pipeline.monitoring.board import Board
 from pipeline.monitoring.metrics import RunMeter
 from pipeline.monitoring.progress import ProgressReporter
 from pipeline.reporting.audit import fails_audit, say_failed_audit
@@ -52,35 +53,25 @@ class Session:
     """Runs the pending units of a plan on the connected cluster."""
 
     def __init__(
-        self,
-        task: Task,
-        plan: Plan,
-        before: list[Commit],
-        interruption: Interruption,
-        lease: Lease | None = None,
+        self, task: Task, plan: Plan, before: list[Commit], interruption: Interruption, lease: Lease | None
     ) -> None:
         """`plan` is what progress, audits and ceilings are about; `before` are the commits of earlier sessions."""
-        self._task = task
-        self._plan = plan
-        self._before = before
-        self._lease = lease
+        self._task, self._plan, self._before = task, plan, before
+        self._interruption, self._lease = interruption, lease
         # What an incremental run has committed earlier is no part of its plan, which holds but what is new.
-        counted = [] if task.config.incremental else before
-        self._interruption = interruption
+        self._totals = total([] if task.config.incremental else before)
         self._storage = task.config.output_storage()
         self._resources = replica_resources(task.config)
         self._board = Board()
-        self._progress = ProgressReporter(self._board, plan.rows, total(counted))
+        self._progress = ProgressReporter(self._board, plan.rows, self._totals)
         self._meter = RunMeter(task.run, plan.rows)
-        self._attempts = Attempts(task.config.unit_attempts)
+        self._attempts: defaultdict[str, Attempts] = defaultdict(Attempts)  # by unit
         self._watchdog = Watchdog(task.config.stall_minutes * 60)
         self._done = Done()
-        self._totals = total(counted)
         self._pending: dict[str, WorkUnit] = {}
         self._stop_reason: JobStopped | JobError | None = None
         self._stop_deadline = 0.0
         self._spent = False  # a cost ceiling is reached
-        self._counts = Counts()
         self._counted_at = 0.0
 
     def run(self, pending: list[WorkUnit]) -> Done:
@@ -90,8 +81,7 @@ class Session:
         self._pending = {unit.id: unit for unit in pending}
         with closing(self._board), self._progress:
             self._check_audit()
-            if self._stop_reason is not None:
-                raise self._stop_reason
+            self._end_if_stopping()
             while self._pending:
                 self._pass()
                 self._triage()
@@ -99,12 +89,10 @@ class Session:
         return self._done
 
     def _pass(self) -> None:
-        """All pending units once, except those that are left alone for isolation."""
-        again = [unit for unit in self._pending.values() if self._attempts.next(unit.id) is Next.AGAIN]
-        if not again:
-            return
+        """All pending units once."""
+        begun = list(self._pending.values())
         self._resources = replica_resources(self._task.config, self._resources)  # nodes may have come or gone
-        units = stream(list(self._plan.spans(again)), self._task, self._resources, self._board)
+        units = stream(list(self._plan.spans(begun)), self._task, self._resources, self._board)
         seen = set()
         try:
             while not units.ended:
@@ -117,24 +105,25 @@ class Session:
         finally:
             units.close()
         self._done.stats.append(units.stats())
-        if self._stop_reason is not None:
-            raise self._stop_reason
-        self._check_ceiling()
-        self._account_for([unit.id for unit in again if unit.id not in seen])
+        self._end_if_stopping()
+        self._account_for([unit.id for unit in begun if unit.id not in seen])
 
     def _receive(self, parcel: Parcel) -> str:
-        unit = WorkUnit.from_json(parcel.unit)
-        if parcel.commit is not None:
-            commit = Commit.from_json(parcel.commit)
+        unit, commit = parcel.unit, parcel.commit
+        if commit is not None:
             self._done.commits.append(commit)
             if len(self._done.commits) % SNAPSHOT_EVERY == 0:
                 write_snapshot(self._storage, [*self._before, *self._done.commits])
-            self._progress.committed(commit)
-            self._totals.add(commit.totals)
+            self._totals += commit.totals
+            self._progress.committed(commit, self._totals)
             self._meter.committed(commit, self._totals)
             self._check_audit()
             self._pending.pop(unit.id, None)
-            self._begin_no_more_than_allowed()
+            # Units in flight finish, however long they take: they are paid for.
+            if self._pending and not self._spent and (spent := reached_ceiling(self._task.config, self._totals)):
+                log.warning("%s are spent: units in flight finish, no other begins", spent)
+                self._spent = True
+                self._board.stop()
         elif parcel.failure is not None:
             self._failed(unit, parcel.failure)
         return unit.id
@@ -145,7 +134,7 @@ class Session:
         elif failure.stage == "commit" and failure.kind == "refused":
             self._stop(JobError(failure.error))  # no unit can be committed any more
         else:
-            self._attempts.failed(unit.id, failure)
+            self._attempts[unit.id].failed(failure)
             self._meter.failed()
             log.warning("unit %s failed (%s: %s)", unit.id, failure.stage, failure.error, extra={"unit": unit.id})
 
@@ -158,29 +147,29 @@ class Session:
         for unit in missing:
             # A node that went down says nothing about the unit that was on it.
             if unit in running and running[unit].node in alive:
-                self._attempts.died(unit, running[unit].replica)
+                self._attempts[unit].died(running[unit].replica)
             else:
-                self._attempts.lost(unit)
+                self._attempts[unit].lost()
             self._board.unit_done(unit)
-        log.warning("%d units were lost with their processes and are tried again: %s", len(missing), _some(missing))
+        some = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        log.warning("%d units were lost with their processes and are tried again: %s", len(missing), some)
 
     def _triage(self) -> None:
         """Isolate the units that a pass has made suspects, and record those that are given up."""
         for unit in list(self._pending.values()):
-            if self._attempts.next(unit.id) is Next.ISOLATE:
+            fate = self._attempts[unit.id].next(self._task.config.unit_attempts)
+            if fate is Next.ISOLATE:
                 extra = {"unit": unit.id}
                 log.warning("unit %s keeps losing its process: looking for the row that kills it", unit.id, extra=extra)
                 parcel = Isolation(self._task, self._resources, self._board, self._check_isolation).run(unit)
                 self._receive(parcel)
                 self._check_isolation()
-                if unit.id in self._pending:
-                    self._give_up(unit)
-            elif self._attempts.next(unit.id) is Next.GIVE_UP:
+            if fate is not Next.AGAIN and unit.id in self._pending:
                 self._give_up(unit)
 
     def _give_up(self, unit: WorkUnit) -> None:
-        history = self._attempts.of(unit.id)
-        self._done.failed.append(record_failure(self._storage, unit, history.attempts, history.error))
+        attempts = self._attempts[unit.id]
+        self._done.failed.append(record_failure(self._storage, unit, attempts.count, attempts.error))
         del self._pending[unit.id]
         self._board.read([unit.id])  # its rows count no more
 
@@ -189,22 +178,16 @@ class Session:
         if minimum is not None and fails_audit(self._totals, minimum):
             self._stop(JobStopped(say_failed_audit(self._totals, minimum, self._plan.rows)))
 
-    def _begin_no_more_than_allowed(self) -> None:
-        """Once a ceiling is reached, units in flight finish, however long they take: they are paid for."""
-        if self._pending and not self._spent and (spent := reached_ceiling(self._task.config, self._totals)):
-            log.warning("%s are spent: units in flight finish, no other begins", spent)
-            self._spent = True
-            self._board.stop()
-
-    def _check_ceiling(self) -> None:
+    def _end_if_stopping(self) -> None:
+        """Once nothing is in flight."""
+        if self._stop_reason is not None:
+            raise self._stop_reason
         if self._spent and self._pending:
             check_ceiling(self._task.config, self._totals, self._plan.rows)
 
     def _check_isolation(self) -> None:
         self._check()
-        if self._stop_reason is not None:
-            raise self._stop_reason
-        self._check_ceiling()
+        self._end_if_stopping()
 
     def _check(self) -> None:
         """Look for reasons to stop; raises the reason once its time is over."""
@@ -221,14 +204,14 @@ class Session:
             raise self._stop_reason
         if now - self._counted_at < BOARD_INTERVAL_S:
             return
-        self._counted_at, self._counts = now, self._board.read([])
-        if self._counts.unready > HOPELESS_STARTS * self._resources.count + 1:
+        self._counted_at, counts = now, self._board.read([])
+        if counts.unready > HOPELESS_STARTS * self._resources.count + 1:
             raise JobError(
-                f"replicas died {self._counts.unready} times in a row while they loaded model "
+                f"replicas died {counts.unready} times in a row while they loaded model "
                 f"{self._task.config.model!r}: it may need more memory than a replica has; Ray's worker logs say more"
             )
-        if self._watchdog.stalled((self._counts.events, len(self._done.commits), len(self._pending))):
-            waiting = who_waits(self._counts, len(self._pending), self._resources)
+        if self._watchdog.stalled((counts.events, len(self._done.commits), len(self._pending))):
+            waiting = who_waits(counts, len(self._pending), self._resources)
             raise JobStopped(
                 f"nothing has moved for {self._task.config.stall_minutes:g} minutes ({waiting}): "
                 "mend that, or raise stall_minutes, and start the job again to resume"
@@ -257,7 +240,3 @@ def _ended(error: Exception) -> Exception:
         if last.startswith(name):
             return kind(last.removeprefix(name))
     return JobStopped(f"Ray ended the job ({last}): start it again to resume; Ray's logs say more")
-
-
-def _some(units: list[str]) -> str:
-    return ", ".join(units[:5]) + (", ..." if len(units) > 5 else "")

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import NoReturn
 
@@ -18,12 +18,11 @@ import pyarrow as pa
 
 from engine import BatchStats, Generation, Schedule
 from pipeline.config import JobConfig
-from pipeline.execution.wire import SPAN, Failure, Parcel, from_bytes, to_bytes
+from pipeline.execution.wire import Failure, Parcel, from_bytes, to_bytes
 from pipeline.logs import about, set_up_worker
 from pipeline.monitoring.board import Board
-from pipeline.monitoring.energy import EnergyMeter
 from pipeline.monitoring.metrics import ReplicaMeter
-from pipeline.monitoring.spending import Share, Spending
+from pipeline.monitoring.spending import EnergyMeter, Spending
 from pipeline.preparing.backend import Backend
 from pipeline.reporting.audit import Auditor
 from pipeline.rows.read import read_units
@@ -62,7 +61,7 @@ class Task:
 
 def span_row(units: list[WorkUnit]) -> dict[str, str]:
     """What a read task is given: neighbouring units of one file."""
-    return {SPAN: json.dumps([unit.to_json() for unit in units])}
+    return {"span": json.dumps([asdict(unit) for unit in units])}
 
 
 def read(rows: pa.Table, task: Task, board: Board) -> Iterator[pa.Table]:
@@ -70,8 +69,8 @@ def read(rows: pa.Table, task: Task, board: Board) -> Iterator[pa.Table]:
     set_up_worker(task.config.log_format, task.run)
     spare_collector()
     asked = -math.inf
-    for span in rows[SPAN].to_pylist():
-        units = [WorkUnit.from_json(unit) for unit in json.loads(span)]
+    for span in rows["span"].to_pylist():
+        units = [WorkUnit(**unit) for unit in json.loads(span)]
         for parcel in _read_span(units, task, board):
             if time.monotonic() - asked >= ASK_EVERY_S:
                 if board.stopping():
@@ -85,14 +84,14 @@ def _read_span(units: list[WorkUnit], task: Task, board: Board) -> Iterator[Parc
     left = list(units)
     try:
         for unit, table in task.prepared(units):
-            yield Parcel(unit.to_json(), table=to_bytes(table))
+            yield Parcel(unit, table=to_bytes(table))
             left.remove(unit)
     except Exception as error:
-        if len(left) == 1 or isinstance(error, StorageGone) or board.stopping():
-            for unit in left:
-                yield Parcel(unit.to_json(), failure=Failure.of("read", error))
-        else:
-            for unit in left:
+        found = len(left) == 1 or isinstance(error, StorageGone) or board.stopping()
+        for unit in left:
+            if found:
+                yield Parcel(unit, failure=Failure.of("read", error))
+            else:
                 yield from _read_span([unit], task, board)
 
 
@@ -117,13 +116,12 @@ class UnitGenerator:
 
     def run(self, unit: WorkUnit, prepared: pa.Table) -> Parcel:
         """Raises TooManyRowsFailed, and what the pipeline itself does wrong; ends the process if its device broke."""
-        share = self._spending.begin()
-        try:
-            return self._run(unit, prepared, share)
-        finally:
-            self._spending.end(share)
+        with self._spending.shared() as share:
+            output, cost = self._generate(unit, prepared)
+        return Parcel(unit, table=to_bytes(output), cost=cost | {"seconds": share.seconds, "joules": share.joules})
 
-    def _run(self, unit: WorkUnit, prepared: pa.Table, share: Share) -> Parcel:
+    def _generate(self, unit: WorkUnit, prepared: pa.Table) -> tuple[pa.Table, dict[str, float]]:
+        """Output table, and what `Totals` holds of it beside; audited."""
         padding, untold, told = 0, BatchStats(), -math.inf
 
         def tell() -> None:
@@ -148,14 +146,12 @@ class UnitGenerator:
         try:
             output = generate(prepared, ids, self._generator, on_batch, answers.__setitem__)
             tell()
-            audit = self._auditor.audit(prepared, ids, answers)
+            cost = {"flops_padding": padding, **self._auditor.audit(prepared, ids, answers)}
         except DeviceBroken as error:
             _die(unit, error)
         with suppress(IndexError):
-            audit["flops_prefix"] = self._flops_prefix.pop()
-        spent = self._spending.so_far(share)
-        cost = {"flops_padding": padding, "seconds": spent.seconds, "joules": spent.joules, **audit}
-        return Parcel(unit.to_json(), table=to_bytes(output), cost=json.dumps(cost))
+            cost["flops_prefix"] = self._flops_prefix.pop()
+        return output, cost
 
 
 def _die(unit: WorkUnit, error: DeviceBroken) -> NoReturn:
@@ -177,24 +173,20 @@ class Replica:
     def __call__(self, rows: pa.Table) -> Iterator[pa.Table]:
         for row in rows.to_pylist():
             parcel = Parcel.from_row(row)
-            if parcel.failure is None:
-                unit = WorkUnit.from_json(parcel.unit)
+            if parcel.table is not None:
+                unit = parcel.unit
                 if not self._board.take(unit.id):
                     continue
-                assert parcel.table is not None
                 try:
                     with about(unit=unit.id):
                         parcel = self._generator.run(unit, from_bytes(parcel.table))
                 except Exception as error:
-                    parcel = Parcel(parcel.unit, failure=Failure.of("generate", error))
+                    parcel = Parcel(unit, failure=Failure.of("generate", error))
                 self._board.unit_done(unit.id)
             yield parcel.to_row()
 
 
 @cache
 def spare_collector() -> None:
-    """Take all that this process holds out of collections, once: modules and a model, which stay as long as it lives.
-
-    Rows set off a collection every few units; each walked through the half million objects that torch brings.
-    """
+    """Take all that this process holds out of collections, once: half a million objects of torch, walked each time."""
     gc.freeze()

@@ -49,9 +49,9 @@ class UnitStream:
         if isinstance(item, Parcel):
             return item
         self.ended = True
-        if item is not None:
-            raise item
-        return None
+        if item is None:
+            return None
+        raise item
 
     def stats(self) -> str:
         """Ray Data's own account of the pass, stage by stage; what it knows so far if the pass goes on."""
@@ -81,73 +81,49 @@ class UnitStream:
 
 
 def stream(spans: Sequence[list[WorkUnit]], task: Task, resources: ReplicaResources, board: Board) -> UnitStream:
-    """Start a pass over spans of units (see `Plan.spans`)."""
+    """Start a pass of the three stages over spans of units (see `Plan.spans`)."""
     _set_context()
-    replicas: list[str] = []
-    with warnings.catch_warnings():
-        # Ray means to drop the arguments for retries and names, and has no others yet.
-        warnings.simplefilter("ignore", RayDeprecationWarning)
-        return UnitStream(_dataset(spans, task, resources, board, replicas), replicas)
-
-
-def _dataset(
-    spans: Sequence[list[WorkUnit]], task: Task, resources: ReplicaResources, board: Board, replicas: list[str]
-) -> Dataset:
-    """The three stages; `replicas` will hold the names of the actors that Ray starts for it."""
     rows = [span_row(units) for units in spans]
-    sizes = {"min_size": resources.minimum, "max_size": resources.count}
-    if resources.minimum == resources.count:
-        sizes = {"size": resources.count}
+    replicas: list[str] = []  # names of the actors that Ray starts for it
     # All that are sent to a replica are under way there, so that the next one's rows fill the seats of the last.
     together = units_together(task.config)
     pool = ActorPoolStrategy(
-        **sizes,
+        min_size=resources.minimum,
+        max_size=resources.count,
         max_tasks_in_flight_per_actor=together,
         max_concurrent_calls_per_actor=together,
         enable_true_multi_threading=True,
     )
+    by_unit = {"batch_size": 1, "batch_format": "pyarrow"}
+    in_tasks = {"num_cpus": TASK_CPUS, "max_retries": TASK_RETRIES}
+    output = {"storage": task.config.output_storage(), "run": task.run, "log_format": task.config.log_format}
 
     def named() -> dict[str, str]:
         replicas.append(f"replica-{uuid.uuid4().hex}")
         return {"name": replicas[-1]}
 
-    return (
-        ray.data.from_items(rows, override_num_blocks=len(rows))
-        .map_batches(
-            read,
-            batch_size=1,
-            batch_format="pyarrow",
-            fn_kwargs={"task": task, "board": board},
-            num_cpus=TASK_CPUS,
-            max_retries=TASK_RETRIES,
+    with warnings.catch_warnings():
+        # Ray means to drop the arguments for retries and names, and has no others yet.
+        warnings.simplefilter("ignore", RayDeprecationWarning)
+        dataset = (
+            ray.data.from_items(rows, override_num_blocks=len(rows))
+            .map_batches(read, fn_kwargs={"task": task, "board": board}, **by_unit, **in_tasks)
+            .map_batches(
+                Replica,
+                compute=pool,
+                fn_constructor_kwargs={"task": task, "threads": resources.threads, "board": board},
+                num_cpus=resources.cpus,
+                num_gpus=resources.gpus or None,
+                # A unit whose replica dies goes to another pass, not back to the replica that Ray starts in its place:
+                # there it could wait for ever for a node like the one that is gone, or kill again.
+                max_restarts=-1,
+                max_task_retries=0,
+                ray_remote_args_fn=named,
+                **by_unit,
+            )
+            .map_batches(commit, fn_kwargs=output, **by_unit, **in_tasks)
         )
-        .map_batches(
-            Replica,
-            batch_size=1,
-            batch_format="pyarrow",
-            compute=pool,
-            fn_constructor_kwargs={"task": task, "threads": resources.threads, "board": board},
-            num_cpus=resources.cpus,
-            num_gpus=resources.gpus or None,
-            # A unit whose replica dies goes to another pass and not back to the replica that Ray starts in its place:
-            # there it could wait for ever for a node like the one that is gone, or kill again.
-            max_restarts=-1,
-            max_task_retries=0,
-            ray_remote_args_fn=named,
-        )
-        .map_batches(
-            commit,
-            batch_size=1,
-            batch_format="pyarrow",
-            fn_kwargs={
-                "storage": task.config.output_storage(),
-                "run": task.run,
-                "log_format": task.config.log_format,
-            },
-            num_cpus=TASK_CPUS,
-            max_retries=TASK_RETRIES,
-        )
-    )
+        return UnitStream(dataset, replicas)
 
 
 def units_together(config: JobConfig) -> int:

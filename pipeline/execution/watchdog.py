@@ -30,10 +30,8 @@ class Watchdog:
 def who_waits(counts: Counts, waiting_units: int, resources: ReplicaResources) -> str:
     """One sentence part: what replicas do, how many units wait, what the cluster has left."""
     free, total = ray.available_resources(), ray.cluster_resources()
-    parts = [
-        f"unit {unit} has been in {running.replica} for {running.seconds:.0f} s"
-        for unit, running in sorted(counts.running.items())[:8]
-    ]
+    under_way = sorted(counts.running.items())[:8]
+    parts = [f"unit {unit} has been in {begun.replica} for {begun.seconds:.0f} s" for unit, begun in under_way]
     if not counts.replicas:
         parts.append(
             f"no replica has started: {resources.count} want {resources.cpus:g} CPUs and {resources.gpus:g} GPUs each"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ray.util.metrics import Counter, Gauge
 
@@ -21,44 +21,39 @@ RUN, REPLICA = "run", "replica"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric's name, kind and meaning."""
+    """A metric's name, which ends in `_total` if it is a counter, and its meaning."""
 
     name: str
-    kind: Literal["counter", "gauge"]
     description: str
     tags: tuple[str, ...] = (RUN,)
 
 
 # Counters of the driver: field of a commit's totals -> metric.
 COUNTED = {
-    "rows": Metric("skipdecode_rows_total", "counter", "rows committed, those with errors included"),
-    "errors": Metric("skipdecode_error_rows_total", "counter", "rows committed with an error instead of a text"),
-    "truncated": Metric("skipdecode_truncated_rows_total", "counter", "rows whose prompt was cut to fit"),
-    "prompt_tokens": Metric("skipdecode_prompt_tokens_total", "counter", "prompt tokens of committed rows"),
-    "generated_tokens": Metric("skipdecode_output_tokens_total", "counter", "output tokens of committed rows"),
-    "flops_prompt": Metric("skipdecode_flops_prompt_total", "counter", "FLOPs of committed rows' prompts"),
-    "flops_decode": Metric("skipdecode_flops_decode_total", "counter", "FLOPs of committed rows' decoding"),
-    "flops_decode_full_depth": Metric(
-        "skipdecode_flops_decode_full_depth_total", "counter", "FLOPs of the same decoding at full depth"
-    ),
-    "flops_full_depth": Metric(
-        "skipdecode_flops_full_depth_total", "counter", "FLOPs of the same, prompts and decoding, at full depth"
-    ),
-    "flops_prefix": Metric("skipdecode_flops_prefix_total", "counter", "FLOPs of what all prompts begin with"),
-    "flops_padding": Metric("skipdecode_flops_padding_total", "counter", "FLOPs computed for nobody"),
-    "flops_audit": Metric("skipdecode_flops_audit_total", "counter", "FLOPs of audits, beside all others"),
-    "audited": Metric("skipdecode_audited_rows_total", "counter", "rows generated at full depth too"),
-    "joules": Metric("skipdecode_joules_total", "counter", "joules of GPUs while they did committed units"),
-    "seconds": Metric("skipdecode_unit_seconds_total", "counter", "replica-seconds of committed units"),
+    "rows": Metric("skipdecode_rows_total", "rows committed, those with errors included"),
+    "errors": Metric("skipdecode_error_rows_total", "rows committed with an error instead of a text"),
+    "truncated": Metric("skipdecode_truncated_rows_total", "rows whose prompt was cut to fit"),
+    "prompt_tokens": Metric("skipdecode_prompt_tokens_total", "prompt tokens of committed rows"),
+    "generated_tokens": Metric("skipdecode_output_tokens_total", "output tokens of committed rows"),
+    "flops_prompt": Metric("skipdecode_flops_prompt_total", "FLOPs of committed rows' prompts"),
+    "flops_decode": Metric("skipdecode_flops_decode_total", "FLOPs of committed rows' decoding"),
+    "flops_decode_full_depth": Metric("skipdecode_flops_decode_full_depth_total", "FLOPs of decoding at full depth"),
+    "flops_full_depth": Metric("skipdecode_flops_full_depth_total", "FLOPs of prompts and decoding at full depth"),
+    "flops_prefix": Metric("skipdecode_flops_prefix_total", "FLOPs of what all prompts begin with"),
+    "flops_padding": Metric("skipdecode_flops_padding_total", "FLOPs computed for nobody"),
+    "flops_audit": Metric("skipdecode_flops_audit_total", "FLOPs of audits, beside all others"),
+    "audited": Metric("skipdecode_audited_rows_total", "rows generated at full depth too"),
+    "joules": Metric("skipdecode_joules_total", "joules of GPUs while they did committed units"),
+    "seconds": Metric("skipdecode_unit_seconds_total", "replica-seconds of committed units"),
 }
-PLANNED = Metric("skipdecode_planned_rows", "gauge", "rows of the whole run")
-COMMITTED = Metric("skipdecode_committed_rows", "gauge", "rows committed by all sessions of the run")
-AUDIT_ROUGE = Metric("skipdecode_audit_rouge", "gauge", "mean ROUGE-L of audited rows to full depth")
-FAILURES = Metric("skipdecode_unit_failures_total", "counter", "attempts at work units that failed and may be repeated")
-BATCH_FILL = Metric("skipdecode_batch_fill", "gauge", "share of the seats that had a row", (RUN, REPLICA))
-CACHE_BYTES = Metric("skipdecode_cache_bytes", "gauge", "most memory of a batch's key/value cache", (RUN, REPLICA))
-PREEMPTIONS = Metric("skipdecode_preemptions_total", "counter", "rows begun anew for want of cache", (RUN, REPLICA))
-BUSY = Metric("skipdecode_busy_seconds_total", "counter", "seconds a replica spent computing batches", (RUN, REPLICA))
+PLANNED = Metric("skipdecode_planned_rows", "rows of the whole run")
+COMMITTED = Metric("skipdecode_committed_rows", "rows committed by all sessions of the run")
+AUDIT_ROUGE = Metric("skipdecode_audit_rouge", "mean ROUGE-L of audited rows to full depth")
+FAILURES = Metric("skipdecode_unit_failures_total", "attempts at work units that failed and may be repeated")
+BATCH_FILL = Metric("skipdecode_batch_fill", "share of the seats that had a row", (RUN, REPLICA))
+CACHE_BYTES = Metric("skipdecode_cache_bytes", "most memory of a batch's key/value cache", (RUN, REPLICA))
+PREEMPTIONS = Metric("skipdecode_preemptions_total", "rows begun anew for want of cache", (RUN, REPLICA))
+BUSY = Metric("skipdecode_busy_seconds_total", "seconds a replica spent computing batches", (RUN, REPLICA))
 
 ALL = (*COUNTED.values(), PLANNED, COMMITTED, AUDIT_ROUGE, FAILURES, BATCH_FILL, CACHE_BYTES, PREEMPTIONS, BUSY)
 
@@ -107,7 +102,7 @@ class ReplicaMeter:
 
 
 def _made(metric: Metric, tags: dict[str, str]) -> Any:
-    kind = Counter if metric.kind == "counter" else Gauge
+    kind = Counter if metric.name.endswith("_total") else Gauge
     made = kind(metric.name, metric.description, metric.tags)
     made.set_default_tags(tags)
     return made

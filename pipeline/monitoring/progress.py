@@ -6,7 +6,6 @@ import logging
 import sys
 import threading
 import time
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
@@ -28,10 +27,7 @@ class ProgressReporter:
     def __init__(self, board: Board, total_rows: int, resumed: Totals) -> None:
         self._board = board
         self._total_rows = total_rows
-        self._resumed_rows = resumed.rows
-        self._totals = Totals()
-        self._totals.add(resumed)
-        self._generated_before = resumed.generated_tokens
+        self._resumed = self._totals = resumed
         self._fresh: list[str] = []  # units committed since the board was last read
         self._start = time.monotonic()
         self._lock = threading.Lock()
@@ -39,18 +35,17 @@ class ProgressReporter:
         self._terminal = sys.stderr.isatty() and not logs.for_machines()
         self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
 
-    def committed(self, commit: Commit) -> None:
+    def committed(self, commit: Commit, totals: Totals) -> None:
+        """A unit is committed; `totals` are those of the run so far."""
         with self._lock:
-            self._totals.add(commit.totals)
+            self._totals = totals
             self._fresh.append(commit.unit)
 
     def __enter__(self) -> ProgressReporter:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._done.set()
         self._thread.join()
 
@@ -69,30 +64,23 @@ class ProgressReporter:
     def _line(self) -> tuple[int, str]:
         """(rows done, one line of text)."""
         with self._lock:
-            fresh, self._fresh = self._fresh, []
-            committed = Totals()
-            committed.add(self._totals)
+            fresh, self._fresh, committed = self._fresh, [], self._totals
         flight = self._board.read(fresh)
         rows = flight.rows + committed.rows
         if not flight.replicas:
             waited = time.monotonic() - self._start
             return committed.rows, f"loading the model on the replicas, {waited:.0f} s so far"
         elapsed = max(flight.seconds, 1e-9)
-        if rows == self._resumed_rows:
+        if rows == self._resumed.rows:
             return rows, f"{rows:,}/{self._total_rows:,} rows | first batches under way, {elapsed:.0f} s so far"
-        row_rate = (rows - self._resumed_rows) / elapsed
-        token_rate = (flight.tokens + committed.generated_tokens - self._generated_before) / elapsed
+        row_rate = (rows - self._resumed.rows) / elapsed
+        token_rate = (flight.tokens + committed.generated_tokens - self._resumed.generated_tokens) / elapsed
         facts = [
             f"{rows:,}/{self._total_rows:,} rows", f"{row_rate:.1f} rows/s", f"{token_rate:.0f} output tokens/s"
         ]  # fmt: skip
         if committed.rows:  # what is known of committed units alone
             share = 1 - committed.flops / committed.flops_full_depth if committed.flops_full_depth else 0.0
             facts += [f"FLOPs saved {share:.1%}", f"{committed.errors} errors", audit_estimate(committed)]
-        facts.append(f"{_duration((self._total_rows - rows) / row_rate)} left")
+        left = int((self._total_rows - rows) / row_rate)
+        facts.append(f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left")
         return rows, " | ".join(filter(None, facts))
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}"

@@ -40,10 +40,7 @@ class Generator(Protocol):
     ) -> int: ...
 
     def score(
-        self,
-        prompts: Sequence[Sequence[int]],
-        answers: Sequence[Sequence[int]],
-        schedules: Sequence[Schedule],
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], schedules: Sequence[Schedule]
     ) -> list[list[AnswerScore]]: ...
 
     def likelihood(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[Likelihood]: ...
@@ -61,11 +58,7 @@ class RowGenerator:
     """An engine with its settings, that takes out of memory and bad rows in its stride."""
 
     def __init__(
-        self,
-        engine: Generator,
-        sampling: Sampling,
-        schedule: Schedule | None,
-        batch_size: int | Literal["auto"],
+        self, engine: Generator, sampling: Sampling, schedule: Schedule | None, batch_size: int | Literal["auto"]
     ) -> None:
         self._engine, self._sampling, self._schedule = engine, sampling, schedule
         self._auto = batch_size == "auto"
@@ -85,13 +78,27 @@ class RowGenerator:
         """
         found: dict[int, Generation | str] = {}
         quarantined = 0
-        size = self._fitting(prompts)
-        spans = [list(range(len(prompts)))]  # of rows still to do, the next one last
+        size = self.batch_size
+        if self._auto and prompts:
+            longest = max(map(len, prompts))
+            size = min(size, self._engine.fitting_batch_size(longest, self._sampling, self._schedule))
+        spans = [list(range(len(prompts)))] if prompts else []  # of rows still to do, the next one last
         while spans:
             rows = spans.pop()
-            error = self._try(rows, size, prompts, sample_ids, on_batch, found) if rows else None
-            if error is None:
+            ids = [sample_ids[row] for row in rows]
+            try:
+                for generation in self._engine.generate(
+                    [prompts[row] for row in rows], self._sampling, self._schedule, size, ids, on_batch
+                ):
+                    found[rows[generation.index]] = generation
                 continue
+            except Exception as raised:
+                if is_device_broken(raised):
+                    raise DeviceBroken(_named(raised)) from raised
+                # The traceback holds the failed batch's tensors, the memory that the next try needs.
+                error = raised.with_traceback(None)
+            if is_out_of_memory(error):
+                gc.collect()
             left = [row for row in rows if row not in found]
             if is_out_of_memory(error) and min(size, len(left)) > 1:
                 size = min(size, len(left)) // 2
@@ -108,55 +115,20 @@ class RowGenerator:
                 found[left[0]] = _named(error)
         return [found[row] for row in range(len(prompts))]
 
-    def _fitting(self, prompts: Sequence[Sequence[int]]) -> int:
-        if not self._auto or not prompts:
-            return self.batch_size
-        fitting = self._engine.fitting_batch_size(max(map(len, prompts)), self._sampling, self._schedule)
-        return min(self.batch_size, fitting)
-
-    def _try(
-        self,
-        rows: Sequence[int],
-        batch_size: int,
-        prompts: Sequence[Sequence[int]],
-        sample_ids: Sequence[str],
-        on_batch: Callable[[BatchStats], None] | None,
-        found: dict[int, Generation | str],
-    ) -> Exception | None:
-        """Generate for some rows; what was finished before an error stays."""
-        try:
-            for generation in self._engine.generate(
-                [prompts[row] for row in rows],
-                self._sampling,
-                self._schedule,
-                batch_size,
-                [sample_ids[row] for row in rows],
-                on_batch,
-            ):
-                found[rows[generation.index]] = generation
-            return None
-        except Exception as error:
-            if is_device_broken(error):
-                raise DeviceBroken(_named(error)) from error
-            # The traceback holds the failed batch's tensors, the memory that the next try needs.
-            failed = error.with_traceback(None)
-        if is_out_of_memory(failed):
-            gc.collect()
-        return failed
-
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Memory ran out, the host's or the device's (torch.OutOfMemoryError, or a RuntimeError that says so)."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _OUT_OF_MEMORY)
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or _says(error, _OUT_OF_MEMORY)
 
 
 def is_device_broken(error: BaseException) -> bool:
     """Later calls would fail too, whatever their rows: a CUDA context does not survive an assert or a bad access."""
-    if is_out_of_memory(error):
-        return False
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _BROKEN_DEVICE)
+    return not is_out_of_memory(error) and _says(error, _BROKEN_DEVICE)
+
+
+def _says(error: BaseException, texts: Sequence[str]) -> bool:
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in texts)
 
 
 def _named(error: BaseException) -> str:

@@ -58,7 +58,7 @@ def prepare(
     A row that no prompt can be made of has null tokens and its error. Columns that this table lacks are null.
     """
     columns = {name: texts(table[name]) for name in template.fields - {"text"} if name in table.column_names}
-    columns["text"] = text_values(table[text_column])
+    columns["text"] = _text_values(table[text_column])
     doubtful = [name for name, values in columns.items() if any(isinstance(value, Exception) for value in values)]
     tokens: list[list[int] | None] = [None] * table.num_rows
     truncated = [False] * table.num_rows
@@ -67,7 +67,7 @@ def prepare(
         row = {name: values[index] for name, values in columns.items()}
         try:
             for name in doubtful:
-                check_text(name, row[name])
+                _check_text(name, row[name])
             tokens[index], truncated[index] = template.encode(row, tokenizer, longest)
         except Exception as error:  # whatever a tokenizer makes of odd text is that row's affair
             errors[index] = str(error) if isinstance(error, RowError) else f"{type(error).__name__}: {one_line(error)}"
@@ -93,10 +93,8 @@ def generate(
     Raises DeviceBroken, TooManyRowsFailed; fewer failing rows have their error in the table.
     """
     prompts: list[list[int] | None] = prepared[TOKENS].to_pylist()
-    good = [index for index, tokens in enumerate(prompts) if tokens is not None]
-    found = generator.generate(
-        [prompts[index] or [] for index in good], [sample_ids[index] for index in good], on_batch
-    )
+    good = {index: tokens for index, tokens in enumerate(prompts) if tokens is not None}
+    found = generator.generate(list(good.values()), [sample_ids[index] for index in good], on_batch)
     errors: list[str | None] = prepared[ERROR].to_pylist()
     generations: list[Generation | None] = [None] * len(errors)
     for index, generation in zip(good, found, strict=True):
@@ -110,10 +108,9 @@ def generate(
     return _output(kept, generations, prepared[TRUNCATED].to_pylist(), errors)
 
 
-def quarantine(table: pa.Table, kept: pa.Schema, errors: Sequence[str]) -> pa.Table:
-    """Output table of rows that nothing but their errors can be said of."""
-    rows = len(errors)
-    return _output(pa.table({field.name: _kept(table, field) for field in kept}), [None] * rows, [False] * rows, errors)
+def quarantine(table: pa.Table, kept: pa.Schema, error: str) -> pa.Table:
+    """Output table of a row that nothing but its error can be said of."""
+    return _output(pa.table({field.name: _kept(table, field) for field in kept}), [None], [False], [error])
 
 
 def chosen(table: pa.Table, keep: Sequence[bool]) -> pa.Table:
@@ -145,7 +142,7 @@ _MEASURED = [name for name in GENERATED.names if name not in ("generation", "pro
 _NOTHING: Any = SimpleNamespace(**dict.fromkeys(_MEASURED, 0) | {"text": None, "finish_reason": "error"})
 
 
-def text_values(column: pa.ChunkedArray) -> list[str | Exception | None]:
+def _text_values(column: pa.ChunkedArray) -> list[str | Exception | None]:
     """Texts to read, and none of what only looks like them."""
     type_ = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     if is_text(type_) or pa.types.is_null(type_):
@@ -153,7 +150,7 @@ def text_values(column: pa.ChunkedArray) -> list[str | Exception | None]:
     return [RowError(f"text is {type_}, not a string") if value.is_valid else None for value in column]
 
 
-def check_text(name: str, value: object) -> None:
+def _check_text(name: str, value: object) -> None:
     """Raises RowError for what `texts` makes of a value that has no text."""
     if isinstance(value, UnicodeDecodeError):
         byte = value.object[value.start]

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from engine import AnswerScore, BatchStats, Decoding, Generation, Likelihood, Sampling, Schedule
 from pipeline.rows.row_generator import Generator
@@ -23,8 +23,7 @@ class Streaming(Generator, Protocol):
     ) -> Decoding: ...
 
 
-@dataclass(frozen=True)
-class _Terms:
+class _Terms(NamedTuple):
     """What calls have to agree in to share a stream."""
 
     sampling: Sampling | None
@@ -54,30 +53,26 @@ class _Call:
             self.left.discard(generation.index)
         self.told.put(stats)
 
-    def end(self, error: Exception | None = None) -> None:
-        self.told.put(error)
-
 
 class _Shared:
     """A stream and the calls whose rows are in it or wait for it."""
 
     def __init__(self, decoding: Decoding, terms: _Terms) -> None:
-        self.terms = terms
+        self.terms, self.decoding = terms, decoding
         self.calls: list[_Call] = []  # in the order of their coming, in which their prompts are taken
-        self._decoding = decoding
         self._whose: dict[int, tuple[_Call, int]] = {}  # rows in the stream: call and place there
         self._rows = 0  # so far
 
     def step(self) -> bool:
         """A pass; whether there is more to do. What it raises may be of any call."""
         for call in self.calls:
-            while call.waits and self._decoding.unfinished < WAITING * self.terms.batch_size:
+            while call.waits and self.decoding.unfinished < WAITING * self.terms.batch_size:
                 self._add(call)
         done: dict[_Call, list[Generation]] = {}
-        for generation in self._decoding.step() if self._decoding.unfinished else []:
+        for generation in self.decoding.step() if self.decoding.unfinished else []:
             call, place = self._whose.pop(generation.index)
             done.setdefault(call, []).append(replace(generation, index=place))
-        stats = self._decoding.take_stats() if done else BatchStats()
+        stats = self.decoding.take_stats() if done else BatchStats()
         for call, generations in done.items():
             # A pass is counted once; which rows have ended, with each call.
             tokens = sum(each.generated_tokens for each in generations)
@@ -85,18 +80,15 @@ class _Shared:
             stats = BatchStats()
         for call in self.calls:
             if not call.waits and not call.left:
-                call.end()
+                call.told.put(None)
         self.calls = [call for call in self.calls if call.waits or call.left]
         return bool(self.calls)
-
-    def close(self) -> None:
-        self._decoding.close()
 
     def _add(self, call: _Call) -> None:
         place, prompt = call.taken, call.prompts[call.taken]
         call.taken += 1
         call.left.add(place)
-        self._decoding.add(prompt, call.sample_ids[place], self._rows)
+        self.decoding.add(prompt, call.sample_ids[place], self._rows)
         self._whose[self._rows] = call, place
         self._rows += 1
 
@@ -106,8 +98,8 @@ class SharedEngine:
 
     All that the engine does happens in one thread, of this object's own: a pass of the shared stream, or another call.
     Rows of a call of `generate` enter the stream while those of the calls before it still run. Where sampling, schedule
-    or batch size differ, or a prompt has several samples, the call is done whole between two passes. If the stream
-    breaks, its calls are done so too, for the rows that they lack: one that breaks again raises what broke it.
+    or batch size differ, the call is done whole between two passes. If the stream breaks, its calls are done so too,
+    for the rows that they lack: one that breaks again raises what broke it. A prompt has one sample.
     """
 
     def __init__(self, load: Callable[[], Streaming]) -> None:
@@ -142,8 +134,7 @@ class SharedEngine:
         on_batch: Callable[[BatchStats], None] | None = None,
     ) -> Iterator[Generation]:
         """As `Engine.generate`; `on_batch` is called in the caller's thread."""
-        ids = [str(place) for place in range(len(prompts))] if sample_ids is None else sample_ids
-        call = _Call(prompts, ids)
+        call = _Call(prompts, sample_ids or [str(place) for place in range(len(prompts))])
         self._thread.submit(self._begin, call, _Terms(sampling, schedule, batch_size))
         try:
             while (told := call.told.get()) is not None:
@@ -157,17 +148,15 @@ class SharedEngine:
             call.wanted = False
 
     def _begin(self, call: _Call, terms: _Terms) -> None:
-        several = terms.sampling is not None and terms.sampling.samples_per_prompt > 1
-        if several or (self._shared is not None and self._shared.terms != terms):
+        if self._shared is not None and self._shared.terms != terms:
             self._alone(call, terms)
             return
         if self._shared is None:
             try:
-                decoding = self._engine.decoding(terms.sampling, terms.schedule, terms.batch_size)
+                self._shared = _Shared(self._engine.decoding(*terms), terms)
             except Exception as error:
-                call.end(error)
+                call.told.put(error)
                 return
-            self._shared = _Shared(decoding, terms)
             self._thread.submit(self._pass)
         self._shared.calls.append(call)
 
@@ -185,13 +174,13 @@ class SharedEngine:
             error = broken.with_traceback(None)
         self._shared = None
         with suppress(Exception):
-            shared.close()
+            shared.decoding.close()
         calls, terms = shared.calls, shared.terms
         del shared  # and its rows' cache, which is memory that the next try needs too
-        if error is not None and len(calls) == 1:
-            calls[0].end(error)
-        elif error is not None:
-            for call in calls:
+        for call in calls:  # none, unless the stream broke
+            if len(calls) == 1:
+                call.told.put(error)
+            else:
                 self._alone(call, terms)
 
     def _alone(self, call: _Call, terms: _Terms) -> None:
@@ -200,20 +189,14 @@ class SharedEngine:
         call.taken = len(call.prompts)
         prompts, ids = [call.prompts[place] for place in places], [call.sample_ids[place] for place in places]
         try:
-            generations = self._engine.generate(
-                prompts, terms.sampling, terms.schedule, terms.batch_size, ids, call.told.put
-            )
-            for generation in generations:
+            for generation in self._engine.generate(prompts, *terms, ids, call.told.put):
                 call.told.put(replace(generation, index=places[generation.index]))
+            call.told.put(None)
         except Exception as error:
-            call.end(error)
-        else:
-            call.end()
+            call.told.put(error)
 
     def _fitting(self, prompt_tokens: int, sampling: Sampling | None, schedule: Schedule | None) -> int:
         """As the stream that it can join has it: that one takes no more rows than fit the memory it began with."""
-        if self._shared is not None:
-            terms = self._shared.terms
-            if (terms.sampling, terms.schedule) == (sampling, schedule):
-                return terms.batch_size
+        if self._shared is not None and self._shared.terms[:2] == (sampling, schedule):
+            return self._shared.terms.batch_size
         return self._engine.fitting_batch_size(prompt_tokens, sampling, schedule)

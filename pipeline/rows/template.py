@@ -13,8 +13,6 @@ from engine import parse_json
 from pipeline.errors import JobError
 
 _PROBES = ("a", "The", "7", "é", "\u4e2d", "(", '"', "#", "\n", "")  # beginnings of texts
-
-
 # A template may make a control token of a role: of these names it does so rightly.
 ROLES = {"system", "developer", "user", "assistant", "model", "tool", "function", "ipython"}
 
@@ -76,13 +74,9 @@ class PromptTemplate:
             ) from None
         return frozenset(names)
 
-    @cached_property
-    def _other_fields(self) -> frozenset[str]:
-        return self.fields - {"text"}
-
     def check_columns(self, columns: set[str]) -> None:
         """Raises JobError if a field names no column."""
-        missing = sorted(self._other_fields - columns)
+        missing = sorted(self.fields - {"text"} - columns)
         if missing:
             raise JobError(f"the prompt names column {missing[0]!r}, the input has {', '.join(sorted(columns))}")
 
@@ -99,9 +93,7 @@ class PromptTemplate:
             raise RowError("text is null" if text is None else f"text is {type(text).__name__}, not a string")
         if not text or text.isspace():
             raise RowError("text is empty")
-        values = {"text": text}
-        for name in self._other_fields:
-            values[name] = "" if (value := row.get(name)) is None else str(value)
+        values = {name: "" if (value := row.get(name)) is None else str(value) for name in self.fields}
         tokens = self._render(values, tokenizer)
         excess = len(tokens) - longest
         if excess <= 0:
@@ -133,20 +125,15 @@ class PromptTemplate:
         if self.format == "messages":
             messages = _messages(self.user.format_map(values))
             if not self.parse_control_tokens:
-                messages = [
-                    {
-                        name: text if text in ROLES and name == "role" else tokenizer.as_text(text)
-                        for name, text in m.items()
-                    }
-                    for m in messages
-                ]
+                for message in messages:
+                    role = message["role"]
+                    message["role"] = role if role in ROLES else tokenizer.as_text(role)
+                    message["content"] = tokenizer.as_text(message["content"])
             return tokenizer.encode_messages(messages)
         if not self.parse_control_tokens:
             values = {name: tokenizer.as_text(text) for name, text in values.items()}
-        user = self.user.format_map(values)
-        if self.format == "raw":
-            return tokenizer.encode(user if self.system is None else self.system.format_map(values) + user)
-        return tokenizer.encode_chat(user, None if self.system is None else self.system.format_map(values))
+        user, system = self.user.format_map(values), self.system and self.system.format_map(values)
+        return tokenizer.encode((system or "") + user) if self.format == "raw" else tokenizer.encode_chat(user, system)
 
 
 def _messages(text: str) -> list[dict[str, str]]:

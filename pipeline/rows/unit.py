@@ -1,9 +1,8 @@
-"""The work unit: what is read, generated, written and committed as a whole."""
+"""The work unit."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,10 +15,3 @@ class WorkUnit:
     rows: int
     sample: int = 0  # which of each row's samples
     stamp: str | None = None  # of the file when the job was planned
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> WorkUnit:
-        return cls(**json.loads(text))

@@ -44,7 +44,8 @@ def commit(output: Storage) -> Callable[..., None]:
         output.write("_input/0.json", json.dumps({"files": {"a.parquet": ["", ROWS]}}).encode())
         for unit in units:
             rows = [{"generation": "g", "finish_reason": "stop", "generated_tokens": 2, "mean_active_layers": 30.0}]
-            commit_unit(output, unit, pa.Table.from_pylist(rows * unit.rows, schema=GENERATED), 0, 1.0, claim.run)
+            table = pa.Table.from_pylist(rows * unit.rows, schema=GENERATED)
+            commit_unit(output, unit, table, claim.run, {"seconds": 1.0})
         if finish:
             record = json.loads(output.read("_run.json") or b"")
             commits = read_commits(output)

@@ -58,7 +58,7 @@ class InlineSession:
                 for unit, prepared in task.prepared(span):
                     self.begin_unit(unit)
                     output = generate(prepared, [str(row) for row in range(unit.rows)], generator)
-                    yield commit_unit(task.config.output_storage(), unit, output, 0, 3600.0, task.run)
+                    yield commit_unit(task.config.output_storage(), unit, output, task.run, {"seconds": 3600.0})
                     left.remove(unit)
             except JobError as error:
                 storage = task.config.output_storage()

@@ -107,7 +107,7 @@ def resuming(folder: Path, output: str, units: int) -> dict[str, Any]:
     first = plan.units[0]
     prepared = prepare(pa.table({"text": ["x"]}), plan.kept, "text", TEMPLATE, ByteTokenizer(), 1)
     rows = generate(prepared, ["x"], RowGenerator(Echo(), config.sampling(), None, 1))
-    commit = commit_unit(storage, first, rows, 0, 0.0, claim.run)
+    commit = commit_unit(storage, first, rows, claim.run)
     commits = [replace(commit, unit=unit.id, start=unit.start) for unit in plan.units]
     storage.fs.pipe({storage.path(f"{COMMITS}/{copy.unit}.json"): copy.to_json() for copy in commits[1:]})
     # As a driver leaves it that was killed just before its next snapshot.

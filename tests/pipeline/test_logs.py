@@ -24,7 +24,7 @@ def restored() -> Iterator[None]:
     before, level = root.handlers[:], root.level
     yield
     logs.set_up("text")
-    logs._about.ids = {}
+    logs._ids.clear()
     logs.set_up_worker.cache_clear()
     root.handlers[:] = before
     root.setLevel(level)

@@ -25,7 +25,7 @@ def test_what_is_secret_in_an_inputs_url_stands_in_no_record(tmp_path: Path) -> 
     storage, unit = Storage(str(tmp_path)), WorkUnit("00000-000000000", url, 0, 1)
     record_failure(storage, unit, 1, f"reading {url} failed")
     rows = [{"mean_active_layers": 1.0, "generated_tokens": 1}]
-    commit_unit(storage, unit, pa.Table.from_pylist(rows, schema=GENERATED), 0, 0.0)
+    commit_unit(storage, unit, pa.Table.from_pylist(rows, schema=GENERATED))
     written = [file for file in tmp_path.rglob("*.json") if file.is_file()]
     assert len(written) == 2
     for file in written:

@@ -42,8 +42,8 @@ def test_no_text_in_a_card_is_markup(text: str) -> None:
 def test_an_audited_run_says_how_far_it_is_from_full_depth(audited: bool) -> None:
     totals = Totals(rows=9)
     if audited:
-        totals.add(Totals(audited=2, audit_rouge=1.6, audit_nll=30, audit_tokens=40, audit_full_nll=20,
-                          audit_full_tokens=50))  # fmt: skip
+        totals += Totals(audited=2, audit_rouge=1.6, audit_nll=30, audit_tokens=40, audit_full_nll=20,
+                         audit_full_tokens=50)  # fmt: skip
     run = {"model": ["m"], "version": "1", "fingerprint": "0", "sampling": {}}
     config = DatasetConfig(input="in", output="out")
     card = write_card(config, run, totals, Filters(config), pa.schema([]))

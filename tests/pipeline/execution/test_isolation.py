@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -40,7 +39,7 @@ class Here(Isolation):
     begun: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        super().__init__(self.task, ReplicaResources(1, 1, 0.0, 1.0, 1), None)  # type: ignore[arg-type]
+        super().__init__(self.task, ReplicaResources(1, 1, 0.0, 1.0, 1), None, lambda: None)  # type: ignore[arg-type]
 
     def _begin(self, part: WorkUnit) -> tuple[Any, Any]:
         self.begun.append((part.start, part.rows))
@@ -54,7 +53,7 @@ class Here(Isolation):
             output = generate(prepared, [str(row) for row in range(part.rows)], generator)
         except TooManyRowsFailed as error:
             return RayTaskError("run", "", error).as_instanceof_cause(), None
-        return None, Parcel(part.to_json(), table=to_bytes(output), cost=json.dumps({"flops_padding": 0, "seconds": 0}))
+        return None, Parcel(part, table=to_bytes(output), cost={"flops_padding": 0, "seconds": 0})
 
     def _wait(self, reference: Any) -> None:
         """Nothing is ever under way."""
@@ -137,7 +136,7 @@ def test_processes_of_isolation_say_nothing_secret(
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     monkeypatch.setattr(isolation, "UnitGenerator", say)
     monkeypatch.setattr(isolation, "from_bytes", say)
-    part = Parcel(unit.to_json(), b"", cost="{}")
+    part = Parcel(unit, b"", cost={})
     begins: list[Callable[[], object]] = [
         lambda: _Cell(made, 1, None),  # type: ignore[arg-type]
         lambda: _assemble(made, unit, [], part),

@@ -34,14 +34,14 @@ def test_rows_of_units_that_are_lost_or_given_up_are_not_counted_as_done(
     monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": "node", "Alive": True}])
     task: Any = SimpleNamespace(config=job(), run="run")
     plan: Any = SimpleNamespace(rows=512)
-    under_way = Session(task, plan, [], Interruption())
+    under_way = Session(task, plan, [], Interruption(), None)
     under_way._pending = {unit.id: unit for unit in UNITS}
     for unit in UNITS:
         board.take(unit.id, "process 1", "node")
         board.batch_done(unit.id, 200, 800)
 
     under_way._account_for([UNITS[0].id])
-    assert (board.read([]).rows, under_way._attempts.of(UNITS[0].id).deaths) == (200, 1)
+    assert (board.read([]).rows, under_way._attempts[UNITS[0].id].deaths) == (200, 1)
     under_way._give_up(UNITS[1])
     assert board.read([]).rows == 0
 
@@ -57,7 +57,7 @@ def test_a_session_in_which_nothing_moves_ends_resumably(
     monkeypatch.setattr(session, "Watchdog", partial(Watchdog, clock=lambda: now[0]))
     task: Any = SimpleNamespace(config=job(stall_minutes=1.0), run="run")
     plan: Any = SimpleNamespace(rows=1)
-    stuck = Session(task, plan, [], Interruption())
+    stuck = Session(task, plan, [], Interruption(), None)
     for seconds in (0, 59):
         now[0] += seconds
         stuck._check()

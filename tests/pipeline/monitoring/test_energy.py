@@ -5,7 +5,7 @@ from __future__ import annotations
 import pynvml
 import pytest
 
-from pipeline.monitoring.energy import EnergyMeter
+from pipeline.monitoring.spending import EnergyMeter
 
 
 class Library:

@@ -39,7 +39,7 @@ def test_counters_are_the_sums_of_what_was_committed(recorded: dict[str, float])
     for rows in (3, 4):
         unit = commit(rows=rows, errors=0, prompt_tokens=7, generated_tokens=5, flops_decode=11, audited=1,
                       audit_rouge=0.5)  # fmt: skip
-        before.add(unit.totals)
+        before += unit.totals
         meter.committed(unit, before)
     meter.failed()
     assert recorded["skipdecode_rows_total"] == 7

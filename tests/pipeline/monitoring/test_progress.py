@@ -27,9 +27,12 @@ class StillBoard:
 
 def line(counts: Counts, resumed: Totals | None = None, *commits: Totals) -> str:
     board: Any = StillBoard(counts)
-    reporter = ProgressReporter(board, 100, resumed or Totals())
+    so_far = resumed or Totals()
+    reporter = ProgressReporter(board, 100, so_far)
     for number, totals in enumerate(commits):
-        reporter.committed(Commit(f"00000-{number:09d}", "a", "data/x.parquet", "s", 1, "in", 0, totals=totals))
+        so_far += totals
+        commit = Commit(f"00000-{number:09d}", "a", "data/x.parquet", "s", 1, "in", 0, totals=totals)
+        reporter.committed(commit, so_far)
     return reporter._line()[1]
 
 

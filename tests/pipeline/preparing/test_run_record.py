@@ -51,9 +51,9 @@ def test_a_zombie_from_before_fresh_can_neither_commit_nor_finish(storage: Stora
     zombie = claim_output(storage, RUN)
     discard_run(storage)
     claim = claim_output(storage, RUN)  # the same settings, another claim
-    commit_unit(storage, UNIT, ROWS, 0, 0.0, claim.run)
+    commit_unit(storage, UNIT, ROWS, claim.run)
     with pytest.raises(JobError, match="a process of that run still wrote here"):
-        commit_unit(storage, UNIT, ROWS, 0, 0.0, zombie.run)
+        commit_unit(storage, UNIT, ROWS, zombie.run)
     with pytest.raises(JobError, match="was discarded by another job with --fresh"):
         zombie.check(storage)
     assert [commit.run for commit in read_commits(storage, claim.run)] == [claim.run]
@@ -63,7 +63,7 @@ def test_a_commit_that_a_zombie_made_first_is_noticed(storage: Storage) -> None:
     zombie = claim_output(storage, RUN)
     discard_run(storage)
     claim = claim_output(storage, RUN)
-    commit_unit(storage, UNIT, ROWS, 0, 0.0, zombie.run)
+    commit_unit(storage, UNIT, ROWS, zombie.run)
     with pytest.raises(JobError, match="end it, then start this job with --fresh"):
         read_commits(storage, claim.run)
 

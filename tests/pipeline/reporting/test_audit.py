@@ -53,7 +53,7 @@ def test_a_good_schedule_is_hardly_ever_stopped_and_a_bad_one_soon() -> None:
         for minimum, found in stops.items():
             total = Totals()
             for count, value in enumerate(rouge, 1):
-                total.add(totals_of([value]))
+                total += totals_of([value])
                 if fails_audit(total, minimum):
                     found.append(count)
                     break

@@ -42,8 +42,8 @@ def report_of(tmp_path: Path, job: Callable[..., JobConfig]) -> Callable[..., st
             ids = [str(row) for row in range(len(rows))]
             output = generate(prepared, ids, RowGenerator(Echo(), Sampling(), None, 2))
             unit = WorkUnit(f"00000-{start:09d}", "a.parquet", start, len(rows))
-            commits.append(commit_unit(storage, unit, output, 0, 1.0, beside=audited))
-            totals.add(commits[-1].totals)
+            commits.append(commit_unit(storage, unit, output, cost={"seconds": 1.0, **(audited or {})}))
+            totals += commits[-1].totals
         write_report(storage, config, Schedule.full_depth(LAYERS), "abcdef", commits, totals, [], [])
         return (tmp_path / "out/report.html").read_text()
 
