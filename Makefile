@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Where a container forbids this, every process of a test or a cluster compiles all that it imports, again and again.
+export PYTHONDONTWRITEBYTECODE :=
 # Compiling what is never imported would double the time of an installation.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint infra/constraints.txt
 
@@ -28,12 +30,9 @@ demo: install  ## summarise 100 real texts with the packaged model; prints the r
 local: install  ## the demo on a real S3 server and Ray head, by ray job submit; cleans up behind itself
 	$(BIN)/python infra/local/demo.py
 
-# These start no servers and mind no company; all others would wait for each other's clusters.
-SIDE_BY_SIDE := tests/engine tests/jobs tests/pipeline/evaluation
-
 test: lint  ## lint, types and the whole suite
-	$(BIN)/python -m pytest -n auto --dist loadfile $(SIDE_BY_SIDE)
-	$(BIN)/python -m pytest $(addprefix --ignore ,$(SIDE_BY_SIDE))
+	$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow and not alone"
+	$(BIN)/python -m pytest -m "not slow and alone"
 
 test-slow: install  ## tests of real jobs and clusters that take minutes each
 	$(BIN)/python -m pytest -m slow
@@ -72,7 +71,7 @@ $(VLLM)/.installed: pyproject.toml infra/vllm/requirements.txt
 	@touch $@
 
 test-vllm: vllm-env  ## schedules in vLLM against our own engine, on this machine's CPU, some minutes
-	$(VLLM)/bin/python -m pytest tests/engine/vllm
+	$(VLLM)/bin/python -m pytest -n auto --dist loadfile tests/engine/vllm
 
 lint: install
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,23 +13,42 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pyarrow.parquet as pq
 import pytest
+import ray
 import torch
 from hypothesis import settings
-from servers import BUSY_MACHINE, S3Server
+from servers import BUSY_MACHINE, IMPORTS, S3Server
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from engine import Engine
 from engine.checkpoints import checkpoint
+from pipeline.execution.cluster import EMBEDDED_STORE_BYTES, ONE_MACHINE
 
 PACKAGED = "smollm2-135m-instruct"
 CORPUS = Path(__file__).parent.parent / "infra" / "demo" / "package_descriptions.parquet"
 
 os.environ.update(BUSY_MACHINE)
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # what asks Ray for something without a cluster is not to start one
 
 # The same examples on every run: a red test is red for everybody.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
+
+
+CLUSTERS = {"cluster", "ray_head", "nodes"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as `alone` what asks for a cluster."""
+    for item in items:
+        if CLUSTERS & set(getattr(item, "fixturenames", ())):
+            item.add_marker("alone")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported out of every later garbage collection: who frees memory would look through all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 ASCII = [chr(code) for code in range(33, 127)] + ["Ġ"]  # the byte-level alphabet writes a space as Ġ
@@ -42,16 +62,47 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     server.stop()
 
 
+@pytest.fixture
+def credentials(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has those of the S3 server, and its address."""
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.fixture(scope="session")
-def packaged() -> Engine:
+def cluster(s3: S3Server) -> Iterator[None]:
+    """Ray inside this process, on two cores, as a job would start it; its workers reach the S3 server."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**s3.environment, "PYTHONPATH": IMPORTS}.items():
+            patch.setenv(name, value)
+        ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=EMBEDDED_STORE_BYTES // 4,
+            # A worker takes seconds to import torch: what one job started should serve the next.
+            _system_config=ONE_MACHINE | {"num_workers_soft_limit": 8},
+        )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def cores() -> int:
+    """Threads of the packaged model: tests side by side share two."""
+    return 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+
+
+@pytest.fixture(scope="session")
+def packaged(cores: int) -> Engine:
     """SmolLM2-135M-Instruct in float32 on the CPU."""
-    return Engine.load(PACKAGED, device="cpu", threads=2)
+    return Engine.load(PACKAGED, device="cpu", threads=cores)
 
 
 @pytest.fixture(scope="session")
-def packaged_reference() -> PreTrainedModel:
+def packaged_reference(cores: int) -> PreTrainedModel:
     """The same checkpoint in transformers."""
-    torch.set_num_threads(2)
+    torch.set_num_threads(cores)
     return AutoModelForCausalLM.from_pretrained(checkpoint.prepare(PACKAGED), dtype=torch.float32).eval()
 
 

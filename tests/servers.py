@@ -20,6 +20,9 @@ from ray.exceptions import RayError
 from ray.job_submission import JobSubmissionClient
 
 SCRIPTS = Path(sys.executable).parent
+TESTS = Path(__file__).parent
+# What processes of clusters and jobs find: the project, and the doubles that jobs here bring.
+IMPORTS = ":".join(map(str, (TESTS.parent, TESTS, TESTS / "pipeline", TESTS / "faults")))
 START_S, STOP_S = 60, 5
 BUCKET = "corpus"
 # Ray on a machine that does other things too: workers as quick as the test that waits for them, time for a slow start.

@@ -8,7 +8,7 @@ import pytest
 from servers import RayHead, S3Server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_head(s3: S3Server) -> Iterator[RayHead]:
     """One whose jobs have the S3 server's credentials."""
     head = RayHead(s3.environment)

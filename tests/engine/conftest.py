@@ -18,9 +18,9 @@ from tests.engine.adapters import random_adapter
 
 
 @pytest.fixture(autouse=True)
-def threads(request: pytest.FixtureRequest) -> None:
-    """Two threads for the packaged model; for a tiny one they would mostly wait for each other."""
-    torch.set_num_threads(2 if "packaged" in request.fixturenames else 1)
+def threads(request: pytest.FixtureRequest, cores: int) -> None:
+    """The packaged model's; those of a tiny one would mostly wait for each other."""
+    torch.set_num_threads(cores if "packaged" in request.fixturenames else 1)
 
 
 @pytest.fixture(scope="session")

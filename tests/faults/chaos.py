@@ -28,8 +28,8 @@ from driver import wrong_clock
 from fault_proxy import Fault, FaultProxy
 from nodes import Nodes
 from schedules import FAR, FILES, FOREIGN_BESIDE, Schedule, random_schedule
-from servers import BUCKET, S3Server
-from trial import HARMS, IMPORTS, Harmed, Trial, kill_replicas, tell, waiting_driver
+from servers import BUCKET, IMPORTS, S3Server
+from trial import HARMS, Harmed, Trial, kill_replicas, tell, waiting_driver
 
 from jobs.command_line import FAILED_EXIT, STOPPED_EXIT, UNITS_FAILED_EXIT
 from pipeline.errors import JobError, JobStopped, NothingToDo, UnitsFailed

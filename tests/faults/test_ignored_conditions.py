@@ -13,13 +13,6 @@ from pipeline.run import run_job
 from pipeline.storage.storage import Storage
 
 
-@pytest.fixture
-def elsewhere(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> Trial:
-    for name, value in trial.server.environment.items():
-        monkeypatch.setenv(name, value)
-    return trial
-
-
 def output(trial: Trial) -> Storage:
     return trial.config().output_storage()
 
@@ -31,25 +24,25 @@ def left(trial: Trial) -> list[str]:
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_such_a_store_is_refused_and_left_as_it_was(elsewhere: Trial, incremental: bool) -> None:
+def test_such_a_store_is_refused_and_left_as_it_was(trial: Trial, incremental: bool) -> None:
     refused = pytest.raises(JobError, match=r"cannot hold an output, for it replaces an object .* and copy")
-    with elsewhere.proxy.ignoring_conditions(elsewhere.server.environment), refused:
-        run_job(elsewhere.config(incremental=incremental), NoEngineBackend())
-    assert left(elsewhere) == []
+    with trial.proxy.ignoring_conditions(trial.server.environment), refused:
+        run_job(trial.config(incremental=incremental), NoEngineBackend())
+    assert left(trial) == []
 
 
-def test_a_run_on_such_a_store_is_not_taken_over(elsewhere: Trial) -> None:
+def test_a_run_on_such_a_store_is_not_taken_over(trial: Trial) -> None:
     description = {"schedule": {"layers": 1}, "sampling": {}, "input": {}}
-    claim_output(output(elsewhere), {"model": "one", **description})
-    record = output(elsewhere).read("_run.json")
+    claim_output(output(trial), {"model": "one", **description})
+    record = output(trial).read("_run.json")
     refused = pytest.raises(JobError, match=r"belongs to run .* differs in model")
-    with elsewhere.proxy.ignoring_conditions(elsewhere.server.environment), refused:
-        claim_output(output(elsewhere), {"model": "another", **description})
-    assert output(elsewhere).read("_run.json") == record
+    with trial.proxy.ignoring_conditions(trial.server.environment), refused:
+        claim_output(output(trial), {"model": "another", **description})
+    assert output(trial).read("_run.json") == record
 
 
-def test_a_store_that_keeps_conditions_is_proven_in_requests_that_leave_nothing(elsewhere: Trial) -> None:
-    counts = elsewhere.proxy.arm(elsewhere.name)
-    output(elsewhere).prove_put_if_absent()
+def test_a_store_that_keeps_conditions_is_proven_in_requests_that_leave_nothing(trial: Trial) -> None:
+    counts = trial.proxy.arm(trial.name)
+    output(trial).prove_put_if_absent()
     assert dict(counts) == {"PUT _probe": 2}  # and a removal, which is not counted
-    assert left(elsewhere) == []
+    assert left(trial) == []

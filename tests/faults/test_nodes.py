@@ -8,8 +8,8 @@ import pytest
 import ray
 from fault_proxy import Fault
 from nodes import Nodes
-from servers import S3Server
-from trial import IMPORTS, Trial
+from servers import IMPORTS, S3Server
+from trial import Trial
 
 pytestmark = pytest.mark.timeout(600)
 

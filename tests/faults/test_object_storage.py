@@ -12,7 +12,7 @@ from trial import Trial
 from pipeline.errors import JobStopped
 from pipeline.run import run_job
 
-pytestmark = [pytest.mark.usefixtures("ray_node"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(600)]
 
 UNITS, FILES = 6, 2
 READS = ("LIST in", "HEAD in", "GET in", "GET data")

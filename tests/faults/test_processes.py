@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from pathlib import Path
+from dataclasses import dataclass
 
 import pytest
 import ray
@@ -14,7 +14,7 @@ from trial import Trial, kill_replicas, own_processes
 
 from jobs.command_line import STOPPED_EXIT
 
-pytestmark = [pytest.mark.usefixtures("ray_node"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.usefixtures("cluster", "credentials"), pytest.mark.timeout(600)]
 
 LIMIT_S = 280
 UNIT_TOKENS = 4 * 12
@@ -30,10 +30,10 @@ def ended(driver: subprocess.Popen[str]) -> str:
     return said
 
 
-def cluster() -> str:
+def address() -> str:
     """Address of the Ray of these tests, for drivers that are to share it."""
-    address: str = ray.get_runtime_context().gcs_address
-    return address
+    found: str = ray.get_runtime_context().gcs_address
+    return found
 
 
 @pytest.mark.slow
@@ -69,7 +69,7 @@ def test_a_killed_replica_costs_at_most_the_units_it_held(trial: Trial) -> None:
 def test_a_killed_driver_costs_at_most_its_units_in_flight(
     trial: Trial, operation: str, nth: int, action: Action, committed: int
 ) -> None:
-    driver = trial.start(seconds_per_batch=0.3, ray_address=cluster())
+    driver = trial.start(seconds_per_batch=0.3, ray_address=address())
     trial.proxy.arm(trial.name, [Fault(operation, nth, action, call=driver.kill)])
     ended(driver)
     assert driver.returncode == -signal.SIGKILL
@@ -79,19 +79,38 @@ def test_a_killed_driver_costs_at_most_its_units_in_flight(
     assert trial.tokens_generated <= trial.tokens_of_one_pass + 3 * UNIT_TOKENS
 
 
-def test_a_nightly_driver_killed_and_started_again_at_once_waits_takes_over_and_finishes(
-    s3: S3Server, proxy: FaultProxy, tmp_path: Path
-) -> None:
-    trial = Trial(s3, proxy, tmp_path, rows=40)
-    times = {"LEASE_S": 20.0, "RENEW_S": 2.0, "LOOK_S": 1.0}
-    drivers = [trial.start(0.3, times, ray_address=cluster(), incremental=True)]
+@dataclass(frozen=True)
+class TwoDrivers:
+    """A nightly job's driver that was killed, and the next one, started at once."""
+
+    trial: Trial
+    codes: list[int]
+    said: list[str]
+    shown: list[str]  # command lines of all processes, while the second was at work
+
+
+@pytest.fixture(scope="module")
+def nightly(cluster: None, s3: S3Server, proxy: FaultProxy, tmp_path_factory: pytest.TempPathFactory) -> TwoDrivers:
+    trial = Trial(s3, proxy, tmp_path_factory.mktemp("nightly"), rows=40)
+    times = {"LEASE_S": 10.0, "RENEW_S": 1.0, "LOOK_S": 0.5}
+    shown: list[str] = []
+
+    def look() -> None:
+        shown.extend(" ".join(process.cmdline()) for process in own_processes(""))
+
+    drivers = [trial.start(0.3, times, ray_address=address(), incremental=True)]
     trial.proxy.arm(trial.name, [Fault("PUT _commits", 4, "call before", call=drivers[0].kill)])
-    ended(drivers[0])
-    assert drivers[0].returncode == -signal.SIGKILL
+    said = [ended(drivers[0])]
     assert not any("_SUCCESS" in path for path in s3.files.find(f"{BUCKET}/{trial.name}/out"))
-    drivers.append(trial.start(0.3, times, ray_address=cluster(), incremental=True))
-    said = ended(drivers[1])
-    assert drivers[1].returncode == 0, said
+    trial.proxy.arm(trial.name, [Fault("PUT _commits", 1, "call before", call=look), Fault("PUT data", 2, "fail")])
+    drivers.append(trial.start(0.3, times, ray_address=address(), incremental=True))
+    said.append(ended(drivers[1]))
+    return TwoDrivers(trial, [driver.returncode for driver in drivers], said, shown)
+
+
+def test_a_nightly_driver_killed_and_started_again_at_once_waits_takes_over_and_finishes(nightly: TwoDrivers) -> None:
+    trial, (_, said) = nightly.trial, nightly.said
+    assert nightly.codes == [-signal.SIGKILL, 0], said
     assert "has not renewed its lease" in said
     assert "nothing to do" not in said
     assert said.strip().splitlines()[-1] == "40"
@@ -99,9 +118,18 @@ def test_a_nightly_driver_killed_and_started_again_at_once_waits_takes_over_and_
     assert trial.tokens_generated <= trial.tokens_of_one_pass + 7 * UNIT_TOKENS
 
 
+def test_no_secret_is_in_what_a_driver_says_shows_or_writes(nightly: TwoDrivers) -> None:
+    files, secret = nightly.trial.server.files, nightly.trial.server.environment["AWS_SECRET_ACCESS_KEY"]
+    assert any("driver.py" in line for line in nightly.shown)
+    written = [files.cat_file(path) for path in files.find(f"{BUCKET}/{nightly.trial.name}/out")]
+    assert len(written) >= 15
+    assert secret not in "".join(nightly.shown + nightly.said)
+    assert not any(secret.encode() in content for content in written)
+
+
 @pytest.mark.slow
 def test_two_drivers_on_one_output_agree_on_every_unit(trial: Trial) -> None:
-    drivers = [trial.start(0.3, ray_address=cluster(), threads_per_replica=1) for _ in range(2)]
+    drivers = [trial.start(0.3, ray_address=address(), threads_per_replica=1) for _ in range(2)]
     said = [ended(driver) for driver in drivers]
     assert [driver.returncode for driver in drivers] == [0, 0], said
     trial.check()
@@ -109,7 +137,7 @@ def test_two_drivers_on_one_output_agree_on_every_unit(trial: Trial) -> None:
 
 def test_sigterm_lets_units_in_flight_finish_and_ends_resumably(trial: Trial) -> None:
     # Many slow units, one a pass: the first commit may come late on a busy machine, and some must be left by then.
-    driver = trial.start(seconds_per_batch=8.0, ray_address=cluster(), rows_per_unit=1, batch_size=1)
+    driver = trial.start(seconds_per_batch=4.0, ray_address=address(), rows_per_unit=1, batch_size=1)
     trial.proxy.arm(trial.name, [Fault("PUT _commits", 1, "call after", call=driver.terminate)])
     said = ended(driver)
     assert driver.returncode == STOPPED_EXIT, said
@@ -120,22 +148,3 @@ def test_sigterm_lets_units_in_flight_finish_and_ends_resumably(trial: Trial) ->
     trial.check()
     left = trial.tokens_of_one_pass * (24 - result.rows_resumed) / 24
     assert trial.tokens_generated - before <= left + 2 * UNIT_TOKENS
-
-
-def test_no_secret_is_in_what_a_driver_says_shows_or_writes(trial: Trial) -> None:
-    secret = trial.server.environment["AWS_SECRET_ACCESS_KEY"]
-    driver = trial.start(seconds_per_batch=0.2, ray_address=cluster())
-    shown: list[str] = []
-
-    def look() -> None:
-        shown.extend(" ".join(process.cmdline()) for process in own_processes(""))
-
-    trial.proxy.arm(trial.name, [Fault("PUT _commits", 1, "call before", call=look), Fault("PUT data", 2, "fail")])
-    said = ended(driver)
-    assert driver.returncode == 0, said
-    assert any("driver.py" in line for line in shown)
-    files = trial.server.files
-    written = [files.cat_file(path) for path in files.find(f"{BUCKET}/{trial.name}/out")]
-    assert len(written) >= 15
-    assert secret not in "".join(shown) + said
-    assert not any(secret.encode() in content for content in written)

@@ -23,8 +23,6 @@ Rows = list[dict[str, Any]]
 @pytest.fixture
 def finished(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> Trial:
     """24 rows in two files, published in units of four, among files of others."""
-    for name, value in trial.server.environment.items():
-        monkeypatch.setenv(name, value)
     without_ray(monkeypatch)
     trial.lay_foreign_files(["out_notes"])
     trial.run()

@@ -9,30 +9,23 @@ import subprocess
 import sys
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
-import ray
 from counting_double import SIGNED, counting_backend, tokens_generated
 from fault_proxy import FaultProxy, key
-from nodes import PATIENT_WORKERS
-from servers import BUCKET, BUSY_MACHINE, S3Server
+from servers import BUCKET, IMPORTS, S3Server
 
 from pipeline.config import JobConfig
-from pipeline.execution.cluster import EMBEDDED_STORE_BYTES
 from pipeline.inspection import inspect, verify
 from pipeline.run import RunResult, run_job
 from pipeline.storage.storage import Storage
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-IMPORTS = ":".join(str(folder) for folder in (ROOT, HERE, HERE.parent, HERE.parent / "pipeline"))
 NEW_TOKENS = 12
 PATIENCE_S = 20.0  # the product's own default is ten minutes
 HARMS = ("rows lost", "rows doubled", "rows changed", "rows mixed", "foreign files changed", "stray files", "damages")
@@ -45,28 +38,6 @@ class Harmed(AssertionError):
         """`counts` are of HARMS."""
         super().__init__(f"{dict(+counts)}, such as {example}")
         self.counts = counts
-
-
-@contextmanager
-def local_ray(environment: dict[str, str], **options: Any) -> Iterator[None]:
-    """Ray inside this process on two cores; this process and its workers have the environment."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**environment, **BUSY_MACHINE, "PYTHONPATH": IMPORTS}.items():
-            patch.setenv(name, value)
-        if ray.is_initialized():
-            ray.shutdown()
-        ray.init(
-            address="local",
-            num_cpus=2,
-            include_dashboard=False,
-            object_store_memory=EMBEDDED_STORE_BYTES // 4,
-            _system_config=PATIENT_WORKERS,
-            **options,
-        )
-        try:
-            yield
-        finally:
-            ray.shutdown()
 
 
 class Trial:

@@ -1,39 +1,21 @@
-"""An embedded Ray, Parquet files with any row groups, and jobs on an engine double."""
+"""Parquet files with any row groups, and jobs on an engine double."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import ray
 from engine_double import ByteTokenizer
 
 from engine import Tokenizer
 from pipeline.commits.commit import read_commits
 from pipeline.config import JobConfig
-from pipeline.execution.cluster import EMBEDDED_STORE_BYTES
 from pipeline.inputs.work import InputFile
 from pipeline.storage.storage import Storage
-
-
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[None]:
-    """Ray inside this process, on two cores; its workers can import this folder's modules."""
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=EMBEDDED_STORE_BYTES,
-        runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}},
-        # A worker takes seconds to import torch: what one job started should serve the next.
-        _system_config={"idle_worker_killing_time_threshold_ms": 600_000, "num_workers_soft_limit": 8},
-    )
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from pipeline.execution.interruption import Interruption
 from pipeline.execution.session import Done
 from pipeline.execution.stages import Task
 from pipeline.inputs.work import Plan
+from pipeline.reporting import report
 from pipeline.rows.row_generator import RowGenerator
 from pipeline.rows.rows import generate
 from pipeline.rows.unit import WorkUnit
@@ -66,7 +67,11 @@ class InlineSession:
 
 
 def without_ray(patch: pytest.MonkeyPatch) -> type[InlineSession]:
-    """Let `run_job` generate so; each unit takes an hour of a replica's time, as far as the books go."""
+    """Let `run_job` generate so; each unit takes an hour of a replica's time, as far as the books go.
+
+    Reports have no charts, which take longer to draw than the rest of a job here.
+    """
+    patch.setattr(report, "to_svg", lambda figure: "")
     patch.setattr(run, "Session", InlineSession)
     patch.setattr(run, "connect", lambda address, log_to_driver: None)
     patch.setattr(InlineSession, "stop_after", None)

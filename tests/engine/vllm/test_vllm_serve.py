@@ -40,7 +40,7 @@ def server(model: Path, schedule: Path, folder: Path) -> Iterator[str]:
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
         "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
         "--max-model-len", "160", "--max-num-batched-tokens", "48", "--max-num-seqs", "4", "--block-size", "32",
-        "--async-scheduling",
+        "--async-scheduling", "--distributed-executor-backend", "uni",  # as on one GPU
         "--additional-config", json.dumps({"skipdecode_schedule": str(schedule)}),
     ]  # fmt: skip
     with (folder / "server.log").open("w") as log:

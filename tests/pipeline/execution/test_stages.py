@@ -13,6 +13,7 @@ from engine_double import LAYERS, ByteTokenizer, EchoBackend
 from engine import Schedule
 from pipeline.config import JobConfig
 from pipeline.execution.stages import Task, UnitGenerator
+from pipeline.monitoring.energy import EnergyMeter
 from pipeline.reporting.audit import Auditor
 from pipeline.rows.rows import prepare
 from pipeline.rows.template import PromptTemplate
@@ -36,6 +37,7 @@ def test_the_time_of_an_audit_is_that_of_its_unit(
         return {"audited": 1}
 
     monkeypatch.setattr(Auditor, "audit", audit)
+    monkeypatch.setattr(EnergyMeter, "of_this_process", lambda gpus: EnergyMeter([]))
     template, table = PromptTemplate("{text}", format="raw"), pa.table({"text": ["one", "two"]})
     schedule = Schedule.full_depth(LAYERS)
     task = Task(job(), EchoBackend(), template, schedule, ("text",), table.schema, 100, "run")
