@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from torch import Tensor
 
@@ -356,7 +356,7 @@ class Schedule:
             raise ScheduleError(f"the schedule {str(file)!r} cannot be read: {error}") from None
 
 
-def _is_lists_of(kind: type, value: object) -> bool:
+def _is_lists_of(kind: type, value: object) -> TypeGuard[list[list[Any]]]:
     return isinstance(value, list) and all(
         isinstance(each, list) and all(type(item) is kind for item in each) for each in value
     )
