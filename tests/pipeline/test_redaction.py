@@ -60,7 +60,10 @@ def test_what_is_secret_in_a_url_is_taken_out_and_nothing_else(text: str, left: 
 
 
 @pytest.mark.parametrize("format", ["text", "json"])
-def test_no_line_of_the_log_repeats_a_signature(format: logs.LogFormat, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_line_of_the_log_repeats_a_signature(
+    format: logs.LogFormat, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
     logs.set_up(format)
     try:
         raise OSError("https://h/x?sig=5ecret")
