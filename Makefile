@@ -31,7 +31,7 @@ local: install  ## the demo on a real S3 server and Ray head, by ray job submit;
 	$(BIN)/python infra/local/demo.py
 
 test: lint  ## lint, types and the whole suite
-	$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow and not alone"
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow and not alone"
 	$(BIN)/python -m pytest -m "not slow and alone"
 
 test-slow: install  ## tests of real jobs and clusters that take minutes each

@@ -28,14 +28,13 @@ PACKAGED = "smollm2-135m-instruct"
 CORPUS = Path(__file__).parent.parent / "infra" / "demo" / "package_descriptions.parquet"
 
 os.environ.update(BUSY_MACHINE)
-os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # what asks Ray for something without a cluster is not to start one
 
 # The same examples on every run: a red test is red for everybody.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
 
 
-CLUSTERS = {"cluster", "ray_head", "nodes"}
+CLUSTERS = {"cluster", "ray_head"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

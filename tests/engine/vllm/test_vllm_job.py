@@ -18,6 +18,7 @@ from servers import RayHead
 
 from engine import Schedule
 from pipeline.generate_text import GenerateText
+from pipeline.rows.rows import GENERATED
 
 pytest.importorskip("vllm.config", exc_type=ImportError)
 
@@ -36,10 +37,11 @@ def command(output: Path, schedule: Path) -> list[str]:
 
 
 def by_id(table: pa.Table) -> list[dict[str, Any]]:
-    """Rows without what engines charge in their own ways."""
+    """What was generated, without what engines charge in their own ways."""
     # Prompts are charged whole: vLLM finds what they share by itself.
-    table = table.drop_columns(["shared_prefix_tokens", "flops_prompt", "flops_full_depth"])
-    return sorted(table.to_pylist(), key=lambda row: str(row["id"]))
+    own = {"shared_prefix_tokens", "flops_prompt", "flops_full_depth"}
+    names = ["id", *(name for name in GENERATED.names if name not in own)]
+    return sorted(table.select(names).to_pylist(), key=lambda row: str(row["id"]))
 
 
 @pytest.fixture
