@@ -282,7 +282,8 @@ class Schedule:
             raise ScheduleError(f"a schedule is a JSON object, got {type(data).__name__}")
         if data.get("format") != FORMAT:
             raise ScheduleError(f"schedule format {data.get('format')!r} is not known, this version reads {FORMAT}")
-        layers, order, skipped = (data.get(key) for key in ("layers", "skip_order", "skipped"))
+        layers, order = data.get("layers"), data.get("skip_order")
+        skipped: Any = data.get("skipped")
         if type(layers) is not int:
             raise ScheduleError(f"layers must be a whole number, got {layers!r}")
         if not isinstance(order, list):

@@ -54,7 +54,7 @@ class SolvedRivals:
         for target in targets:
             for name in names:
                 file = self._file(name, target)
-                if not self._storage.exists(file):
+                if self._storage.read(file) is None:
                     self._write(file, solve_rival(name, target, calibration()))
                 if (solved := _RECORD.read(self._storage, file)) is not None:
                     method = solved.get("schedule") or solved.get("early exit")

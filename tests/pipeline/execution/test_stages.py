@@ -13,7 +13,7 @@ from engine_double import LAYERS, ByteTokenizer, EchoBackend
 from engine import Schedule
 from pipeline.config import JobConfig
 from pipeline.execution.stages import Task, UnitGenerator
-from pipeline.monitoring.energy import EnergyMeter
+from pipeline.monitoring.spending import EnergyMeter
 from pipeline.reporting.audit import Auditor
 from pipeline.rows.rows import prepare
 from pipeline.rows.template import PromptTemplate
