@@ -37,7 +37,8 @@ from engine.shape import ModelShape
 
 AHEAD = ORDERED_TOGETHER + 1  # batches: one that runs, and those that are put in order together
 
-Part, Ready = TypeVar("Part"), TypeVar("Ready")
+Part = TypeVar("Part")
+Ready = TypeVar("Ready")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -49,6 +49,7 @@ class AnswerPass:
         first comes from the prompt pass.
         """
         self._decoder, self._kernels, self._device = prompts.decoder, prompts.kernels, prompts.device
+        self.answers = answers
         passes = torch.tensor([answer.passes for answer in answers])
         self.sample = torch.arange(len(answers)).repeat_interleave(passes)  # [N]: whose token
         self.step = torch.cat([torch.arange(count) for count in passes.tolist()])  # [N]: decode step
