@@ -66,7 +66,8 @@ class _Running:
     def cache_bytes(self) -> int:
         """That rows take in its cache now, on one device."""
         tensors = self.scheduler.kv_cache_config.kv_cache_tensors  # of one allocation, each with its size
-        return int(self.scheduler.kv_cache_manager.usage * max(tensor.size for tensor in tensors))
+        used: float = self.scheduler.kv_cache_manager.usage * max(tensor.size for tensor in tensors)
+        return round(used)
 
     def can(self, schedule: Schedule, rows: int) -> bool:
         """Run rows under a schedule; at full depth it can under any."""
