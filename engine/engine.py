@@ -26,7 +26,7 @@ from engine.forward.operations import Compiled, Observe
 from engine.forward.prompt_pass import FULL_DEPTH, PromptPass, StoppedPrompts
 from engine.forward.quality import AnswerScore, Likelihood, likelihood, score, similarity
 from engine.forward.teacher_forcing import Answer, AnswerPass
-from engine.kernels.base import Kernels, kernels_for
+from engine.kernels import Kernels, kernels_for
 from engine.memory import SHARE, free_bytes, keep_freed_memory, rows_that_fit
 from engine.models.decoder import Decoder
 from engine.models.families import family_of

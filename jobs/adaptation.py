@@ -25,7 +25,7 @@ from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import Trainer
 from engine.calibration.prompts import counted_prompt_bridge, fit_prompt_bridge, prompt_cut
 from engine.forward.quality import Quality
-from engine.kernels.base import training_kernels_for
+from engine.kernels import training_kernels_for
 from engine.memory import free_bytes
 from jobs.answers import PART, AnswersConfig, answer_corpus, with_more_answers
 from pipeline import logs

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from engine.forward.compiled_parts import compile_bridge, compile_head, compile_prompt_bridge
 from engine.forward.operations import Compiled
-from engine.kernels.base import Kernels
+from engine.kernels import Kernels
 from engine.models.decoder import Decoder
 from engine.parts.adapter import Adapter, silent_adapter
 from engine.parts.bridge import GATED, Bridge

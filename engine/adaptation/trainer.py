@@ -24,7 +24,7 @@ from engine.forward.packing import packs
 from engine.forward.prompt_pass import PROMPT_TOKENS
 from engine.forward.quality import Judge, Quality
 from engine.forward.teacher_forcing import Answer, AnswerPass
-from engine.kernels.base import Kernels
+from engine.kernels import Kernels
 from engine.parts.part import rounded
 from engine.schedules.schedule import Schedule
 

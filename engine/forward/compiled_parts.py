@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.base import Kernels, Linear
+from engine.kernels import Kernels, Linear
 from engine.models.decoder import Decoder
 from engine.parts import head_preview, prompt_bridge
 from engine.parts.bridge import EPS, GATED, Bridge

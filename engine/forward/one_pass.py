@@ -20,7 +20,7 @@ from engine.forward.cache import KVCache, RowBlock
 from engine.forward.compiled_parts import PromptMaps
 from engine.forward.operations import ApplyBridge, Compiled, Operation, RunUnit, unit_plans
 from engine.forward.prompt_pass import Prefix, PromptPass
-from engine.kernels.base import attended_alone, seen_by
+from engine.kernels import attended_alone, seen_by
 from engine.models.decoder import Attend, Rotations
 from engine.schedules.schedule import Schedule
 

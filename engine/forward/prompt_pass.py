@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.forward.compiled_parts import BridgeMap, PromptMaps
 from engine.forward.operations import Compiled, Observe, run_units
-from engine.kernels.base import Kernels, attended_alone
+from engine.kernels import Kernels, attended_alone
 from engine.models.decoder import Attend, Decoder, Rotations
 from engine.parts.unit import Block, Unit, all_units
 from engine.schedules.schedule import PromptPlan

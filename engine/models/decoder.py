@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.checkpoints.weight_files import Weights
 from engine.errors import ModelError
-from engine.kernels.base import Kernels
+from engine.kernels import Kernels
 from engine.models.projections import Layout, Projections
 from engine.models.rotary import interleave
 from engine.parts.adapter import Adapter

@@ -9,7 +9,7 @@ import torch
 
 from engine.checkpoints.weight_files import Weights
 from engine.errors import ModelError
-from engine.kernels.base import Kernels
+from engine.kernels import Kernels
 from engine.models import gemma, granite, llama, opt
 from engine.models.decoder import Decoder
 from engine.shape import ModelShape

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.base import Linear
+from engine.kernels import Linear
 from engine.models.decoder import Attend, Decoder, Rotations, activation
 from engine.models.projections import Layout
 from engine.shape import ModelShape

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.checkpoints.weight_files import Weights
 from engine.errors import ScheduleError
-from engine.kernels.base import Kernels, Linear
+from engine.kernels import Kernels, Linear
 from engine.parts.adapter import Adapter, LowRank
 from engine.parts.unit import Unit
 

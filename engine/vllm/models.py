@@ -22,7 +22,7 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from engine.errors import ScheduleError
 from engine.forward.compiled_parts import PromptMaps, compile_bridge, compile_prompt_bridge
 from engine.forward.operations import unit_plans
-from engine.kernels.base import Kernels
+from engine.kernels import Kernels
 from engine.models.families import family_of
 from engine.parts.bridge import Bridge
 from engine.parts.unit import Unit

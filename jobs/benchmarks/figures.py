@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from engine import Ledger, ModelShape, Schedule
-from engine.kernels.base import kernels_for
+from engine.kernels import kernels_for
 from pipeline.reporting.text_metrics import overlap
 
 MATRIX = {"cpu": 2048, "cuda": 8192}  # wide enough to keep every unit busy

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from engine import BatchStats, Engine, Sampling, Schedule, __version__
-from engine.kernels.base import Kernels, kernels_for
+from engine.kernels import Kernels, kernels_for
 from jobs.benchmarks.peers.protocol import Job, Peer, Prompts, Run, longest_first, serve
 
 LOCK_STEP = "lock-step"  # nobody enters before all rows have ended, as in SkipDecode's batches

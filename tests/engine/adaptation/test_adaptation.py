@@ -20,7 +20,7 @@ from engine.adaptation.trainer import Trainer
 from engine.calibration.collect import answer_prompts
 from engine.forward.quality import Judge
 from engine.forward.teacher_forcing import Answer
-from engine.kernels.base import Kernels, training_kernels_for
+from engine.kernels import Kernels, training_kernels_for
 from engine.schedules import recipes
 from engine.schedules.orders import lowest_first
 from tests.engine.conftest import random_prompt_bridge

@@ -16,7 +16,7 @@ from engine.adaptation.peers import Peers
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import Trainer
 from engine.forward.teacher_forcing import Answer
-from engine.kernels.base import Kernels
+from engine.kernels import Kernels
 from engine.schedules.orders import lowest_first
 
 RECIPE = Recipe(steps=6, tokens_per_step=40, warmup_steps=2, adapter_rank=2, judge_every=2)

@@ -17,7 +17,7 @@ from engine.adaptation.trainer import Trainer
 from engine.calibration.prompts import counted_prompt_bridge, prompt_cut
 from engine.forward.prompt_pass import PROMPT_TOKENS
 from engine.forward.teacher_forcing import Answer
-from engine.kernels.base import Kernels
+from engine.kernels import Kernels
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from engine.forward.compiled_parts import compile_bridge
 from engine.forward.operations import Compiled
 from engine.forward.quality import Judge, Quality
 from engine.forward.teacher_forcing import Answer
-from engine.kernels.base import Kernels
+from engine.kernels import Kernels
 from engine.parts.prompt_bridge import PromptBridge
 from engine.shape import AttentionKind
 from tests.engine.prompts import random_prompts

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from engine import BatchStats, Block, Bridge, Engine, Generation, Ledger, ModelShape, Plateau, Sampling, Schedule
 from engine.calibration.prompts import PromptCut, counted_prompt_bridge
-from engine.kernels.base import Kernels
+from engine.kernels import Kernels
 from engine.schedules import decays, orders, recipes
 from engine.shape import AttentionKind
 from tests.engine import prompts

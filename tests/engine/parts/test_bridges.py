@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from engine import Block, Bridge, ModelShape, Plateau, Schedule, ScheduleError, Unit
 from engine.forward.compiled_parts import compile_bridge
 from engine.forward.operations import unit_plans
-from engine.kernels.base import Kernels, kernels_for
+from engine.kernels import Kernels, kernels_for
 from engine.schedules import orders, recipes
 
 WIDTH, RANK, GATES = 24, 5, 7

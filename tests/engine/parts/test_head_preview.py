@@ -17,7 +17,7 @@ from engine.calibration.head import HeadStates
 from engine.forward.compiled_parts import _largest, compile_head
 from engine.forward.operations import Compiled
 from engine.forward.teacher_forcing import Answer
-from engine.kernels.base import Kernels, OneDnnKernels
+from engine.kernels import Kernels, OneDnnKernels
 from engine.memory import batch_bytes
 from engine.schedules import recipes
 from tests.engine.conftest import random_head_preview

@@ -1,1 +1,0 @@
-"""What the layers are computed with, per device."""
