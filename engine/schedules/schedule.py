@@ -127,7 +127,7 @@ class Schedule:
                 raise ScheduleError(f"step {step} uses bridge {name!r}, but the schedule's bridges are: {known}")
             block = self.bridges[name].block
             if self.bridges[name].corrects:
-                if not self._running([block.first], plateau):
+                if block.first not in self.active_units(plateau):
                     raise ScheduleError(f"bridge {name!r} stands {block}, which does not run at step {step}")
                 if block.first in corrected:
                     raise ScheduleError(f"two bridges stand {block} at step {step}")

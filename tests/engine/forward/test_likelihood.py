@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine import Engine, Likelihood, PromptError, Sampling
-from engine.forward import scoring
+from engine.forward import quality
 from engine.schedules import recipes
 from tests.engine.prompts import random_prompts
 
@@ -44,7 +44,7 @@ def by_transformers(
 
 def test_it_is_that_of_transformers_first_token_included(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several answers to a prompt, answers of one token, and more than a pass holds."""
-    monkeypatch.setattr(scoring, "PACK_TOKENS", 20)
+    monkeypatch.setattr(quality, "PACK_TOKENS", 20)
     engine = Engine.load(str(checkpoint), device="cpu")
     prompts = random_prompts([5, 1, 17, 5, 9], seed=1)
     prompts += [prompts[2], prompts[0]]

@@ -136,7 +136,7 @@ def test_an_output_beside_the_input_is_not_refused(tmp_path: Path, source: str, 
     else:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Storage, "entries", lambda self: [])
-            patch.setattr(Storage, "exists", lambda self, name: False)
+            patch.setattr(Storage, "names", lambda self, folder: [])
             check_place(storages[1], Kind.RUN, storages[0])
 
 
@@ -400,7 +400,6 @@ ALLOWED = {
     "engine/adaptation/checkpoint.py": {"os.replace"},  # of its own unfinished file, in a claimed directory
     "engine/calibration/answer_file.py": {"os.replace"},  # likewise
     "pipeline/evaluation/study.py": {"scratch.replace"},  # likewise
-    "pipeline/evaluation/solved.py": {"scratch.replace"},  # likewise
 }
 
 
