@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from engine import Engine
 from engine.checkpoints import checkpoint
-from pipeline.execution.cluster import EMBEDDED_STORE_BYTES, ONE_MACHINE
+from pipeline.execution.cluster import EMBEDDED_STORE_BYTES
 
 PACKAGED = "smollm2-135m-instruct"
 CORPUS = Path(__file__).parent.parent / "infra" / "demo" / "package_descriptions.parquet"
@@ -68,19 +68,20 @@ def credentials(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster(s3: S3Server) -> Iterator[None]:
-    """Ray inside this process, on two cores, as a job would start it; its workers reach the S3 server."""
+    """Ray inside this process, on two cores, of this module's own; its workers reach the S3 server."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**s3.environment, "PYTHONPATH": IMPORTS}.items():
             patch.setenv(name, value)
+        ray.shutdown()  # what a job before may have left
         ray.init(
             address="local",
             num_cpus=2,
             include_dashboard=False,
             object_store_memory=EMBEDDED_STORE_BYTES // 4,
             # A worker takes seconds to import torch: what one job started should serve the next.
-            _system_config=ONE_MACHINE | {"num_workers_soft_limit": 8},
+            _system_config={"idle_worker_killing_time_threshold_ms": 600_000, "num_workers_soft_limit": 8},
         )
     yield
     ray.shutdown()
