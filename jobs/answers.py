@@ -124,7 +124,8 @@ def _answered(
     """Answers to all prompts, in their order, by this process and its peers, or those that the first of them finds."""
     peers, batch_size = Peers(), config.batch_size
     keeps = kept_in if peers.is_first else None
-    found = read_answers(keeps, _drawn_as(config, prompts, sampling)) if keeps is not None else None
+    drawn_as = "" if keeps is None else _drawn_as(config, prompts, sampling)
+    found = None if keeps is None else read_answers(keeps, drawn_as)
     if (known := peers.everyones(found)[0]) is not None:
         progress("answering at full depth", len(known), len(known))
         return known
@@ -133,7 +134,7 @@ def _answered(
     ours = answer_prompts(model, peers.share(prompts), sampling, batch_size, progress)
     answers = [answer for share in peers.everyones(ours) for answer in share]
     if keeps is not None:
-        write_answers(keeps, answers, _drawn_as(config, prompts, sampling))
+        write_answers(keeps, answers, drawn_as)
     return answers
 
 

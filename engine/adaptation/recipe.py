@@ -22,6 +22,14 @@ class Recipe:
     patience: int = 5  # judgements without a new best before training ends
     seed: int = 0  # of the first values of gated parts and adapter and the order of the answers
 
+    def __post_init__(self) -> None:
+        for name in ("steps", "tokens_per_step", "judge_every", "patience"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("gate_width", "adapter_rank"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+
     def rate(self, step: int) -> float:
         """Learning rate of a step, counted from 0."""
         if step < self.warmup_steps:

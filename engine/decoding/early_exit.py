@@ -9,7 +9,6 @@ running sample by sample, the time is not, and no speed is claimed from it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -97,10 +96,12 @@ class ExitStream(Stream):
     def __init__(self, rule: EarlyExit, context: Context, ledger: Ledger, batch_size: int) -> None:
         """`ledger` must be of full depth."""
         super().__init__(context, ledger, batch_size)
-        self._kind_of_pass = partial(ExitPass, self)
         self.rule = rule
         self.depths: dict[int, list[int]] = {}  # by seat: layers run, step by step
         self.confidences: list[float] = []  # of decode tokens at the first check
+
+    def _one_pass(self, *args: Any) -> OnePass:
+        return ExitPass(self, *args)
 
     def _generation(self, sample: Sample) -> Generation:
         shape, depths = self._decoder.shape, self.depths.pop(sample.seat, [])

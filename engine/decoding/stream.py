@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from threading import Lock
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,7 +122,6 @@ class Stream:
             raise ValueError(f"batch_size must be >= 1, got {batch_size}")
         self._context, self._ledger, self._seats, self._cache_bytes = context, ledger, batch_size, cache_bytes
         self._decoder, device, stopping = context.prompts.decoder, context.prompts.device, context.stopping
-        self._kind_of_pass: Callable[..., OnePass] = OnePass
         self._plans, bridge = Plans(ledger.schedule), ledger.schedule.prompt_bridge
         self._maps = None if bridge is None else context.compiled.prompt_maps[bridge]
         self._cache = KVCache(self._decoder.shape, self._plans.spans, context.dtype, device)
@@ -257,7 +257,7 @@ class Stream:
         self._cache.enter({row.seat: row.longest for row, *_ in entering})
         prompts = [EnteringPrompt(row.prompt, row.shared_prefix, row.seat) for row, *_ in entering]
         model = context.prompts, context.compiled, self._plans, self._cache
-        one = self._kind_of_pass(*model, prompts, newest, self._prefix, self._maps)
+        one = self._one_pass(*model, prompts, newest, self._prefix, self._maps)
         x = one.run()
         self.held_bytes = self._cache.bytes
         exact, ours = self._decoder.logits, context.compiled.head(schedule, self._decoder)
@@ -265,6 +265,10 @@ class Stream:
             return exact(x), flops, one.padding
         parts = ([exact(x[: one.last])] if entering else []) + [ours(x[one.last :])]
         return torch.cat(parts), flops, one.padding
+
+    def _one_pass(self, *args: Any) -> OnePass:
+        """Its passes are of this kind."""
+        return OnePass(*args)
 
     def _retire(self, sample: Sample, plateau: int) -> None:
         """Give back a row's keys and values in layers where it attends no more."""

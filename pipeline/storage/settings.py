@@ -71,8 +71,8 @@ def _check_endpoint(endpoint: str | None) -> None:
 
 def refuse_credentials(url: str) -> None:
     """Raises JobError, without repeating them, for credentials in a URL: a user, a password, a signed query."""
-    address = redacted(url).partition("://")[2]
-    _, at, host = re.split("[/?#]", address, maxsplit=1)[0].rpartition("@")
+    shown = redacted(url)
+    _, at, host = re.split("[/?#]", shown.partition("://")[2], maxsplit=1)[0].rpartition("@")
     # abfs://container@account.dfs.core.windows.net/path is how Azure writes an address.
-    if redacted(url) != url or (at and not url.startswith(AZURE)):
+    if shown != url or (at and not url.startswith(AZURE)):
         raise JobError(f"the URL of {host!r} carries credentials (a user, a password or a signature): {_WHERE}")
