@@ -78,7 +78,8 @@ class AnswerConfig(BaseModel):
 
     def sampling(self) -> Sampling:
         """The engine's view of how tokens are chosen."""
-        given = self.model_dump(include={item.name for item in fields(Sampling)})
+        # Of these options alone: a data set's samples of a prompt are rows of their own, one to each work unit.
+        given = self.model_dump(include={item.name for item in fields(Sampling)} & AnswerConfig.model_fields.keys())
         return Sampling(**given | {"stop": tuple(self.stop)})
 
 

@@ -105,7 +105,8 @@ class Commit:
         return self.path, self.unit.partition("-")[0], self.start, self.sample
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self), indent=1).encode()
+        """Raises ValueError for a total that is no finite number: nobody could read it back."""
+        return json.dumps(asdict(self), indent=1, allow_nan=False).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,8 @@ def commit_unit(
 
     Returns the commit that holds: another attempt's, if that came first.
 
-    Raises JobError if the commit that holds is another run's; StorageGone, StorageRefused.
+    Raises JobError if the commit that holds is another run's; StorageGone, StorageRefused; ValueError for a cost that
+    is no finite number.
     """
     content = to_parquet(output)
     attempt = uuid.uuid4().hex[:12]
@@ -154,9 +156,9 @@ def commit_unit(
         sample=unit.sample,
         totals=replace(_totals(output), **(cost or {})),
     )
-    name = _record_name(unit.id)
+    name, record = _record_name(unit.id), commit.to_json()
     storage.write(commit.file, content)
-    if storage.write_if_absent(name, commit.to_json()):
+    if storage.write_if_absent(name, record):
         return commit
     # The record may be this attempt's own, its answer lost: then it names this attempt.
     held = _read_commit(storage, name)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pyarrow as pa
 
-from pipeline.commits.commit import commit_unit
+from pipeline.commits.commit import Commit, commit_unit
 from pipeline.execution.wire import Failure, Parcel, from_bytes
 from pipeline.logs import LogFormat, about, set_up_worker
 from pipeline.rows.unit import WorkUnit
@@ -20,15 +20,18 @@ def commit(rows: pa.Table, storage: Storage, run: str, log_format: LogFormat) ->
     for row in rows.to_pylist():
         parcel = Parcel.from_row(row)
         if parcel.table is not None:
-            parcel = committed(parcel.unit, from_bytes(parcel.table), parcel.cost or {}, storage, run)
+            parcel = committed(parcel.unit, partial(_commit, parcel.table, parcel, storage, run))
         yield parcel.to_row()
 
 
-def committed(unit: WorkUnit, output: pa.Table, cost: Mapping[str, Any], storage: Storage, run: str) -> Parcel:
+def _commit(table: bytes, parcel: Parcel, storage: Storage, run: str) -> Commit:
+    return commit_unit(storage, parcel.unit, from_bytes(table), run, parcel.cost)
+
+
+def committed(unit: WorkUnit, write: Callable[[], Commit]) -> Parcel:
     """The unit's commit, or why there is none."""
     try:
         with about(unit=unit.id):
-            record = commit_unit(storage, unit, output, run, cost)
+            return Parcel(unit, commit=write())
     except Exception as error:
         return Parcel(unit, failure=Failure.of("commit", error))
-    return Parcel(unit, commit=record)

@@ -1,4 +1,4 @@
-"""How a work unit travels between the stages: as one row of one cell, its table as Arrow bytes.
+"""How a work unit travels between the stages: as one row of two cells, its table as Arrow bytes.
 
 Ray Data may split or merge blocks of rows as it likes; a unit stays whole. A stage that can't do its part sends a
 failure on in the table's place: what is missing at the end of a stream was lost with a process.
@@ -7,7 +7,7 @@ failure on in the table's place: what is missing at the end of a stream was lost
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -45,12 +45,14 @@ class Parcel:
     failure: Failure | None = None
 
     def to_row(self) -> pa.Table:
-        return pa.table({"parcel": pa.array([pickle.dumps(self)], pa.large_binary())})
+        # The table beside the rest: pickled with it, there would be one copy more of it at each end.
+        cells = {"parcel": pickle.dumps(replace(self, table=None)), "table": self.table}
+        return pa.table({name: pa.array([cell], pa.large_binary()) for name, cell in cells.items()})
 
     @staticmethod
     def from_row(row: dict[str, Any]) -> Parcel:
         parcel: Parcel = pickle.loads(row["parcel"])
-        return parcel
+        return replace(parcel, table=row["table"])
 
 
 def to_bytes(table: pa.Table) -> bytes:

@@ -101,7 +101,8 @@ def _read_local(path: str) -> dict[str, Schedule]:
     # A Path raises for a name too long.
     if os.path.isfile(directory / SCHEDULE_FILE) or not os.path.isdir(directory):
         return {"": Schedule.read(path)}
-    found = {file.parent.name: Schedule.read(file.parent) for file in sorted(directory.glob(f"*/{SCHEDULE_FILE}"))}
+    files = sorted(directory.glob(f"[!.]*/{SCHEDULE_FILE}"))  # hidden ones are no more found than in a store
+    found = {file.parent.name: Schedule.read(file.parent) for file in files}
     if not found:
         raise ScheduleError(f"{path!r} holds no {SCHEDULE_FILE}, nor does a directory in it, so it cannot be read")
     return found

@@ -133,7 +133,9 @@ class SharedEngine:
         sample_ids: Sequence[str] | None = None,
         on_batch: Callable[[BatchStats], None] | None = None,
     ) -> Iterator[Generation]:
-        """As `Engine.generate`; `on_batch` is called in the caller's thread."""
+        """As `Engine.generate`; `on_batch` is called in the caller's thread. Raises ValueError for several samples."""
+        if sampling is not None and sampling.samples_per_prompt > 1:
+            raise ValueError(f"samples_per_prompt is {sampling.samples_per_prompt}: a call has one of each prompt")
         call = _Call(prompts, sample_ids or [str(place) for place in range(len(prompts))])
         self._thread.submit(self._begin, call, _Terms(sampling, schedule, batch_size))
         try:

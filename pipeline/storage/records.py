@@ -49,8 +49,11 @@ class Record(Generic[T]):
         """None if there is none. Raises RecordDamaged; StorageGone, StorageRefused."""
         try:
             content = storage.read(name, self._limit)
+        except Unfit as error:
+            raise self.damaged(storage, name, one_line(error)) from error
+        try:
             return None if content is None else self.checked(parse_json(content))
-        except (Unfit, ValueError) as error:
+        except ValueError as error:
             raise self.damaged(storage, name, one_line(error)) from error
 
     def checked(self, value: Any) -> T:

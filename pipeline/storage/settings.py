@@ -13,6 +13,10 @@ from pipeline.redaction import redacted
 
 S3 = ("s3://", "s3a://")
 AZURE = ("abfs://", "abfss://", "az://")
+# A user and a password, of what follows "://". The password may hold slashes, as secrets of AWS do; a port is none, and
+# on S3 there is none. Unlike what is looked for in whole texts, of any length and any characters.
+_PASSWORD = re.compile(r"(?!arn:)[^/?#\[]*:(?!\d+[/?#]).*@", re.DOTALL)
+_S3_PASSWORD = re.compile(r"(?!arn:)[^/?#\[]*:.*@", re.DOTALL)
 _WHERE = "leave them to the environment, a profile (s3_profile) or the machine's role"
 
 
@@ -71,8 +75,10 @@ def _check_endpoint(endpoint: str | None) -> None:
 
 def refuse_credentials(url: str) -> None:
     """Raises JobError, without repeating them, for credentials in a URL: a user, a password, a signed query."""
-    shown = redacted(url)
-    _, at, host = re.split("[/?#]", shown.partition("://")[2], maxsplit=1)[0].rpartition("@")
+    rest = url.partition("://")[2]
+    password = (_S3_PASSWORD if url.startswith(S3) else _PASSWORD).match(rest)
+    authority = re.split("[/?#]", rest[password.end() :] if password else rest, maxsplit=1)[0]
+    _, at, host = authority.rpartition("@")
     # abfs://container@account.dfs.core.windows.net/path is how Azure writes an address.
-    if shown != url or (at and not url.startswith(AZURE)):
+    if password or (at and not url.startswith(AZURE)) or redacted(url) != url:
         raise JobError(f"the URL of {host!r} carries credentials (a user, a password or a signature): {_WHERE}")

@@ -65,6 +65,7 @@ class Echo:
     ) -> Iterator[Generation]:
         """Batches come last rows first: whoever relies on the order of generations is wrong."""
         assert sampling is not None
+        assert sampling.samples_per_prompt == 1  # others are work units of their own
         assert sample_ids is not None
         assert len(sample_ids) == len(prompts)
         self.before(prompts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -88,6 +89,14 @@ def test_a_commit_survives_json(storage: Storage) -> None:
     )
     storage.write("_commits/u.json", commit.to_json())
     assert read_commits(storage) == [commit]
+
+
+@pytest.mark.parametrize("cost", [math.nan, math.inf])
+def test_a_cost_that_nobody_could_read_back_is_not_committed(storage: Storage, rows: pa.Table, cost: float) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        commit_unit(storage, UNIT, rows, cost={"audit_nll": cost})
+    assert read_commits(storage) == []
+    assert storage.names("data", "") == []
 
 
 def test_commits_are_read_in_the_order_of_their_units(storage: Storage, rows: pa.Table) -> None:

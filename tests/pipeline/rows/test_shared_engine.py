@@ -130,6 +130,12 @@ def test_what_broke_is_gone_before_its_calls_are_done_again() -> None:
     assert alive[:3] == [True, False, False]
 
 
+def test_a_call_has_one_sample_of_each_prompt() -> None:
+    several = Sampling(max_new_tokens=9, temperature=1.0, samples_per_prompt=2)
+    with pytest.raises(ValueError, match="samples_per_prompt is 2"):
+        next(iter(SharedEngine(lambda: Watched()).generate([[65]], several)))
+
+
 def test_what_loading_raises_is_raised() -> None:
     def load() -> Echo:
         raise OSError("no such model")
