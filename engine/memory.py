@@ -34,7 +34,7 @@ def batch_bytes(
     element_bytes: int,
 ) -> int:
     """Most memory that a batch takes beside the weights: its longest prompt has `prompt_tokens`, a row generates up to
-    `new_tokens`.
+    `new_tokens`. `element_bytes` are 4 in float32, 2 in half precision.
     """
     mlp_width = shape.mlp_parameters // shape.hidden  # three times the inner width where there is a gate
     per_token = 8 * shape.hidden + 2 * shape.query_width + mlp_width

@@ -121,7 +121,9 @@ class GenerationConfig(AnswerConfig):
 
 
 class JobConfig(GenerationConfig, StorageConfig):
-    """Where a job reads and writes, on which machines, when it stops, and what a look ahead is made from."""
+    """Where a job reads and writes, on which machines and at what price, when it stops, and what a look ahead is made
+    from.
+    """
 
     plan: bool = Field(
         False, description="print what the run will take and cost, store it in the output as _plan.json, and end"

@@ -153,6 +153,8 @@ def _check_tensors(tensors: dict[str, Tensor], trainable: Trainable) -> None:
 def _state(facts: dict[str, Any], best: dict[str, Tensor]) -> TrainingState:
     """Raises ValueError."""
     try:
+        if not isinstance(facts["curve"], list):
+            raise TypeError
         curve = [Point(*point) for point in facts["curve"]]
         state = TrainingState(best, facts["best_kl"], facts["step"], facts["waiting"], facts["seconds"], curve)
     except (KeyError, TypeError):

@@ -26,7 +26,7 @@ from engine.calibration.collect import Progress, collect_moments
 from engine.calibration.growth import Lengths
 from engine.calibration.head import HeadStates, counted_preview
 from engine.calibration.own_states import OwnStates
-from engine.calibration.prompts import PromptCut, fit_prompt_bridge, prompt_cut, prompt_cut_for
+from engine.calibration.prompts import PromptCut, check_prompt_layers, fit_prompt_bridge, prompt_cut, prompt_cut_for
 from engine.calibration.search import DEEPER, DEPTH_STEP, FIRST, MOST_APART, WARMUPS, Found, Search
 from engine.engine import Engine
 from engine.errors import ScheduleError
@@ -68,7 +68,9 @@ class Calibration:
         whole_head: bool = False,
         sample_targets: Sequence[float] = (),
     ) -> None:
-        """Collects the states of full-depth answers. Raises ScheduleError for too few, or a target that cannot be met.
+        """Collects the states of full-depth answers.
+
+        Raises ScheduleError for too few, a target that cannot be met, or a number of prompt layers that cannot be.
 
         Args:
             targets: decode FLOP speed-ups.
@@ -85,6 +87,8 @@ class Calibration:
             )
         self._engine, self._progress = engine, progress
         self._shape = shape = engine.shape
+        if prompt_layers is not None:
+            check_prompt_layers(prompt_layers, shape)
         self._lengths: Lengths = [(len(answer.prompt), len(answer.tokens)) for answer in answers]
         self._targets = targets
         head = None if whole_head else HeadStates(engine.decoder)

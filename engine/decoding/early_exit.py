@@ -113,8 +113,8 @@ class ExitStream(Stream):
         )
 
 
-def cheapest_check(shape: ModelShape, kind: Kind, target: float, context: int, share: float = 0.75) -> int:
-    """Deepest layer at which one check meets a decode FLOP speed-up if this share of the tokens leaves there.
+def cheapest_check(shape: ModelShape, kind: Kind, target: float, context: int) -> int:
+    """Deepest layer at which one check meets a decode FLOP speed-up if three tokens in four leave there.
 
     A check after every layer, as in CALM, costs more than it saves where the vocabulary head weighs several layers.
     Returns 1 where no layer meets it.
@@ -122,8 +122,7 @@ def cheapest_check(shape: ModelShape, kind: Kind, target: float, context: int, s
     full = Ledger(shape, Schedule.full_depth(shape.layers)).plateaus[0].tokens(context, context)
     for layer in range(shape.layers - 1, 0, -1):
         rule = EarlyExit(kind, (layer,), 0.0)
-        mean = share * rule.token_flops(shape, layer, context)
-        mean += (1 - share) * rule.token_flops(shape, shape.layers, context)
-        if full >= target * mean:
+        leave, stay = (rule.token_flops(shape, depth, context) for depth in (layer, shape.layers))
+        if full >= target * (3 * leave + stay) / 4:
             return layer
     return 1

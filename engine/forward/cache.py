@@ -34,7 +34,6 @@ class RowBlock:
     """Rows of one size in the layers of one span. Slots that no token has written are zero."""
 
     def __init__(self, shape: ModelShape, layers: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.slots = slots
         self.seats: list[int] = []  # place -> whose
         self.place: dict[int, int] = {}  # seat -> place
         # Of each layer [keys or values, rows, kv_heads, slots, head_dim]: where a block grows, one layer at a time has

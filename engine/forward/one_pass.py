@@ -60,7 +60,9 @@ class Attending:
     places: Tensor  # [n]
     positions: Tensor  # [n]
     longest: int
-    masks: dict[int | None, tuple[Tensor, int]]  # window -> [n, 1, 1, longest]: 0 for what is seen, else -inf; how many
+    masks: dict[
+        int | None, tuple[Tensor, int]
+    ]  # window -> [n, 1, 1, longest]: 0 where one is seen, else -inf; their number
 
 
 class Plans:
@@ -160,7 +162,8 @@ class OnePass:
         self._seen: dict[tuple[int, int, int | None], Tensor | None] = {}  # masks of prompts
         self._stopped: Tensor | None = None
         for prompt in entering:
-            if prompt.shared and prefix is not None:
+            if prompt.shared:
+                assert prefix is not None
                 for layer, pair in enumerate(prefix.layers):
                     for row, kept in zip(cache.row(prompt.seat, layer), pair, strict=True):
                         row[:, : prompt.shared] = kept.transpose(0, 1)

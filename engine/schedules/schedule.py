@@ -105,6 +105,8 @@ class Schedule:
             )
         for index in range(len(self.plateaus)):
             self._check_bridges(index)
+        if taken := sorted(self.bridges.keys() & self._named_parts().keys()):
+            raise ScheduleError(f"no bridge may be called {taken[0]!r}, which another part of the schedule is")
         if self.prompt_bridge is not None and self.prompt_bridge.skips and not self.prompt_bridge.keeps_skipped:
             block = self.prompt_bridge.skips.block
             if running := self._running(block.units, 0):
@@ -112,6 +114,12 @@ class Schedule:
                     f"prompts skip {block}, but decode tokens run {running} at step 0 and would find no keys and "
                     "values there"
                 )
+
+    def _named_parts(self) -> dict[str, AnyPart]:
+        """Those whose tensors stand beside the bridges', by the names that they have there."""
+        skips = None if self.prompt_bridge is None else self.prompt_bridge.skips
+        parts = {PROMPTS: self.prompt_bridge, PROMPTS_SKIP: skips, HEAD: self.head_preview}
+        return {name: part for name, part in parts.items() if part is not None}
 
     def _check_bridges(self, plateau: int) -> None:
         """Each of a plateau's bridges replaces a block of skipped units, no unit is replaced twice.
@@ -322,10 +330,7 @@ class Schedule:
         """Write `schedule.json`, its bridges and its adapter; the directory is made if need be."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        parts: dict[str, AnyPart | None] = {**self.bridges, PROMPTS: self.prompt_bridge, HEAD: self.head_preview}
-        if self.prompt_bridge is not None:
-            parts[PROMPTS_SKIP] = self.prompt_bridge.skips
-        named = [(name, part.tensors) for name, part in parts.items() if part is not None]
+        named = [(name, part.tensors) for name, part in {**self.bridges, **self._named_parts()}.items()]
         if named:
             tensors = {f"{name}.{role}": tensor for name, roles in named for role, tensor in roles.items()}
             schedule_file.write_tensors(directory / BRIDGES_FILE, tensors)
@@ -342,14 +347,14 @@ class Schedule:
         path = Path(path)
         file = path / SCHEDULE_FILE if os.path.isdir(path) else path  # a Path raises for a name too long
 
-        def beside(name: str, belong: str, *keys: str) -> dict[str, Tensor]:
+        def beside(name: str, belong: str, *keys: str) -> dict[str, Tensor] | None:
             """Tensors in a file beside it, if the object has one of these keys."""
             needed = isinstance(data, dict) and any(data.get(key) for key in keys)
-            return schedule_file.read_tensors(file.parent / name, belong) if needed else {}
+            return schedule_file.read_tensors(file.parent / name, belong) if needed else None
 
         try:
             data = read_json(file)
-            bridges = schedule_file.by_part(beside(BRIDGES_FILE, "the bridges belong", "bridges", PROMPTS, HEAD))
+            bridges = schedule_file.by_part(beside(BRIDGES_FILE, "the bridges belong", "bridges", PROMPTS, HEAD) or {})
             return cls.from_dict(data, bridges, beside(ADAPTER_FILE, "the adapter belongs", ADAPTER))
         except ScheduleError as error:
             raise ScheduleError(f"{str(file)!r}: {error}") from None

@@ -104,7 +104,7 @@ def read_head_preview(described: Any, tensors: Tensors) -> HeadPreview:
 
 def read_adapter(described: Any, tensors: Mapping[str, Tensor] | None) -> Adapter:
     """The adapter that a schedule file names; raises ScheduleError if these tensors are not its own."""
-    if not isinstance(described, dict) or not tensors:
+    if not isinstance(described, dict) or tensors is None:
         raise ScheduleError(f"there is no adapter, but the schedule has one: {ADAPTER_FILE} belongs beside it")
     adapter = Adapter(tensors, described.get("prompts") is True)
     _check_digest("the adapter", described, adapter, ADAPTER_FILE)

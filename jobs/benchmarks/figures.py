@@ -139,8 +139,9 @@ def _told(each: Measured, name: str) -> list[float]:
 
 
 def _faster(each: Measured, other: Measured, part: str = "seconds") -> float | None:
-    """None where one of them can't tell."""
-    ratios = [their / our for our, their in zip(_told(each, part), _told(other, part), strict=False)]
+    """The median of ratios within a round; None where one of them can't tell."""
+    pairs = [(mine[part], theirs[part]) for mine, theirs in zip(each.rounds, other.rounds, strict=True)]
+    ratios = [their / our for our, their in pairs if our is not None and their is not None]
     return median(ratios) if ratios else None
 
 

@@ -98,7 +98,8 @@ def write_chart(path: Path, title: str, rows: Rows) -> None:
     cache.set_xlabel("pass")
     cache.set_title("key/value cache, MB", loc="left", fontsize=11, color=INK)
     axes.legend(frameon=False, fontsize=9, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.2))
-    cache.legend(frameon=False, fontsize=9)
+    if cache.lines:  # peers do not tell
+        cache.legend(frameon=False, fontsize=9)
     for each in (axes, cache):
         each.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)

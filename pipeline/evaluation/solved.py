@@ -40,7 +40,7 @@ class SolvedRivals:
         self, directory: Path, model_identity: str, sampling: Sampling, prompts: Sequence[Sequence[int]]
     ) -> None:
         """`prompts` are those to calibrate on."""
-        self._storage = Storage(str(directory))
+        self._directory, self._storage = directory, Storage(str(directory))
         self._basis = [__version__, model_identity, sampling.to_dict(), [list(prompt) for prompt in prompts]]
 
     def solve(
@@ -54,7 +54,7 @@ class SolvedRivals:
         for target in targets:
             for name in names:
                 file = self._file(name, target)
-                if self._storage.read(file) is None:
+                if not (self._directory / file).exists():
                     self._write(file, solve_rival(name, target, calibration()))
                 if (solved := _RECORD.read(self._storage, file)) is not None:
                     method = solved.get("schedule") or solved.get("early exit")
@@ -69,7 +69,10 @@ class SolvedRivals:
             method = rival.method
             kept = {"schedule": method.to_dict()} if isinstance(method, Schedule) else {"early exit": asdict(method)}
             described = {"name": rival.name, "target": rival.target, "note": rival.note, **kept}
-        self._storage.write(file, json.dumps(described, indent=1).encode())
+        self._directory.mkdir(parents=True, exist_ok=True)
+        scratch = self._directory / f".{file}.part"
+        scratch.write_text(json.dumps(described, indent=1))
+        scratch.replace(self._directory / file)
 
     def _file(self, name: str, target: float) -> str:
         decided = json.dumps([name, target, self._basis])

@@ -101,7 +101,8 @@ class Study:
             len(self.prompts), len(contenders), all_of_them - left, all_of_them,
         )  # fmt: skip
         progress, done = StageProgress(log), 0
-        progress("computing outputs", 0, left)
+        if left:
+            progress("computing outputs", 0, left)
         for batch, wanted in zip(self._batches(), missing, strict=True):
             if wanted:
                 self._run_batch(engine, batch, contenders[0], wanted, session)

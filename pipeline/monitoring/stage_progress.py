@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from datetime import timedelta
 
 SAY_EVERY_S = 10
 
@@ -22,6 +23,8 @@ class StageProgress:
             self._log.info("%s: %d", stage, total)
         elif now - self._said >= SAY_EVERY_S or done == total:
             rate = done / max(now - self._start, 1e-9)
-            self._log.info("%s: %d of %d, %.1f/s, %.0f s left", stage, done, total, rate, (total - done) / rate)
+            left = timedelta(seconds=round((total - done) / rate))
+            pace = f"{rate:.1f}" if rate >= 1 else f"{rate:.2g}"
+            self._log.info("%s: %d of %d, %s/s, %s left", stage, done, total, pace, left)
             self._said = now
         self._done = done

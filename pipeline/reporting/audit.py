@@ -54,6 +54,8 @@ class Auditor:
     def audit(self, prepared: pa.Table, ids: Sequence[str], answers: Mapping[int, Generation]) -> dict[str, float]:
         """What a unit's audited rows add to `Totals`, of those that have an answer. Raises DeviceBroken; any other
         trouble leaves the unit unaudited."""
+        if not self._fraction:
+            return {}  # not a hash for every row
         rows = [row for row in sorted(answers) if is_audited(ids[row], self._fraction)]
         if not rows:
             return {}

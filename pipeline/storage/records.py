@@ -63,7 +63,8 @@ class Record(Generic[T]):
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             where = ".".join(str(part)[:60] for part in first["loc"])
-            raise ValueError(f"{where}: {first['msg']}" if where else first["msg"]) from None
+            said = first["msg"].removeprefix("Value error, ")
+            raise ValueError(f"{where}: {said}" if where else said) from None
         return checked
 
     def damaged(self, storage: Storage, name: str, why: str) -> RecordDamaged:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from engine import BatchStats, Engine, Sampling, Schedule, __version__
-from engine.kernels import Kernels, kernels_for
+from engine.kernels import Kernels, OneDnnKernels, kernels_for
 from jobs.benchmarks.peers.protocol import Job, Peer, Prompts, Run, longest_first, serve
 
 LOCK_STEP = "lock-step"  # nobody enters before all rows have ended, as in SkipDecode's batches
@@ -23,6 +23,10 @@ class OwnEngine(Peer):
         self._job, self._variant = job, variant
         kernels = kernels_for(torch.device(job.device), getattr(torch, job.dtype))
         if variant in PLAIN:
+            if type(kernels) is not OneDnnKernels:
+                raise ValueError(
+                    f"{variant} leaves out what is done for float32 on CPUs alone: run the engine as it is"
+                )
             setattr(kernels, PLAIN[variant], partial(getattr(Kernels, PLAIN[variant]), kernels))
         self._engine = Engine.load(job.model, job.device, job.dtype, job.threads, kernels)
         self._schedule = Schedule.read(job.schedule) if job.schedule else None

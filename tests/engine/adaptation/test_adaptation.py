@@ -318,15 +318,19 @@ def test_a_checkpoint_of_another_training_is_refused(
         train(engine, schedule, answers, recipe, checkpoint)
 
 
-@pytest.mark.parametrize("seconds", [10**400, True, "1"], ids=["beyond any float", "a truth", "a text"])
-def test_a_checkpoint_whose_state_is_no_number_is_damaged(
-    engine: Engine, schedule: Schedule, answers: list[Answer], tmp_path: Path, seconds: object
+@pytest.mark.parametrize(
+    "damage",
+    [{"seconds": 10**400}, {"seconds": True}, {"seconds": "1"}, {"curve": {}}],
+    ids=["beyond any float", "a truth", "a text", "no list"],
+)
+def test_a_checkpoint_whose_state_is_no_state_is_damaged(
+    engine: Engine, schedule: Schedule, answers: list[Answer], tmp_path: Path, damage: dict[str, object]
 ) -> None:
     checkpoint, recipe = tmp_path / "training.safetensors", replace(RECIPE, steps=10)
     train(engine, schedule, answers, recipe, checkpoint)
     with safe_open(checkpoint, "pt") as file:
         state = json.loads(file.metadata()["state"])
-    save_file(load_file(checkpoint), checkpoint, {"state": json.dumps({**state, "seconds": seconds})})
+    save_file(load_file(checkpoint), checkpoint, {"state": json.dumps(state | damage)})
     with pytest.raises(ScheduleError, match="delete it to start anew"):
         train(engine, schedule, answers, recipe, checkpoint)
 

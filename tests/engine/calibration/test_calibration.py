@@ -278,6 +278,9 @@ def test_too_few_answers_or_too_high_a_target_are_said(tiny: Engine, answers: li
         Calibration(tiny, answers[:5], [1.2], quiet)
     with pytest.raises(ScheduleError, match="of 9x cannot be met"):
         Calibration(tiny, answers, [9.0], quiet)
+    for layers in (0, tiny.shape.layers):
+        with pytest.raises(ScheduleError, match=f"layers, not {layers}"):
+            Calibration(tiny, answers, [1.2], quiet, prompt_layers=layers)
 
 
 @pytest.mark.parametrize("window", [None, 4, 9, 30])

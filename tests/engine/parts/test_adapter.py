@@ -110,6 +110,9 @@ def test_a_lost_damaged_or_exchanged_file_is_named(engine: Engine, schedule: Sch
     write_tensors(file, random_adapter(engine.decoder, UNITS, seed=1).tensors)
     with pytest.raises(ScheduleError, match="the tensors of the adapter are not those"):
         Schedule.read(tmp_path)
+    write_tensors(file, {})
+    with pytest.raises(ScheduleError, match="changes nothing: leave it out"):
+        Schedule.read(tmp_path)
     file.write_bytes(b"no tensors")
     with pytest.raises(ScheduleError, match=f"{ADAPTER_FILE}.*belongs beside"):
         Schedule.read(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine import Block, Bridge, ModelShape, Plateau, Schedule, ScheduleError, Unit
+from engine import Block, Bridge, HeadPreview, ModelShape, Plateau, Schedule, ScheduleError, Unit
 from engine.forward.compiled_parts import compile_bridge
 from engine.forward.operations import unit_plans
 from engine.kernels import Kernels, kernels_for
@@ -230,6 +231,18 @@ def test_a_schedule_and_its_bridges_survive_their_files(tmp_path: Path) -> None:
         assert read.to_dict() == schedule.to_dict()
         assert read.provenance == schedule.provenance
         assert [bridge.form for bridge in read.bridges_on(1)] == ["low rank"]
+
+
+@pytest.mark.parametrize("name", ["head", "prompts", "prompts skip"])
+def test_a_bridge_called_like_a_part_that_is_not_there_survives_too(name: str, tmp_path: Path) -> None:
+    bridge = bridged().bridges["short"]
+    schedule = bridged(plateaus=(Plateau(0, 2, (name,)),), bridges={name: bridge})
+    schedule.write(tmp_path)
+    assert Schedule.read(tmp_path) == schedule
+    if name == "head":
+        preview = HeadPreview(2, {"down": torch.ones(WIDTH, 3), "up": torch.ones(3, WIDTH), "bias": torch.ones(50)})
+        with pytest.raises(ScheduleError, match="no bridge may be called 'head'"):
+            replace(schedule, head_preview=preview)
 
 
 def test_the_schedule_file_names_what_each_bridge_replaces(tmp_path: Path) -> None:
