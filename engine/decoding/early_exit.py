@@ -9,7 +9,7 @@ running sample by sample, the time is not, and no speed is claimed from it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -60,15 +60,14 @@ class EarlyExit:
 
 
 class ExitPass(OnePass):
-    """A pass whose decode tokens leave under a stream's rule; the stream is told of what they did."""
+    """A pass whose decode tokens leave under a rule."""
 
-    def __init__(self, stream: ExitStream, *args: Any) -> None:
-        super().__init__(*args)
-        self._stream = stream
-
-    def run(self) -> Tensor:
-        """Hidden states [last + decoding, hidden] that each of these tokens left with."""
-        rule, layers, first = self._stream.rule, self._plans.schedule.layers, self.bulk + self.last
+    def run_until_exit(self, rule: EarlyExit) -> tuple[Tensor, dict[int, int], list[float]]:
+        """Hidden states [last + decoding, hidden] that each of these tokens left with; of the decode tokens, the layers
+        run, by seat, and the confidences at the first check.
+        """
+        layers, first = self._plans.schedule.layers, self.bulk + self.last
+        confidences: list[float] = []
         x = left_with = self.embedded
         inside = torch.ones(len(x), 1, dtype=torch.bool, device=self._device)  # tokens that have not left
         depths = torch.full((len(x) - first,), layers, device=self._device)  # of decode tokens
@@ -81,17 +80,17 @@ class ExitPass(OnePass):
                 top = self._decoder.logits(left_with[first:]).float().softmax(-1).topk(2).values
                 confidence = top[:, 0] - top[:, 1]
                 if layer + 1 == rule.checks[0]:
-                    self._stream.confidences += confidence.tolist()
+                    confidences = confidence.tolist()
                 leaving = inside[first:, 0] & (confidence >= rule.threshold)
                 depths[leaving] = layer + 1
                 inside[first:, 0] &= ~leaving
-        for seat, depth in zip(self._seats[self.last :], depths.tolist(), strict=True):
-            self._stream.depths.setdefault(seat, []).append(depth)
-        return left_with[self.bulk :]
+        return left_with[self.bulk :], dict(zip(self._seats[self.last :], depths.tolist(), strict=True)), confidences
 
 
 class ExitStream(Stream):
     """A stream that decodes under an exit rule; FLOPs and mean depth are those of the layers that tokens really ran."""
+
+    _kind_of_pass = ExitPass
 
     def __init__(self, rule: EarlyExit, context: Context, ledger: Ledger, batch_size: int) -> None:
         """`ledger` must be of full depth."""
@@ -100,8 +99,13 @@ class ExitStream(Stream):
         self.depths: dict[int, list[int]] = {}  # by seat: layers run, step by step
         self.confidences: list[float] = []  # of decode tokens at the first check
 
-    def _one_pass(self, *args: Any) -> OnePass:
-        return ExitPass(self, *args)
+    def _run(self, one: OnePass) -> Tensor:
+        assert isinstance(one, ExitPass)
+        x, depths, confidences = one.run_until_exit(self.rule)
+        for seat, depth in depths.items():
+            self.depths.setdefault(seat, []).append(depth)
+        self.confidences += confidences
+        return x
 
     def _generation(self, sample: Sample) -> Generation:
         shape, depths = self._decoder.shape, self.depths.pop(sample.seat, [])

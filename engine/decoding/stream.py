@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from threading import Lock
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,6 +99,8 @@ class Queue:
 
 class Stream:
     """Rows under one sampling and one schedule."""
+
+    _kind_of_pass = OnePass
 
     def __init__(
         self,
@@ -256,9 +257,10 @@ class Stream:
         # Now that nobody leaves before the pass: rows that enter stand after the others.
         self._cache.enter({row.seat: row.longest for row, *_ in entering})
         prompts = [EnteringPrompt(row.prompt, row.shared_prefix, row.seat) for row, *_ in entering]
-        model = context.prompts, context.compiled, self._plans, self._cache
-        one = self._one_pass(*model, prompts, newest, self._prefix, self._maps)
-        x = one.run()
+        one = self._kind_of_pass(
+            context.prompts, context.compiled, self._plans, self._cache, prompts, newest, self._prefix, self._maps
+        )
+        x = self._run(one)
         self.held_bytes = self._cache.bytes
         exact, ours = self._decoder.logits, context.compiled.head(schedule, self._decoder)
         if schedule.head_preview is None or not running:
@@ -266,9 +268,9 @@ class Stream:
         parts = ([exact(x[: one.last])] if entering else []) + [ours(x[one.last :])]
         return torch.cat(parts), flops, one.padding
 
-    def _one_pass(self, *args: Any) -> OnePass:
-        """Its passes are of this kind."""
-        return OnePass(*args)
+    def _run(self, one: OnePass) -> Tensor:
+        """Hidden states of a pass."""
+        return one.run()
 
     def _retire(self, sample: Sample, plateau: int) -> None:
         """Give back a row's keys and values in layers where it attends no more."""
