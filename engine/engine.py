@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -93,7 +92,6 @@ class Engine:
         self._kernels, self._dtype = kernels, dtype
         self._compiled = Compiled()  # of the last schedules
         self._prompts = PromptPass(decoder, kernels, device)
-        self._forced = partial(AnswerPass, self._prompts)
 
     @classmethod
     def load(
@@ -242,7 +240,7 @@ class Engine:
     def unit_similarity(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> dict[Unit, float]:
         """Mean cosine similarity of every unit's input and output at full depth, over the decode steps of answers."""
         with torch.inference_mode():
-            return similarity(self._forced, _pairs(prompts, answers), self.shape.layers)
+            return similarity(self._prompts, _pairs(prompts, answers))
 
     def score(
         self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], schedules: Sequence[Schedule]
@@ -256,7 +254,7 @@ class Engine:
             schedule.check_fits(self.shape)
         pairs = _pairs(prompts, answers)
         with torch.inference_mode():
-            return score(self._forced, pairs, schedules, self.compiled(*schedules), self.shape.layers)
+            return score(self._prompts, pairs, schedules, self.compiled(*schedules))
 
     def likelihood(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[Likelihood]:
         """How likely full depth finds each answer, whoever wrote it, in one teacher-forced pass.
@@ -265,7 +263,7 @@ class Engine:
         PromptError for an empty prompt.
         """
         with torch.inference_mode():
-            return likelihood(self._forced, _pairs(prompts, answers), self.shape.layers)
+            return likelihood(self._prompts, _pairs(prompts, answers))
 
     def fitting_batch_size(
         self, prompt_tokens: int, sampling: Sampling | None = None, schedule: Schedule | None = None
@@ -319,7 +317,7 @@ class Engine:
         plan = FULL_DEPTH if schedule is None else schedule.prompt_plan
         if schedule is not None and compiled is None and not plan.is_full_depth:
             compiled = self.compiled(schedule)
-        return self._forced(answers, plan, compiled)
+        return AnswerPass(self._prompts, answers, plan, compiled)
 
     def stop_prompts(
         self,

@@ -19,7 +19,6 @@ from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainable import Trainable
 from engine.engine import Engine
 from engine.errors import ScheduleError
-from engine.forward.operations import Compiled
 from engine.forward.packing import packs
 from engine.forward.prompt_pass import PROMPT_TOKENS
 from engine.forward.quality import Judge, Quality
@@ -44,7 +43,7 @@ class _Part:
             if at == place:
                 states.append(x.clone())
 
-        self.final = forced.hidden(Schedule.full_depth(engine.shape.layers), Compiled(), observe=keep)
+        self.final = forced.full_depth(keep)
         # What schedules that leave prompts alone go on from: (prompts' keys and values, the state below every change).
         self.whole: tuple[AnswerPass, Tensor] | None = None
         if any(schedule.prompt_plan.is_full_depth for schedule in schedules):
@@ -107,7 +106,7 @@ class Trainer:
             raise ScheduleError(f"{len(train)} answers to learn from are too few for {self._peers.count} processes")
         with torch.no_grad():
             self._lessons = self._prepare(self._peers.share(train))
-            self._judge = Judge(engine.teacher_forced(held_out), engine.shape.layers, (self._place,))
+            self._judge = Judge(engine.teacher_forced(held_out), (self._place,))
             self._judge.answers.keep_prompts(attended_layers(self._schedules, self._place))
         self._state = TrainingState(self._trainable.snapshot())
         self.untrained = self._qualities()  # of each schedule on the held-out answers

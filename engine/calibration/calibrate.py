@@ -109,8 +109,8 @@ class Calibration:
         self._final_bridges = Bridges({warmup: fitted[warmup].merged(held_out[warmup]) for warmup in ends}, own)
         with torch.inference_mode():
             everywhere = tuple(range(min(places), 2 * shape.layers, 2))
-            chooser = Judge(engine.teacher_forced(choose), shape.layers, everywhere)
-            self._judge = Judge(engine.teacher_forced(judge), shape.layers, places)
+            chooser = Judge(engine.teacher_forced(choose), everywhere)
+            self._judge = Judge(engine.teacher_forced(judge), places)
         self._prompt_layers, self._sample_targets = prompt_layers, sample_targets
         self._chooser, self._prompts = chooser, [answer.prompt for answer in (*fit, *choose)]
         self._prompt_bridges: dict[tuple[PromptCut, int], PromptBridge] = {}  # by how many prompts, too

@@ -12,10 +12,8 @@ from engine.calibration.moments import Moments, relative
 from engine.calibration.own_states import OwnStates
 from engine.decoding.sampling import Sampling
 from engine.engine import Engine
-from engine.forward.operations import Compiled
 from engine.forward.packing import packs
 from engine.forward.teacher_forcing import Answer
-from engine.schedules.schedule import Schedule
 
 CHUNK_TOKENS = 2048  # prompt and answer tokens passed at a time: bounds the memory of their keys and values
 Progress = Callable[[str, int, int], None]  # what is being done, how much of it is done, how much there is
@@ -65,7 +63,7 @@ def collect_moments(
 
         with torch.inference_mode():
             forced = engine.teacher_forced(chunk)
-            final = forced.hidden(Schedule.full_depth(shape.layers), Compiled(), observe=keep)
+            final = forced.full_depth(keep)
             if head is not None:
                 head.add(final)
             for each in moments.values():

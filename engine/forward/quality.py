@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -14,15 +14,13 @@ from torch import Tensor
 from engine.bootstrap import Bootstrap
 from engine.forward.operations import Compiled
 from engine.forward.packing import packs
-from engine.forward.prompt_pass import FULL_DEPTH
+from engine.forward.prompt_pass import FULL_DEPTH, PromptPass
 from engine.forward.teacher_forcing import Answer, AnswerPass
 from engine.parts.unit import Unit, all_units
-from engine.schedules.schedule import PromptPlan, Schedule
+from engine.schedules.schedule import Schedule
 
 PACK_TOKENS = 1024  # answer tokens scored together: bounds the distributions that are held, a vocabulary each
 IGNORED = -1  # label of a token that is not counted
-
-Forcing = Callable[[Sequence[Answer], PromptPlan, Compiled], AnswerPass]
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ def divergences(full: Tensor, scheduled: Iterable[tuple[slice, Tensor]]) -> tupl
 class Judge:
     """Compares schedules with full depth on a fixed set of answers."""
 
-    def __init__(self, answers: AnswerPass, layers: int, places: tuple[int, ...] = ()) -> None:
+    def __init__(self, answers: AnswerPass, places: tuple[int, ...] = ()) -> None:
         """Runs the answers at full depth once, and keeps states at `places`, so that schedules that leave what is below
         alone start there.
         """
@@ -84,7 +82,7 @@ class Judge:
             if place in places:
                 self._states[place] = x
 
-        x = answers.hidden(Schedule.full_depth(layers), Compiled(), observe=keep)
+        x = answers.full_depth(keep)
         # In half precision: a probability is then off by a thousandth of itself, the divergence by less than that.
         self._full = torch.cat([logits.float().log_softmax(-1).half() for _, logits in answers.logits(x)])
 
@@ -116,22 +114,18 @@ class Likelihood(NamedTuple):
 
 
 def score(
-    forcing: Forcing,
-    answers: Sequence[Answer],
-    schedules: Sequence[Schedule],
-    compiled: Compiled,
-    layers: int,
+    prompts: PromptPass, answers: Sequence[Answer], schedules: Sequence[Schedule], compiled: Compiled
 ) -> list[list[AnswerScore]]:
     """[schedule][answer], of full depth's answers: those with fewer than two tokens have empty scores. Prompts run once
-    for all schedules with the same prompt plan. `forcing` makes a pass over answers whose prompts ran under a plan.
+    for all schedules with the same prompt plan.
     """
     scores = [[AnswerScore((), ())] * len(answers) for _ in schedules]
     for pack in _packs(answers):
         packed = [answers[index] for index in pack]
         plans = {FULL_DEPTH, *(schedule.prompt_plan for schedule in schedules)}
-        forced = {plan: forcing(packed, plan, compiled) for plan in plans}
+        forced = {plan: AnswerPass(prompts, packed, plan, compiled) for plan in plans}
         whole = forced[FULL_DEPTH]
-        x = whole.hidden(Schedule.full_depth(layers), Compiled())
+        x = whole.full_depth()
         reference = torch.cat([logits.float().log_softmax(-1) for _, logits in whole.logits(x)])
         for row, schedule in zip(scores, schedules, strict=True):
             ours = forced[schedule.prompt_plan]
@@ -143,7 +137,7 @@ def score(
     return scores
 
 
-def likelihood(forcing: Forcing, answers: Sequence[Answer], layers: int) -> list[Likelihood]:
+def likelihood(prompts: PromptPass, answers: Sequence[Answer]) -> list[Likelihood]:
     """Of each answer, anyone's, at full depth, teacher-forced, its first token included; an empty one has no tokens.
 
     All answers to one prompt share a pass over it.
@@ -158,10 +152,10 @@ def likelihood(forcing: Forcing, answers: Sequence[Answer], layers: int) -> list
         packed = [answers[index] for index in indices]
         # A pass needs a token to feed back: where there is but one, it is fed too, and what follows is not counted.
         padded = [answer if answer.passes else Answer(answer.prompt, [*answer.tokens] * 2) for answer in packed]
-        forced = forcing(padded, FULL_DEPTH, Compiled())
+        forced = AnswerPass(prompts, padded)
         firsts, passes = torch.tensor([a.tokens[0] for a in packed]), torch.tensor([a.passes for a in packed])
         labels = torch.where(forced.step < passes[forced.sample], forced.next_token, IGNORED)
-        x = forced.hidden(Schedule.full_depth(layers), Compiled())
+        x = forced.full_depth()
         sums = torch.zeros(len(packed), dtype=torch.float64)
         first_tokens = forced.first_hidden, firsts, torch.arange(len(packed))
         for states, tokens, owners in (first_tokens, (x, labels, forced.sample)):
@@ -174,9 +168,9 @@ def likelihood(forcing: Forcing, answers: Sequence[Answer], layers: int) -> list
     return found
 
 
-def similarity(forcing: Forcing, answers: Sequence[Answer], layers: int) -> dict[Unit, float]:
+def similarity(prompts: PromptPass, answers: Sequence[Answer]) -> dict[Unit, float]:
     """Mean cosine similarity of each unit's input and output over all decode steps, at full depth."""
-    units = all_units(layers)
+    units = all_units(prompts.decoder.shape.layers)
     sums = [0.0] * len(units)
     for pack in _packs(answers):
         before: list[Tensor] = []
@@ -186,8 +180,7 @@ def similarity(forcing: Forcing, answers: Sequence[Answer], layers: int) -> dict
                 sums[place - 1] += float(F.cosine_similarity(before.pop(), x, dim=-1).sum())
             before.append(x)
 
-        forced = forcing([answers[index] for index in pack], FULL_DEPTH, Compiled())
-        forced.hidden(Schedule.full_depth(layers), Compiled(), observe=observe)
+        AnswerPass(prompts, [answers[index] for index in pack]).full_depth(observe)
     steps = sum(max(0, answer.passes) for answer in answers)
     return {unit: total / steps for unit, total in zip(units, sums, strict=True)}
 

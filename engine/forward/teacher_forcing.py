@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.forward.compiled_parts import Head
 from engine.forward.operations import ApplyBridge, Compiled, Observe, Operation, run_units, unit_plans
 from engine.forward.packing import packs
-from engine.forward.prompt_pass import PROMPT_TOKENS, PromptPass
+from engine.forward.prompt_pass import FULL_DEPTH, PROMPT_TOKENS, PromptPass
 from engine.schedules.schedule import PromptPlan, Schedule
 
 LOGIT_TOKENS = 512  # tokens whose logits are computed at a time: bounds memory
@@ -43,7 +43,11 @@ class AnswerPass:
     """
 
     def __init__(
-        self, prompts: PromptPass, answers: Sequence[Answer], plan: PromptPlan, compiled: Compiled | None = None
+        self,
+        prompts: PromptPass,
+        answers: Sequence[Answer],
+        plan: PromptPlan = FULL_DEPTH,
+        compiled: Compiled | None = None,
     ) -> None:
         """Runs the prompts, with `plan` and `compiled` as for `PromptPass.run`. Answers need two tokens or more: the
         first comes from the prompt pass.
@@ -103,6 +107,10 @@ class AnswerPass:
         if observe is not None and end is None:
             observe(2 * schedule.layers, x)
         return x
+
+    def full_depth(self, observe: Observe | None = None) -> Tensor:
+        """`hidden` of the model as it is."""
+        return self.hidden(Schedule.full_depth(self._decoder.shape.layers), Compiled(), observe=observe)
 
     def logits(self, x: Tensor, head: Head | None = None) -> Iterator[tuple[slice, Tensor]]:
         """Logits [n, vocab] of hidden states [N, hidden], a slice of the tokens at a time, by default exactly."""

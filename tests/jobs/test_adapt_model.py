@@ -253,7 +253,7 @@ def test_prompts_are_cut_short_in_training_as_in_a_job(common: list[str], tmp_pa
     held_out = answer_corpus(config, model, lambda *_: None).answers[-6:]  # and has it share the prefix
     schedule = Schedule.read(tmp_path / "1.1x")
     with torch.inference_mode():
-        judge = Judge(model.teacher_forced(held_out), schedule.layers)
+        judge = Judge(model.teacher_forced(held_out))
         passed = model.teacher_forced(held_out, schedule)
         quality = judge.judge(schedule, model.compiled(schedule), passed)
     curve = json.loads((tmp_path / "adapted" / adapt_model.CURVE_FILE).read_text())

@@ -59,7 +59,7 @@ def test_where_prompts_run_fewer_layers_much_is_saved_and_most_tokens_stay(
     instruction = GenerationConfig(prompt=TASK).template().shared_prefix(packaged.tokenizer)
     packaged.share_prefix(instruction)  # computed in full, as where it was trained
     with torch.inference_mode():
-        judge = Judge(packaged.teacher_forced(answers), packaged.shape.layers)
+        judge = Judge(packaged.teacher_forced(answers))
         passed = packaged.teacher_forced(answers, schedule)
         quality = judge.judge(schedule, packaged.compiled(schedule), passed)
     packaged.share_prefix(())
@@ -73,7 +73,7 @@ def test_at_half_of_the_compute_most_tokens_stay_and_without_the_bridges_few_do(
     answers = answered(packaged, sorted(texts, key=len)[:8])
     bare = replace(schedule, plateaus=tuple(p._replace(bridges=()) for p in schedule.plateaus), bridges={})
     with torch.inference_mode():
-        judge = Judge(packaged.teacher_forced(answers), packaged.shape.layers)
+        judge = Judge(packaged.teacher_forced(answers))
         bridged = judge.judge(schedule, packaged.compiled(schedule))
         assert bridged.agreement > 0.6
         assert judge.judge(bare, packaged.compiled(bare)).agreement < 0.3
@@ -89,7 +89,7 @@ def test_training_on_other_prompts_has_brought_the_demos_texts_closer_at_the_sam
     assert adapted.head_preview == calibrated.head_preview
     answers = answered(packaged, sorted(texts, key=len)[:16])
     with torch.inference_mode():
-        judge = Judge(packaged.teacher_forced(answers), packaged.shape.layers)
+        judge = Judge(packaged.teacher_forced(answers))
         before, after = (judge.judge(each, packaged.compiled(each)).mean_kl for each in (calibrated, adapted))
     assert after < 0.85 * before
 

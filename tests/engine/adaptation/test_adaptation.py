@@ -134,7 +134,7 @@ def test_training_brings_held_out_answers_closer_and_leaves_the_model_alone(
     assert all(bridge.form == "affine, gated" for bridge in best.bridges.values())
     assert {tensor.dtype for bridge in best.bridges.values() for tensor in bridge.tensors.values()} == {torch.float16}
     with torch.no_grad():
-        judge = Judge(engine.teacher_forced(answers[:6]), engine.shape.layers)
+        judge = Judge(engine.teacher_forced(answers[:6]))
         found, untrained = (judge.judge(one, engine.compiled(one)).kl for one in (best, schedule))
     # A judge keeps full depth in half precision, where a last bit of the logits may turn into a thousandth.
     assert torch.allclose(found, quality.kl, rtol=STORED, atol=STORED)
@@ -270,7 +270,7 @@ def test_a_prompt_bridge_learns_through_the_answers(
     assert float(changes.abs().max()) > 1e-2
     with torch.no_grad():
         held_out = answers[:6]
-        judge = Judge(engine.teacher_forced(held_out), engine.shape.layers)
+        judge = Judge(engine.teacher_forced(held_out))
         again = judge.judge(best, engine.compiled(best), engine.teacher_forced(held_out, best))
     assert again.mean_kl == pytest.approx(quality.mean_kl, rel=1e-3)
 

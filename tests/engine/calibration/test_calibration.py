@@ -148,7 +148,7 @@ def test_a_judge_finds_no_fault_with_full_depth_and_more_with_more_skipping(
 ) -> None:
     bridges = Bridges(collect_moments(tiny, answers[:80], {2: [3, 4, 5, 6, 7]}, quiet))
     with torch.inference_mode():
-        judges = [Judge(tiny.teacher_forced(answers[80:]), LAYERS, places) for places in ((), (4,))]
+        judges = [Judge(tiny.teacher_forced(answers[80:]), places) for places in ((), (4,))]
         full = judges[0].judge(Schedule.full_depth(LAYERS), Compiled())
         assert full.mean_kl < 1e-4
         assert full.agreement == 1.0
@@ -225,7 +225,7 @@ def test_calibrated_schedules_meet_their_targets_and_beat_bare_skipping(tiny: En
             found.schedule, plateaus=tuple(p._replace(bridges=()) for p in found.schedule.plateaus), bridges={}
         )
         with torch.inference_mode():
-            judge = Judge(tiny.teacher_forced(answers[-18:]), LAYERS)
+            judge = Judge(tiny.teacher_forced(answers[-18:]))
             assert judge.judge(bare, tiny.compiled(bare)).mean_kl > found.quality.mean_kl
     assert losses == sorted(losses)
 

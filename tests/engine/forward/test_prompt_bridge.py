@@ -370,7 +370,7 @@ def test_a_judge_goes_on_from_where_prompts_begin_to_differ(tiny: Engine, skippe
     with torch.inference_mode():
         passed, compiled = tiny.teacher_forced(answers, schedule), tiny.compiled(schedule)
         found = [
-            Judge(tiny.teacher_forced(answers), LAYERS, places).judge(schedule, compiled, passed)
+            Judge(tiny.teacher_forced(answers), places).judge(schedule, compiled, passed)
             for places in ((), tuple(range(2, 2 * LAYERS)))
         ]
     assert found[0].mean_kl > 1e-3
