@@ -40,13 +40,13 @@ def test_any_number_is_a_multiple_of_a_hundredth_or_is_not(tmp_path: Path, text:
 @pytest.mark.parametrize(
     ("schema", "why"),
     [
-        ({"$ref": "#/$defs/missing"}, r"'#/\$defs/missing' leads to nothing in the file"),
-        ({"properties": {"a": {"items": {"$ref": "other.json"}}}}, "'other.json' leads to nothing"),
-        ({"$ref": "http://127.0.0.1:9/schema.json"}, "nothing is fetched: put what it means in"),
-        ({"$ref": "#/x", "x": {"$ref": "#/y"}}, "'#/y' leads to nothing"),
-        ({"$ref": "#"}, "refers to itself without end"),
-        ({"pattern": "(?=a)b"}, "patterns are RE2's"),
-        ({"patternProperties": {"(a)\\1": {}}}, "patterns are RE2's"),
+        ({"$ref": "#/$defs/missing"}, r"'/\$defs/missing' does not exist\): put what it refers to in its \$defs"),
+        ({"properties": {"a": {"items": {"$ref": "other.json"}}}}, r"'other\.json' .* put what it refers to in"),
+        ({"$ref": "http://127.0.0.1:9/schema.json"}, "nothing is fetched.* put what it refers to in"),
+        ({"$ref": "#/x", "x": {"$ref": "#/y"}}, "'/y' does not exist"),
+        ({"$schema": "http://127.0.0.1:9/dialect"}, "'http://127.0.0.1:9/dialect'"),
+        ({"pattern": "(?=a)b"}, "in linear time, which has no look-around"),
+        ({"patternProperties": {"(a)\\1": {}}}, "in linear time, which has no look-around"),
         ({"type": "nothing"}, "is no JSON Schema"),
         ('{"maximum": NaN}', "NaN is no JSON"),
         ("[" * 10_000, "is no JSON Schema"),
@@ -68,6 +68,19 @@ def test_references_inside_the_file_are_followed(tmp_path: Path) -> None:
     assert _reason(filters, '{"left": {"left": 7}}') == "json_schema"
     assert _reason(filters, '{"right": {}}') == "json_schema"
     assert _reason(filters, '{"left":' * 60 + "{}" + "}" * 60) in (None, "json_schema")
+
+
+@pytest.mark.parametrize(
+    "schema", [{"$ref": "#"}, {"allOf": [{"$ref": "#"}]}, {"anyOf": [{"$ref": "#"}, {"type": "null"}]}]
+)
+def test_a_schema_that_refers_to_itself_without_end_asks_for_nothing(tmp_path: Path, schema: Any) -> None:
+    assert [_reason(_filters(tmp_path, schema), text) for text in ("7", "{}", "}")] == [None, None, "json_schema"]
+
+
+def test_half_a_character_is_no_value_of_json(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    filters = _filters(tmp_path, {"pattern": "a"})
+    assert [_reason(filters, f'"{text}"') for text in (r"a\ud83d\ude00", r"a\ud83d")] == [None, "json_schema"]
+    assert "surrogates not allowed" in caplog.text
 
 
 DRAFT_7 = {"$schema": "http://json-schema.org/draft-07/schema#"}
