@@ -32,8 +32,6 @@ def schedule_maps(named: Sequence[tuple[str, Schedule]], longest: int = 48) -> s
             lines.append(f"head of rank {schedule.head_preview.rank}")
         axes.set_title("\n".join(lines), loc="left", fontsize=9, color=INK)
         axes.tick_params(labelsize=8)
-        if len(schedule.plateaus) == 1:
-            axes.set_xticks([])  # every step is the same
     for axes in found[::COLUMNS]:
         axes.set_ylabel("layer", fontsize=9)
     for axes in found[: len(named)][-COLUMNS:]:

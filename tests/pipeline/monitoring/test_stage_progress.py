@@ -21,8 +21,8 @@ def test_a_stage_that_comes_again_has_a_rate_of_its_own(
             progress("collecting states", done, total)
     assert [record.message for record in caplog.records] == [
         "collecting states: 100",
-        "collecting states: 50 of 100, 1.0/s, 50 s left",
-        "collecting states: 100 of 100, 1.0/s, 0 s left",
+        "collecting states: 50 of 100, 1.0/s, 0:00:50 left",
+        "collecting states: 100 of 100, 1.0/s, 0:00:00 left",
         "collecting states: 60",
-        "collecting states: 20 of 60, 2.0/s, 20 s left",
+        "collecting states: 20 of 60, 2.0/s, 0:00:20 left",
     ]

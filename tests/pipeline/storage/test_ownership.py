@@ -399,6 +399,7 @@ ALLOWED = {
     "engine/checkpoints/checkpoint.py": {"os.rename"},  # a converted checkpoint, in the user's cache
     "engine/adaptation/checkpoint.py": {"os.replace"},  # of its own unfinished file, in a claimed directory
     "engine/calibration/answer_file.py": {"os.replace"},  # likewise
+    "pipeline/evaluation/solved.py": {"scratch.replace"},  # likewise
     "pipeline/evaluation/study.py": {"scratch.replace"},  # likewise
 }
 
