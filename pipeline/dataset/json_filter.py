@@ -6,7 +6,15 @@ import logging
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jsonschema_rs import RegexOptions, ValidationError, ValidationErrorKind, Validator, validator_for
+from jsonschema_rs import (
+    RegexOptions,
+    Registry,
+    Resolver,
+    ValidationError,
+    ValidationErrorKind,
+    Validator,
+    validator_for,
+)
 
 from engine import parse_json, read_json
 from pipeline.errors import JobError, one_line
@@ -15,6 +23,7 @@ from pipeline.storage.records import LARGE
 log = logging.getLogger(__name__)
 
 MOST_SAID = 3  # texts on which validation itself fails
+IN_PLACE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")  # keywords of schemas for the same value
 
 
 class JsonFilter:
@@ -26,7 +35,7 @@ class JsonFilter:
 
     def __init__(self, path: str) -> None:
         """Raises JobError if the schema cannot be used: it is none, refers to what is not in it, or has a pattern that
-        would not be in linear time.
+        would not be in linear time, or never ends.
         """
         self.schema = _read_schema(path)
         self._failed = 0
@@ -34,10 +43,16 @@ class JsonFilter:
             self._validator: Validator = validator_for(
                 self.schema, validate_formats=False, pattern_options=RegexOptions(), retriever=_fetch_nothing
             )
+            named = self.schema.get("$id") if isinstance(self.schema, dict) else None
+            base = str(named or "urn:schema").removesuffix("#")
+            resolver = Registry([(base, self.schema)]).resolver(base)
+            endless = _never_ends(self.schema, resolver, [self.schema], [])
         except ValidationError as error:
             raise JobError(f"json_schema {path!r} {_wrong(error)}") from error
         except Exception as error:  # of the library, at whatever a file may hold
             raise JobError(f"json_schema {path!r} cannot be used ({one_line(error)}): rewrite it") from error
+        if endless:
+            raise JobError(f"json_schema {path!r} refers to itself without end: let it descend into the value")
 
     def __call__(self, text: str) -> bool:
         try:
@@ -45,7 +60,10 @@ class JsonFilter:
         except ValueError:
             return False
         try:
-            return self._validator.is_valid(value)
+            try:
+                return self._validator.is_valid(value)
+            except UnicodeEncodeError:  # half a surrogate pair, which JSON can name and Unicode has not
+                return self._validator.is_valid(_well_formed(value))
         except Exception as error:
             self._failed += 1
             if self._failed <= MOST_SAID:
@@ -62,6 +80,40 @@ def _read_schema(path: str) -> Any:
         return read_json(Path(path), LARGE)
     except (OSError, ValueError) as error:
         raise JobError(f"json_schema {path!r} is no JSON Schema ({one_line(error)}): repair it") from error
+
+
+def _never_ends(part: Any, resolver: Resolver, chain: list[Any], done: list[Any]) -> bool:
+    """Whether references lead a schema back to itself at the same value.
+
+    `chain` are those that lead here, `done` those that were found to end.
+    """
+    if not isinstance(part, dict) or part in done:
+        return False
+    if isinstance(reference := part.get("$ref"), str):
+        found = resolver.lookup(reference)
+        again = found.contents in chain
+        if again or _never_ends(found.contents, found.resolver, [*chain, found.contents], done):
+            return True
+    inner = [each for name in IN_PLACE if name in part for each in _listed(part[name])]
+    if any(_never_ends(each, resolver, chain, done) for each in inner):
+        return True
+    done.append(part)
+    return False
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _well_formed(value: Any) -> Any:
+    """A JSON value with a question mark for every half of a surrogate pair."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, list):
+        return [_well_formed(each) for each in value]
+    if isinstance(value, dict):
+        return {_well_formed(name): _well_formed(each) for name, each in value.items()}
+    return value
 
 
 def _fetch_nothing(uri: str) -> NoReturn:

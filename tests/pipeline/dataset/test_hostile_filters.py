@@ -45,6 +45,8 @@ def test_any_number_is_a_multiple_of_a_hundredth_or_is_not(tmp_path: Path, text:
         ({"$ref": "http://127.0.0.1:9/schema.json"}, "nothing is fetched.* put what it refers to in"),
         ({"$ref": "#/x", "x": {"$ref": "#/y"}}, "'/y' does not exist"),
         ({"$schema": "http://127.0.0.1:9/dialect"}, "'http://127.0.0.1:9/dialect'"),
+        ({"$ref": "#"}, "refers to itself without end"),
+        ({"anyOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"not": {"$ref": "#/$defs/a"}}}}, "itself without end"),
         ({"pattern": "(?=a)b"}, "in linear time, which has no look-around"),
         ({"patternProperties": {"(a)\\1": {}}}, "in linear time, which has no look-around"),
         ({"type": "nothing"}, "is no JSON Schema"),
@@ -70,17 +72,24 @@ def test_references_inside_the_file_are_followed(tmp_path: Path) -> None:
     assert _reason(filters, '{"left":' * 60 + "{}" + "}" * 60) in (None, "json_schema")
 
 
-@pytest.mark.parametrize(
-    "schema", [{"$ref": "#"}, {"allOf": [{"$ref": "#"}]}, {"anyOf": [{"$ref": "#"}, {"type": "null"}]}]
-)
-def test_a_schema_that_refers_to_itself_without_end_asks_for_nothing(tmp_path: Path, schema: Any) -> None:
-    assert [_reason(_filters(tmp_path, schema), text) for text in ("7", "{}", "}")] == [None, None, "json_schema"]
+def test_a_schema_may_refer_to_itself_and_to_its_dialect_where_that_ends(tmp_path: Path) -> None:
+    nested = {"type": ["object", "null"], "additionalProperties": {"$ref": "#"}, "allOf": [{"$ref": "#/$defs/a"}],
+              "$defs": {"a": {}, "b": {"$ref": "https://json-schema.org/draft/2020-12/schema"}}}  # fmt: skip
+    filters = _filters(tmp_path, nested | {"anyOf": [{"$ref": "#/$defs/b"}, {}]})
+    assert [_reason(filters, text) for text in ('{"a": {"b": null}}', '{"a": {"b": 7}}')] == [None, "json_schema"]
 
 
-def test_half_a_character_is_no_value_of_json(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    filters = _filters(tmp_path, {"pattern": "a"})
-    assert [_reason(filters, f'"{text}"') for text in (r"a\ud83d\ude00", r"a\ud83d")] == [None, "json_schema"]
-    assert "surrogates not allowed" in caplog.text
+def test_half_a_character_is_one_character(tmp_path: Path) -> None:
+    filters = _filters(tmp_path, {"pattern": "^a.$"})
+    assert [_reason(filters, f'"{text}"') for text in (r"a\ud83d\ude00", r"a\ud83d", r"\ud83d")] == [
+        None, None, "json_schema",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["a", "http://127.0.0.1:9/a.json", "http://127.0.0.1:9/a.json#"])
+def test_a_schema_may_have_a_name(tmp_path: Path, name: str) -> None:
+    filters = _filters(tmp_path, DRAFT_7 | {"$id": name, "allOf": [{"$ref": "#/parts/it"}], "parts": {"it": WORDS}})
+    assert [_reason(filters, text) for text in ('"word"', '"7"')] == [None, "json_schema"]
 
 
 DRAFT_7 = {"$schema": "http://json-schema.org/draft-07/schema#"}
