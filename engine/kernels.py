@@ -16,6 +16,8 @@ from engine.shape import AttentionKind
 
 Linear = Callable[[Tensor], Tensor]  # [N, in] -> [N, out]
 
+QUERIES = 256  # that attend together: what later ones alone see is not computed for them
+
 _LEAST = 1e-30  # stands for a largest number of zero, to divide by
 
 
@@ -54,29 +56,40 @@ class Kernels:
         gate, up = gate_up.chunk(2, -1)
         return activation(gate) * up
 
-    def prompt_attention(self, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind, seen: Tensor | None) -> Tensor:
+    def prompt_attention(self, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
         """Causal attention of the last m of a prompt's n tokens.
 
         Args:
             q: [m, heads, head_dim].
             k, v: [n, kv_heads, head_dim].
             kind: the layer's scale, window and soft cap.
-            seen: `seen_by` of these.
 
         Returns:
             [m, heads * head_dim].
         """
+        before, window = len(k) - len(q), min(kind.window or len(k), len(k))
+        if not before and window == len(k) and kind.softcap is None:
+            return self._attention(q, k, v, kind, None)
+        attended = []
+        for start in range(0, len(q), QUERIES):
+            end = min(start + QUERIES, len(q))
+            first, last = max(0, before + start + 1 - window), before + end  # of the keys that some of these see
+            own = before + start - first  # where the first of them is among the keys
+            seen = q.new_ones(end - start, last - first, dtype=torch.bool).tril_(own).triu_(own + 1 - window)
+            attended.append(self._attention(q[start:end], k[first:last], v[first:last], kind, seen))
+        return torch.cat(attended) if len(attended) > 1 else attended[0]
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind, seen: Tensor | None) -> Tensor:
+        """To the keys that each query sees, [m, n]; None: as many queries as keys, which see those before."""
         heads, kv_heads = q.shape[1], k.shape[1]
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, tokens, head_dim]
-        grouped = heads != kv_heads
         if kind.softcap is None:
             out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=seen, is_causal=seen is None, scale=kind.scale, enable_gqa=grouped
+                q, k, v, attn_mask=seen, is_causal=seen is None, scale=kind.scale, enable_gqa=heads != kv_heads
             )
         else:
+            assert seen is not None
             k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
-            if seen is None:
-                seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
             scores = _cap(q @ k.transpose(-1, -2) * kind.scale, kind.softcap).masked_fill(~seen, -torch.inf)
             out = scores.float().softmax(-1).to(v.dtype) @ v
         return out[0].transpose(0, 1).flatten(1)
@@ -100,12 +113,7 @@ class Kernels:
             [N, heads * head_dim].
         """
         pairs = zip(spans, prompts, strict=True)
-        return torch.cat(
-            [
-                self.prompt_attention(q[a:b], k, v, kind, seen_by(b - a, len(k), kind.window, q.device))
-                for (a, b), (k, v) in pairs
-            ]
-        )
+        return torch.cat([self.prompt_attention(q[a:b], k, v, kind) for (a, b), (k, v) in pairs])
 
     def decode_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kind: AttentionKind) -> Tensor:
         """One new token per row attends to its row's cache.
@@ -136,14 +144,6 @@ def attended_alone(v: Tensor, heads: int) -> Tensor:
     head_dim].
     """
     return v.repeat_interleave(heads // v.shape[1], 1).flatten(1)
-
-
-def seen_by(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Which keys the last tokens of a prompt see, [queries, keys]; None: of all tokens those before, and themselves."""
-    if queries == keys and (window is None or keys <= window):
-        return None
-    age = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
-    return (age >= 0) & (age < (window or keys))
 
 
 def _cap(scores: Tensor, softcap: float) -> Tensor:

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 CANDIDATES = 1024  # tokens looked at first for top-p: a full sort of the vocabulary costs half a decode step on a CPU
+BLOCK = 256  # tokens that are drawn for together before one of them is: near the root of a vocabulary's size
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +56,16 @@ class Sampling:
         return self.temperature == 0
 
 
-def random_stream(seed: int, sample_id: str, steps: int) -> np.ndarray:
-    """Uniform numbers in [0, 1) for a sample's steps, [steps] float64: a function of (seed, sample id, step) alone."""
-    key = hashlib.sha256(f"{seed}\0{sample_id}".encode("utf-8", "surrogatepass")).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(key[:16], "little"))).random(steps)
+def stream_key(seed: int, sample_id: str) -> int:
+    """Of a sample's random stream."""
+    digest = hashlib.sha256(f"{seed}\0{sample_id}".encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:16], "little")
+
+
+def waiting_times(key: int, step: int, count: int) -> np.ndarray:
+    """Exponential numbers of mean 1, above 0, [count] float32: each a function of (key, step) alone."""
+    generator = np.random.Generator(np.random.Philox(key=key, counter=step << 128))
+    return np.maximum(-np.log1p(-generator.random(count)), np.finfo(np.float32).tiny).astype(np.float32)
 
 
 class Sampler:
@@ -68,18 +76,14 @@ class Sampler:
     ) -> None:
         self._sampling, self._device = sampling, device
         self._eos = torch.tensor(eos_ids, dtype=torch.long, device=device)
-        self._uniform: Tensor | None = None  # [seats, max_new_tokens]
+        self._keys = [0] * seats  # of their samples' random streams
         self._seen: Tensor | None = None  # [seats, vocab], tokens of the prompt and the generation so far
-        if not sampling.is_greedy:
-            self._uniform = torch.zeros(seats, sampling.max_new_tokens, device=device)
         if sampling.repetition_penalty != 1.0:
             self._seen = torch.zeros(seats, vocab, dtype=torch.bool, device=device)
 
     def enter(self, seat: int, prompt: Sequence[int], sample_id: str) -> None:
         """Make a seat that of another sample."""
-        if self._uniform is not None:
-            stream = random_stream(self._sampling.seed, sample_id, self._sampling.max_new_tokens)
-            self._uniform[seat] = torch.from_numpy(stream).to(self._device, torch.float32)
+        self._keys[seat] = stream_key(self._sampling.seed, sample_id)
         if self._seen is not None:
             self._seen[seat] = False
             self._seen[seat, torch.tensor(prompt, device=self._device)] = True
@@ -96,11 +100,13 @@ class Sampler:
         held = [row for row, step in enumerate(steps) if step < self._sampling.min_new_tokens]
         if held:
             logits[torch.tensor(held, device=self._device)[:, None], self._eos] = -torch.inf
-        if self._uniform is None:
+        if self._sampling.is_greedy:
             tokens = _likeliest(logits)
         else:
-            uniform = self._uniform[rows, torch.tensor(steps, device=self._device)]
-            tokens = _draw(logits.float() / self._sampling.temperature, uniform, self._sampling)
+            count = -(-logits.shape[1] // BLOCK) + BLOCK
+            times = [waiting_times(self._keys[seat], step, count) for seat, step in zip(seats, steps, strict=True)]
+            waiting = torch.from_numpy(np.stack(times)).to(self._device)
+            tokens = _draw(logits.float() / self._sampling.temperature, waiting, self._sampling)
         if self._seen is not None:
             self._seen[rows, tokens] = True
         return tokens
@@ -116,19 +122,30 @@ def _likeliest(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
-def _draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
-    """Sample tokens [B] by inverting the distribution function of the tokens left by top-k, then top-p, then min-p."""
+def _draw(logits: Tensor, waiting: Tensor, sampling: Sampling) -> Tensor:
+    """Sample tokens [B] of those left by top-k, then top-p, then min-p.
+
+    An exponential race: of independent waiting times with rates p the shortest is that of i with probability p_i. First
+    between blocks of the vocabulary, each with the sum of its tokens' rates, then between the tokens of the first. A
+    last bit in the logits, which depend on the batch by as much, changes the winner only where two arrive as good as
+    together. Inverting the distribution function would shift by it all of the many tokens that are hardly likely.
+
+    Args:
+        logits: [B, vocab].
+        waiting: [B, blocks + BLOCK] exponential numbers of mean 1.
+    """
     logits, ids = _candidates(logits, sampling)
     probabilities = logits.softmax(-1)
     if sampling.min_p:
         probabilities = probabilities.where(probabilities >= sampling.min_p * probabilities.amax(-1, keepdim=True), 0)
-    cumulative = probabilities.cumsum(-1)
-    # Scaled by the sum really reached and kept below it, whatever rounding does: some token always exceeds the
-    # threshold, and the first that does has raised the sum, so its probability is not zero.
-    total = cumulative[:, -1]
-    threshold = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))[:, None]
-    chosen = torch.searchsorted(cumulative, threshold, right=True)
-    return (chosen if ids is None else ids.gather(1, chosen))[:, 0]
+    blocks = waiting.shape[1] - BLOCK
+    if ids is not None:
+        probabilities = waiting.new_zeros(len(waiting), blocks * BLOCK).scatter_(1, ids, probabilities)
+    tokens = F.pad(probabilities, (0, blocks * BLOCK - probabilities.shape[1])).unflatten(1, (blocks, BLOCK))
+    block = (tokens.sum(-1) / waiting[:, :blocks]).argmax(-1)
+    rates = tokens[torch.arange(len(tokens), device=tokens.device), block]
+    drawn: Tensor = block * BLOCK + (rates / waiting[:, blocks:]).argmax(-1)
+    return drawn
 
 
 def _candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:

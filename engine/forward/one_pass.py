@@ -20,7 +20,7 @@ from engine.forward.cache import KVCache, RowBlock
 from engine.forward.compiled_parts import PromptMaps
 from engine.forward.operations import ApplyBridge, Compiled, Operation, RunUnit, unit_plans
 from engine.forward.prompt_pass import Prefix, PromptPass
-from engine.kernels import attended_alone, seen_by
+from engine.kernels import attended_alone
 from engine.models.decoder import Attend, Rotations
 from engine.schedules.schedule import Schedule
 
@@ -159,7 +159,6 @@ class OnePass:
         self.slices = list(plans.slices(self.bulk, self.whole, self.last, decoding))
         self.padding = 0  # FLOPs computed for nobody: rows that attend together read on to the longest of them
         self._attending: dict[tuple[int, int, int], tuple[list[Attending], Tensor]] = {}
-        self._seen: dict[tuple[int, int, int | None], Tensor | None] = {}  # masks of prompts
         self._stopped: Tensor | None = None
         for prompt in entering:
             if prompt.shared:
@@ -259,11 +258,8 @@ class OnePass:
         """Of the tokens of a prompt but the last, [n, heads * head_dim]."""
         kind, (start, end) = self._decoder.shape.attention_kind(layer), self._spans[index]
         n = len(self._prompts[index].tokens) - 1
-        key = end - start, n, kind.window
-        if key not in self._seen:
-            self._seen[key] = seen_by(*key, self._device)
         k, v = self._cache.row(self._prompts[index].seat, layer)[:, :, :n].transpose(1, 2)
-        return self._kernels.prompt_attention(q[start:end], k, v, kind, self._seen[key])
+        return self._kernels.prompt_attention(q[start:end], k, v, kind)
 
     def _attend_alone(self, layer: int, q: Tensor, k: Tensor, v: Tensor, first: int, last: int) -> Tensor:
         """Of the single tokens from `first` to `last`, each to its row's cache, which it joins."""

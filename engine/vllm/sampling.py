@@ -71,9 +71,15 @@ class OurSampling(LogitsProcessor):
         Rows whose prompts or replayed tokens are not yet through have logits here too, which come to nothing: so
         nothing is kept from one pass to the next.
         """
+        alike: dict[tuple[Sampling, tuple[int, ...]], list[int]] = {}
         for place, row in self._rows.items():
-            sampler = Sampler(row.sampling, row.eos_ids, self._vocab, 1, self._device)
-            sampler.enter(0, [*row.prompt, *row.tokens], row.sample_id)
-            chosen = sampler.choose(logits[place : place + 1].clone(), [0], [len(row.tokens)])
-            logits[place].fill_(-torch.inf)[chosen] = 0.0
+            alike.setdefault((row.sampling, tuple(row.eos_ids)), []).append(place)
+        for (sampling, eos_ids), places in alike.items():
+            sampler = Sampler(sampling, eos_ids, self._vocab, len(places), self._device)
+            rows = [self._rows[place] for place in places]
+            for seat, row in enumerate(rows):
+                sampler.enter(seat, [*row.prompt, *row.tokens], row.sample_id)
+            where = torch.tensor(places, device=self._device)
+            chosen = sampler.choose(logits[where], range(len(rows)), [len(row.tokens) for row in rows])
+            logits[where] = torch.full_like(logits[where], -torch.inf).scatter_(1, chosen[:, None], 0.0)
         return logits

@@ -17,7 +17,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 import engine.decoding.sampling
 from engine import Engine, Generation, PromptError, Sampling
-from engine.decoding.sampling import Sampler, random_stream
+from engine.decoding.sampling import Sampler, stream_key, waiting_times
 from tests.engine.prompts import random_prompts
 
 CPU = torch.device("cpu")
@@ -152,24 +152,43 @@ def test_the_steps_of_one_sample_follow_the_probabilities_too() -> None:
     assert_drawn_from(pairs, independent)
 
 
-def test_a_stream_is_uniform_and_a_function_of_seed_id_and_step() -> None:
-    stream = random_stream(7, "row", 50_000)
-    assert (random_stream(7, "row", 100) == stream[:100]).all(), "more steps must not change the earlier ones"
-    assert 0 <= stream.min() < 1e-3
-    assert 1 - 1e-3 < stream.max() < 1
-    assert abs(stream.mean() - 0.5) < 5 * (1 / 12 / 50_000) ** 0.5
-    assert not (random_stream(8, "row", 100) == stream[:100]).any()
-    assert not (random_stream(7, "roW", 100) == stream[:100]).any()
+def test_waiting_times_are_exponential_and_a_function_of_seed_id_and_step() -> None:
+    key = stream_key(7, "row")
+    times = waiting_times(key, 3, 50_000)
+    assert (waiting_times(key, 3, 100) == times[:100]).all(), "more of them must not change the first"
+    for threshold in (0.1, 0.7, 2.0, 5.0):
+        share = 1 - np.exp(-threshold)
+        assert abs((times < threshold).mean() - share) < 5 * (share * (1 - share) / 50_000) ** 0.5
+    assert times.min() > 0
+    for other, step in [(stream_key(8, "row"), 3), (stream_key(7, "roW"), 3), (key, 4)]:
+        assert not (waiting_times(other, step, 100) == times[:100]).any()
 
 
 @pytest.mark.parametrize("name", FILTERS)
-def test_the_largest_random_number_still_picks_an_allowed_token(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    largest = np.array([1 - 2**-53])  # of those that a generator of float64 in [0, 1) gives
-    monkeypatch.setattr(engine.decoding.sampling, "random_stream", lambda seed, sample_id, steps: largest.repeat(steps))
+@pytest.mark.parametrize("shortest", [0, 1])
+def test_the_most_extreme_random_numbers_pick_an_allowed_token(
+    monkeypatch: pytest.MonkeyPatch, name: str, shortest: int
+) -> None:
+    extremes = np.array([np.finfo(np.float32).tiny, 53 * np.log(2)], np.float32)
+
+    def alternating(key: int, step: int, count: int) -> np.ndarray:
+        return extremes[(np.arange(count) + shortest) % 2]
+
+    monkeypatch.setattr(engine.decoding.sampling, "waiting_times", alternating)
     logits = 2 * torch.randn(60, generator=torch.Generator().manual_seed(1))
     logits[-5:] = -torch.inf
     [token] = draw_tokens(logits, FILTERS[name], 1).tolist()
     assert allowed_probabilities(logits, FILTERS[name])[token] > 0
+
+
+@pytest.mark.parametrize("name", ["temperature 1", "top-p 0.99"])
+def test_rounding_in_a_large_vocabulary_hardly_ever_changes_a_draw(name: str) -> None:
+    draw = torch.Generator().manual_seed(6)
+    logits = 2 * torch.randn(500, 49_152, generator=draw)
+    rounded = logits + 1e-4 * torch.randn(logits.shape, generator=draw)
+    samplers = (seated(FILTERS[name], 49_152, [[0]] * 500, [str(row) for row in range(500)]) for _ in range(2))
+    one, other = (choose(sampler, each, 0) for sampler, each in zip(samplers, (logits, rounded), strict=True))
+    assert int((one != other).sum()) <= 2
 
 
 def test_greedy_takes_the_likeliest_token() -> None:

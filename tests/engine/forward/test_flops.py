@@ -33,7 +33,7 @@ class CountableKernels(Kernels):
         weights = (grouped @ k.transpose(-1, -2) * kind.scale + mask).softmax(-1)
         return (weights @ v).reshape(len(q), -1)
 
-    def prompt_attention(self, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind, seen: Tensor | None) -> Tensor:
+    def prompt_attention(self, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
         before = len(k) - len(q) + 1
         return torch.cat([self._attend(q[t], k[: before + t], v[: before + t]) for t in range(len(q))])
 
