@@ -43,7 +43,7 @@ def main() -> int:
 def adapt(config: AdaptModel) -> None:
     """Raises JobError, JobStopped, ModelError, ScheduleError."""
     start = time.monotonic()
-    output = claim_directory(config.output, PROGRAM, [config.input], [config.schedule])
+    output = claim_directory(config.output, PROGRAM, [config.input], filter(None, [config.schedule]))
     shape = engine.describe(config.model)
     schedules = _read(config, shape)
     done = (train if config.workers == 1 else train_on_cluster)(config, list(schedules.values()))
@@ -66,7 +66,11 @@ def adapt(config: AdaptModel) -> None:
 
 def _read(config: AdaptModel, shape: ModelShape) -> dict[str, Schedule]:
     """What to train, by the directory below the output to write it to; a schedule alone goes to the output itself."""
-    if config.target_speedup is None:
+    if config.schedule is None:
+        if config.prompt_layers is None:
+            raise ScheduleError("nothing would be skipped: name a --schedule, or the --prompt-layers that prompts run")
+        schedules = {"": Schedule.full_depth(shape.layers)}
+    elif config.target_speedup is None:
         schedules = read_schedules(config.schedule, config)
     else:
         schedules = {"": read_schedule(config.schedule, config.target_speedup, config)}
@@ -76,7 +80,7 @@ def _read(config: AdaptModel, shape: ModelShape) -> dict[str, Schedule]:
             raise ScheduleError(f"{name or config.schedule} has a prompt bridge already: leave out --prompt-layers")
     if config.prompt_layers is not None:
         check_prompt_layers(config.prompt_layers, shape)
-    trained = {name: schedule for name, schedule in schedules.items() if is_trainable(schedule)}
+    trained = {name: each for name, each in schedules.items() if config.prompt_layers or is_trainable(each)}
     if not trained:
         raise ScheduleError(f"{config.schedule!r} skips nothing: there is nothing to learn")
     for name in schedules.keys() - trained.keys():
@@ -112,8 +116,8 @@ def _card(config: AdaptModel, names: Sequence[str], done: Training) -> str:
     return f"""---
 {ModelCardData(base_model=config.model, library_name="skipdecode").to_yaml()}
 ---
-{"A SkipDecode schedule" if alone else "SkipDecode schedules"} trained on {config.input}, from {config.schedule}: \
-{what}. The model's own weights are unchanged.
+{"A SkipDecode schedule" if alone else "SkipDecode schedules"} trained on {config.input}, from \
+{config.schedule or "full depth"}: {what}. The model's own weights are unchanged.
 Run {"it" if alone else "one of them"} with `python jobs/summarize_corpus.py --model {config.model} --schedule \
 <this directory>{"" if alone else " --target-speedup <x>"} ...`.
 

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -40,7 +41,7 @@ DECIDE_NOTHING = {
     *StorageConfig.model_fields,
     *("output", "target_speedup", "device", "batch_size", "threads", "workers", "ray_address", "s3_anonymous_input"),
 }  # options, of what comes of a training
-FITTED = 600  # prompts that a prompt bridge is fitted to before it is trained on all of them
+FITTED, FITTED_TOKENS = 600, 120_000  # prompts, and their tokens, that a prompt bridge is fitted to before training
 DEFAULT = Recipe()
 
 log = logging.getLogger(__name__)
@@ -53,9 +54,11 @@ class AdaptModel(AnswersConfig):
     prompts are bridged, of all layers for prompts too.
     """
 
-    schedule: str = Field(
+    schedule: str | None = Field(
+        None,
         description="directory or URL of a calibrated schedule, or of several: these are trained together, with one "
-        "adapter that serves all of them"
+        "adapter that serves all of them; without any, answers run every layer, and --prompt-layers says what prompts "
+        "run: where these are long, they are all that counts",
     )
     target_speedup: float | None = Field(
         None, ge=1, description="train one of several schedules alone, the one that just reaches this"
@@ -136,7 +139,8 @@ def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
     more = (config.answers_per_prompt, progress, output / MORE_ANSWERS_FILE)
     answers = with_more_answers(config, teacher, drawn.answers[:-kept], *more)
     if config.prompt_layers is not None:
-        prompts = [answer.prompt for answer in drawn.answers[:-kept]][:FITTED]
+        totals = accumulate(len(answer.prompt) for answer in drawn.answers[: min(FITTED, len(drawn.answers) - kept)])
+        prompts = [answer.prompt for answer, total in zip(drawn.answers, totals, strict=False) if total < FITTED_TOKENS]
         cut = prompt_cut(teacher.shape, config.prompt_layers, schedules)
         bridge = fit_prompt_bridge(teacher, prompts, cut, progress)
         schedules = [replace(schedule, prompt_bridge=bridge) for schedule in schedules]

