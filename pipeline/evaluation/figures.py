@@ -15,7 +15,7 @@ import pyarrow as pa
 from engine import Schedule
 from engine.bootstrap import Bootstrap, Estimate, Values
 from pipeline.evaluation.contender import Contender
-from pipeline.evaluation.study import LIKELIHOODS, OUTPUTS, BatchTiming, Prompt, Study
+from pipeline.evaluation.study import OUTPUTS, BatchTiming, Prompt, Study
 from pipeline.reporting.text_metrics import Overlap, overlap, repetition, unsupported
 
 METRICS = Overlap._fields
@@ -186,7 +186,7 @@ def _table(outputs: Outputs) -> pa.Table:
         "target": [contender.target] * len(rows),
         "is_rival": [contender.is_rival] * len(rows),
         "reference": [prompt.reference for prompt in outputs.prompts],
-        **{name: [row[name] for row in rows] for name in [*OUTPUTS.names, "nll"]},
+        **{name: [row[name] for row in rows] for name in OUTPUTS.names},
         "repetition": outputs.repetition,
         "unsupported": outputs.unsupported,
         **{f"{name}_to_{what}": values for what, found in overlaps.items() for name, values in _scores(found).items()},
@@ -224,7 +224,6 @@ _COMBINED = pa.schema(
         ("is_rival", pa.bool_()),
         ("reference", pa.string()),
         *OUTPUTS,
-        LIKELIHOODS.field("nll"),
         ("repetition", pa.float64()),
         ("unsupported", pa.list_(pa.string())),
         *((f"{name}_to_reference", pa.float64()) for name in METRICS),

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,14 +41,7 @@ OUTPUTS = pa.schema(
         # Teacher-forced on the row's full-depth answer, by decode step; null for adaptive rules.
         ("kl", pa.list_(pa.float32())),
         ("agrees", pa.list_(pa.bool_())),
-    ]
-)
-# Apart from the outputs, so that those of a study that did not have them are kept.
-LIKELIHOODS = pa.schema(
-    [
-        ("id", pa.string()),
-        # Negative log-likelihood of the row's answer under full depth, over all its tokens, in nats.
-        ("nll", pa.float64()),
+        ("nll", pa.float64()),  # negative log-likelihood of the answer under full depth, over all its tokens, in nats
     ]
 )
 COSTS = OUTPUTS.names[3:11]  # fields of a generation that are copied as they are
@@ -79,8 +72,7 @@ _TIMING: Record[BatchTiming] = Record(BatchTiming, "delete it")
 
 @dataclass(frozen=True)
 class Study:
-    """Outputs under `directory`, one file per contender and batch of prompts, and beside it how likely full depth finds
-    them.
+    """Outputs under `directory`, one file per contender and batch of prompts.
 
     Full depth answers first, schedules share its prompt pass, and their teacher-forced scores are taken on its answers.
     """
@@ -95,7 +87,8 @@ class Study:
         """Compute what is missing. The first contender is full depth. Raises JobError: what is there is damaged."""
         session = uuid.uuid4().hex
         missing = [[c for c in contenders if not _is_there(self._file(c, batch))] for batch in self._batches()]
-        left, all_of_them = sum(map(len, missing)), len(missing) * len(contenders)
+        left = sum(len(batch) * len(wanted) for batch, wanted in zip(self._batches(), missing, strict=True))
+        all_of_them = len(self.prompts) * len(contenders)
         log.info(
             "%d prompts under %d contenders: %d of %d outputs are there already",
             len(self.prompts), len(contenders), all_of_them - left, all_of_them,
@@ -104,27 +97,29 @@ class Study:
         if left:
             progress("computing outputs", 0, left)
         for batch, wanted in zip(self._batches(), missing, strict=True):
-            if wanted:
-                self._run_batch(engine, batch, contenders[0], wanted, session)
-                done += len(wanted)
+            for _ in self._run_batch(engine, batch, contenders[0], wanted, session):
+                done += 1
                 progress("computing outputs", done, left)
-            self._judge(engine, batch, [c for c in contenders if not self._likelihoods_file(c, batch).exists()])
 
     def outputs(self, contender: Contender) -> pa.Table:
-        """All of a contender's rows and their likelihoods, in the prompts' order."""
-        tables = []
-        for batch in self._batches():
-            likelihoods = _read(self._likelihoods_file(contender, batch), LIKELIHOODS, batch)
-            tables.append(self._read(contender, batch).append_column(LIKELIHOODS.field("nll"), likelihoods["nll"]))
-        return pa.concat_tables(tables)
+        """All of a contender's rows, in the prompts' order. Raises JobError."""
+        return pa.concat_tables([self._read(contender, batch) for batch in self._batches()])
 
     def timings(self, contender: Contender) -> list[BatchTiming]:
         """One per batch of prompts."""
         return [_timing(self._file(contender, batch)) for batch in self._batches()]
 
     def _run_batch(
-        self, engine: Engine, batch: Sequence[Prompt], full: Contender, missing: Sequence[Contender], session: str
-    ) -> None:
+        self,
+        engine: Engine,
+        batch: Sequence[Prompt],
+        full: Contender,
+        missing: Sequence[Contender],
+        session: str,
+    ) -> Iterator[None]:
+        """Yields as answers come."""
+        if not missing:
+            return
         prompts, ids = [prompt.tokens for prompt in batch], [prompt.id for prompt in batch]
         scheduled = [(c, c.method) for c in missing if isinstance(c.method, Schedule)]
         schedules = [schedule for _, schedule in scheduled]
@@ -138,40 +133,39 @@ class Study:
             prompts, self.sampling, schedules, self.batch_size, ids, on_batch
         ):
             generations[index].append(generation)
+            yield
         rows = [_in_order(each) for each in generations]
         if full in missing:  # then it is the first
             answers = [list(generation.tokens) for generation in rows[0]]
         else:
             answers = self._read(full, batch)["tokens"].to_pylist()
         scores = engine.score(prompts, answers, schedules) if schedules else []
+        computed: list[tuple[Contender, list[Generation], list[dict[str, Any]], BatchTiming]] = []
         for (contender, _), each, score, time_taken in zip(scheduled, rows, scores, seconds, strict=True):
             forced = [{"kl": list(one.kl), "agrees": list(one.agrees)} for one in score]
             passes = sum(generation.generated_tokens - 1 for generation in each)
-            self._write(contender, batch, each, forced, BatchTiming(session, passes, time_taken))
+            computed.append((contender, each, forced, BatchTiming(session, passes, time_taken)))
         for contender in missing:
             if isinstance(contender.method, EarlyExit):
-                each = _in_order(
-                    engine.generate_with_exits(prompts, self.sampling, contender.method, self.batch_size, ids)
-                )
-                self._write(contender, batch, each, [{}] * len(each), BatchTiming(session, 0, 0.0))
-
-    def _judge(self, engine: Engine, batch: Sequence[Prompt], contenders: Sequence[Contender]) -> None:
-        """How likely full depth finds the outputs of some contenders; the prompts run once for all."""
-        if not contenders:
-            return
-        answers = [tokens for c in contenders for tokens in self._read(c, batch)["tokens"].to_pylist()]
-        found = engine.likelihood([prompt.tokens for prompt in batch] * len(contenders), answers)
-        for index, contender in enumerate(contenders):
-            nll = [each.nll for each in found[index * len(batch) : (index + 1) * len(batch)]]
-            columns = {"id": [prompt.id for prompt in batch], "nll": nll}
-            _put(self._likelihoods_file(contender, batch), pa.table(columns, LIKELIHOODS))
+                each = []
+                for generation in engine.generate_with_exits(
+                    prompts, self.sampling, contender.method, self.batch_size, ids
+                ):
+                    each.append(generation)
+                    yield
+                computed.append((contender, _in_order(each), [{}] * len(each), BatchTiming(session, 0, 0.0)))
+        written = [generation.tokens for _, each, _, _ in computed for generation in each]
+        likely = iter(engine.likelihood(prompts * len(computed), written))  # the prompts run once for all
+        for contender, each, forced, timing in computed:
+            judged = [{**scores, "nll": next(likely).nll} for scores in forced]
+            self._write(contender, batch, each, judged, timing)
 
     def _write(
         self,
         contender: Contender,
         batch: Sequence[Prompt],
         generations: Sequence[Generation],
-        forced: Sequence[dict[str, Any]],
+        judged: Sequence[dict[str, Any]],
         timing: BatchTiming,
     ) -> None:
         records = [
@@ -182,14 +176,26 @@ class Study:
                 **{name: getattr(generation, name) for name in COSTS},
                 **scores,
             }
-            for prompt, generation, scores in zip(batch, generations, forced, strict=True)
+            for prompt, generation, scores in zip(batch, generations, judged, strict=True)
         ]
         table = pa.Table.from_pylist(records, OUTPUTS).replace_schema_metadata({TIMING: json.dumps(asdict(timing))})
-        _put(self._file(contender, batch), table)
+        file = self._file(contender, batch)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scratch = file.with_suffix(".part")
+        pq.write_table(table, scratch)
+        scratch.replace(file)  # a whole file or none
 
     def _read(self, contender: Contender, batch: Sequence[Prompt]) -> pa.Table:
         """A contender's outputs. Raises JobError."""
-        return _read(self._file(contender, batch), OUTPUTS, batch)
+        file = self._file(contender, batch)
+        try:
+            check_is_file(file)
+            table = read_parquet(file)
+            if table.schema.names != OUTPUTS.names or table["id"].to_pylist() != [prompt.id for prompt in batch]:
+                raise ValueError("it holds other rows")
+            return table.cast(OUTPUTS)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise _damaged(file, error) from error
 
     def _batches(self) -> list[Sequence[Prompt]]:
         firsts = range(0, len(self.prompts), self.batch_size)
@@ -202,34 +208,10 @@ class Study:
         name = hashlib.sha256(decided.encode()).hexdigest()[:16]
         return self.directory / contender.slug / f"{name}.parquet"
 
-    def _likelihoods_file(self, contender: Contender, batch: Sequence[Prompt]) -> Path:
-        """Beside the outputs that they are of."""
-        return self._file(contender, batch).with_suffix(".likelihoods.parquet")
-
 
 def _in_order(generations: Iterable[Generation]) -> list[Generation]:
     """As their prompts are."""
     return sorted(generations, key=lambda generation: generation.index)
-
-
-def _put(file: Path, table: pa.Table) -> None:
-    """A whole file or none."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    scratch = file.with_suffix(".part")
-    pq.write_table(table, scratch)
-    scratch.replace(file)
-
-
-def _read(file: Path, schema: pa.Schema, batch: Sequence[Prompt]) -> pa.Table:
-    """Raises JobError."""
-    try:
-        check_is_file(file)
-        table = read_parquet(file)
-        if table.schema.names != schema.names or table["id"].to_pylist() != [prompt.id for prompt in batch]:
-            raise ValueError("it holds other rows")
-        return table.cast(schema)
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise _damaged(file, error) from error
 
 
 def _is_there(file: Path) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,6 @@ from engine import (
     EarlyExit,
     Generation,
     HeadPreview,
-    Likelihood,
     ModelError,
     Plateau,
     Sampling,
@@ -234,19 +233,12 @@ def study(draw: random.Random, folder: Path, canary: Path) -> tuple[str, Read]:
     made = Study(folder, "model", Sampling(max_new_tokens=5), 2, prompts)
     contender = Contender.full_depth(4)
 
-    class Likely:
-        """Stands for an engine that finds all answers as likely."""
-
-        def likelihood(self, prompts: Sequence[object], answers: Sequence[object]) -> list[Likelihood]:
-            return [Likelihood(1.0, 2) for _ in answers]
-
     for batch in made._batches():
         rows = [Generation(i, 0, "said", (4, 5), "stop", 3, 0, 300, 60, 60, 360, 4.0) for i in range(2)]
-        made._write(contender, batch, rows, [{"kl": [0.1], "agrees": [True]}] * 2, BatchTiming("s", 2, 0.5))
-    for batch in made._batches():
-        made._judge(cast(Any, Likely()), batch, [contender])
+        judged = {"kl": [0.1], "agrees": [True], "nll": 1.0}
+        made._write(contender, batch, rows, [judged] * 2, BatchTiming("s", 2, 0.5))
     file = draw.choice(sorted(folder.glob("*/*.parquet")))
-    if draw.random() < 0.5 or ".likelihoods" in file.suffixes:
+    if draw.random() < 0.5:
         what = damage(draw, file, canary, is_json=False)
     else:
         table = pq.read_table(file)
@@ -258,8 +250,6 @@ def study(draw: random.Random, folder: Path, canary: Path) -> tuple[str, Read]:
 
         def generate_each(self, *_: object, **__: object) -> Iterator[object]:
             raise JobError("it would be made again")
-
-        likelihood = generate_each
 
     def read() -> None:
         made.run(cast(Any, Nothing()), [contender])

@@ -83,10 +83,10 @@ def test_an_interrupted_study_goes_on_where_it_was(
     part = Study(tmp_path, "packaged", SAMPLING, 3, prompts[:3])
     part.run(packaged, contenders()[:2])
     files = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.parquet")}
-    assert len(files) == 2 * 2  # outputs, and how likely they are
+    assert len(files) == 2
     whole = Study(tmp_path, "packaged", SAMPLING, 3, prompts)
     whole.run(packaged, contenders()[:3])
-    assert len(list(tmp_path.rglob("*.parquet"))) == 6 * 2
+    assert len(list(tmp_path.rglob("*.parquet"))) == 6
     assert {file: file.stat().st_mtime_ns for file in files} == files
     for contender in contenders()[:3]:
         columns = ["tokens", "flops_decode", "agrees", "nll"]
@@ -94,29 +94,12 @@ def test_an_interrupted_study_goes_on_where_it_was(
         assert again == once
 
 
-def test_outputs_without_likelihoods_are_kept_and_only_those_are_computed(
-    tmp_path: Path, packaged: Engine, prompts: list[Prompt]
-) -> None:
-    """As studies have them that were made before likelihoods were."""
-    study = Study(tmp_path, "packaged", SAMPLING, 3, prompts[:3])
-    study.run(packaged, contenders()[:2])
-    once = [study.outputs(contender) for contender in contenders()[:2]]
-    for file in tmp_path.rglob("*.likelihoods.parquet"):
-        file.unlink()
-
-    class OnlyLikely(NoEngine):
-        likelihood = staticmethod(packaged.likelihood)
-
-    study.run(cast(Engine, OnlyLikely()), contenders()[:2])
-    assert [study.outputs(contender) for contender in contenders()[:2]] == once
-
-
-def test_damaged_likelihoods_are_said_to_be(tmp_path: Path, packaged: Engine, prompts: list[Prompt]) -> None:
+def test_damaged_outputs_are_said_to_be(tmp_path: Path, packaged: Engine, prompts: list[Prompt]) -> None:
     study = Study(tmp_path, "packaged", SAMPLING, 3, prompts[:1])
     study.run(packaged, contenders()[:1])
-    [file] = tmp_path.rglob("*.likelihoods.parquet")
+    [file] = tmp_path.rglob("*.parquet")
     file.write_bytes(file.read_bytes()[:-9])
-    with pytest.raises(JobError, match=r"likelihoods.parquet' are damaged .*delete it, and they are made anew"):
+    with pytest.raises(JobError, match=r"parquet' are damaged .*delete it, and they are made anew"):
         study.outputs(contenders()[0])
 
 
