@@ -20,10 +20,12 @@ def collect(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     del sys.modules["collect"]
 
 
-def test_passages_are_whole_sentences_of_some_hundred_words(collect) -> None:  # type: ignore[no-untyped-def]
+def test_passages_are_whole_sentences_of_so_many_words_to_twice_as_many(collect) -> None:  # type: ignore[no-untyped-def]
     sentence = "One two three four five six seven eight nine ten."
     endless = " ".join(["word"] * 200) + "."
-    passages = list(collect._passages("\n".join([sentence] * 20 + [endless] + [sentence] * 7)))
+    text = "\n".join([sentence] * 20 + [endless] + [sentence] * 7)
+    passages = list(collect._passages(text, 80))
+    assert list(collect._passages(text, 200)) == [" ".join([*[sentence] * 20]), " ".join([endless])]
     assert passages == [" ".join([sentence] * 8)] * 2  # what is too long, and what is left over, is not one
 
 
