@@ -69,6 +69,8 @@ def _read(config: AdaptModel, shape: ModelShape) -> dict[str, Schedule]:
     if config.schedule is None:
         if config.prompt_layers is None:
             raise ScheduleError("nothing would be skipped: name a --schedule, or the --prompt-layers that prompts run")
+        if config.target_speedup is not None:
+            raise ScheduleError("--target-speedup chooses among schedules: name them by --schedule, or leave it out")
         schedules = {"": Schedule.full_depth(shape.layers)}
     elif config.target_speedup is None:
         schedules = read_schedules(config.schedule, config)

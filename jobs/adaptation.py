@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,6 +24,7 @@ from engine.adaptation.peers import Peers
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import Trainer
 from engine.calibration.prompts import counted_prompt_bridge, fit_prompt_bridge, prompt_cut
+from engine.forward.packing import packs
 from engine.forward.quality import Quality
 from engine.kernels import training_kernels_for
 from engine.memory import free_bytes
@@ -139,8 +139,7 @@ def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
     more = (config.answers_per_prompt, progress, output / MORE_ANSWERS_FILE)
     answers = with_more_answers(config, teacher, drawn.answers[:-kept], *more)
     if config.prompt_layers is not None:
-        totals = accumulate(len(answer.prompt) for answer in drawn.answers[: min(FITTED, len(drawn.answers) - kept)])
-        prompts = [answer.prompt for answer, total in zip(drawn.answers, totals, strict=False) if total < FITTED_TOKENS]
+        prompts = next(packs([answer.prompt for answer in drawn.answers[:-kept]][:FITTED], len, FITTED_TOKENS))
         cut = prompt_cut(teacher.shape, config.prompt_layers, schedules)
         bridge = fit_prompt_bridge(teacher, prompts, cut, progress)
         schedules = [replace(schedule, prompt_bridge=bridge) for schedule in schedules]

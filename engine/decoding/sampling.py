@@ -141,7 +141,9 @@ def _draw(logits: Tensor, waiting: Tensor, sampling: Sampling) -> Tensor:
     blocks = waiting.shape[1] - BLOCK
     if ids is not None:
         probabilities = waiting.new_zeros(len(waiting), blocks * BLOCK).scatter_(1, ids, probabilities)
-    tokens = F.pad(probabilities, (0, blocks * BLOCK - probabilities.shape[1])).unflatten(1, (blocks, BLOCK))
+    elif lacking := blocks * BLOCK - probabilities.shape[1]:
+        probabilities = F.pad(probabilities, (0, lacking))
+    tokens = probabilities.unflatten(1, (blocks, BLOCK))
     block = (tokens.sum(-1) / waiting[:, :blocks]).argmax(-1)
     rates = tokens[torch.arange(len(tokens), device=tokens.device), block]
     drawn: Tensor = block * BLOCK + (rates / waiting[:, blocks:]).argmax(-1)

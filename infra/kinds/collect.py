@@ -46,7 +46,7 @@ def novel(passage_words: int) -> Iterator[Row]:
     yield from _passages_of(*NOVEL, passage_words)
 
 
-def docstrings(_: int) -> Iterator[Row]:
+def docstrings() -> Iterator[Row]:
     """Of public classes and functions, without their examples and references, cut where they are long."""
     with TemporaryDirectory() as folder:
         where = "--no-deps", "--only-binary", ":all:", "--dest", folder
@@ -107,12 +107,13 @@ def main() -> None:
     )
     options = parser.parse_args()
     output: Path = options.output
-    kinds = (speeches, docstrings, novel)
-    if there := [kind.__name__ for kind in kinds if (output / kind.__name__).exists()]:
+    words: int = options.passage_words
+    kinds = {"speeches": speeches(words), "docstrings": docstrings(), "novel": novel(words)}
+    if there := [name for name in kinds if (output / name).exists()]:
         parser.error(f"{output / there[0]} is there already: remove it, or name another directory")
-    for kind in kinds:
-        (output / kind.__name__).mkdir(parents=True)
-        write(output / kind.__name__ / "texts.parquet", kind(options.passage_words))
+    for name, rows in kinds.items():
+        (output / name).mkdir(parents=True)
+        write(output / name / "texts.parquet", rows)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def test_passages_are_whole_sentences_of_so_many_words_to_twice_as_many(collect)
     endless = " ".join(["word"] * 200) + "."
     text = "\n".join([sentence] * 20 + [endless] + [sentence] * 7)
     passages = list(collect._passages(text, 80))
-    assert list(collect._passages(text, 200)) == [" ".join([*[sentence] * 20]), " ".join([endless])]
+    assert list(collect._passages(text, 200)) == [" ".join([sentence] * 20), endless]
     assert passages == [" ".join([sentence] * 8)] * 2  # what is too long, and what is left over, is not one
 
 

@@ -113,6 +113,8 @@ def test_without_a_schedule_prompts_alone_run_fewer_layers(
 
     assert adapt(arguments) == 1
     assert "name a --schedule, or the --prompt-layers that prompts run" in capsys.readouterr().err
+    assert adapt([*arguments, "--prompt-layers", "3", "--target-speedup", "2"]) == 1
+    assert "--target-speedup chooses among schedules" in capsys.readouterr().err
 
 
 @pytest.fixture
