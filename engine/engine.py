@@ -23,8 +23,8 @@ from engine.forward.compiled_parts import compile_bridge, compile_head, compile_
 from engine.forward.ledger import Ledger
 from engine.forward.operations import Compiled, Observe
 from engine.forward.prompt_pass import FULL_DEPTH, PromptPass, StoppedPrompts
-from engine.forward.quality import AnswerScore, Likelihood, likelihood, score, similarity
-from engine.forward.teacher_forcing import Answer, AnswerPass
+from engine.forward.quality import Scores, score, similarity
+from engine.forward.teacher_forcing import Answer, AnswerPass, KeptPrompts
 from engine.kernels import Kernels, kernels_for
 from engine.memory import SHARE, free_bytes, keep_freed_memory, rows_that_fit
 from engine.models.decoder import Decoder
@@ -243,27 +243,23 @@ class Engine:
             return similarity(self._prompts, _pairs(prompts, answers))
 
     def score(
-        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], schedules: Sequence[Schedule]
-    ) -> list[list[AnswerScore]]:
-        """How far each schedule's next-token distributions are from full depth's, by schedule, then answer.
+        self,
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[int]],
+        schedules: Sequence[Schedule] = (),
+        others: Sequence[Sequence[Sequence[int]]] = (),
+    ) -> Scores:
+        """How far each schedule's next-token distributions are from full depth's, teacher-forced on the tokens that
+        full depth generated for each prompt, and how likely full depth finds these and the others' answers.
 
-        Teacher-forced on the tokens that full depth generated for each prompt, the end-of-sequence token included; the
-        schedules share its pass over them. Raises ScheduleError, and PromptError for an empty prompt.
+        One pass over the prompts serves all of that. Answers include the end-of-sequence token. Raises ScheduleError,
+        and PromptError for an empty prompt.
         """
         for schedule in schedules:
             schedule.check_fits(self.shape)
-        pairs = _pairs(prompts, answers)
+        own, *theirs = (_pairs(prompts, row) for row in (answers, *others))
         with torch.inference_mode():
-            return score(self._prompts, pairs, schedules, self.compiled(*schedules))
-
-    def likelihood(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[Likelihood]:
-        """How likely full depth finds each answer, whoever wrote it, in one teacher-forced pass.
-
-        The same prompt may come several times, and is computed once; answers include the end-of-sequence token. Raises
-        PromptError for an empty prompt.
-        """
-        with torch.inference_mode():
-            return likelihood(self._prompts, _pairs(prompts, answers))
+            return score(self._prompts, own, schedules, self.compiled(*schedules), theirs)
 
     def fitting_batch_size(
         self, prompt_tokens: int, sampling: Sampling | None = None, schedule: Schedule | None = None
@@ -317,7 +313,8 @@ class Engine:
         plan = FULL_DEPTH if schedule is None else schedule.prompt_plan
         if schedule is not None and compiled is None and not plan.is_full_depth:
             compiled = self.compiled(schedule)
-        return AnswerPass(self._prompts, answers, plan, compiled)
+        kept = KeptPrompts(self._prompts, [answer.prompt for answer in answers], plan, compiled)
+        return AnswerPass(kept, answers)
 
     def stop_prompts(
         self,

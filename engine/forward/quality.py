@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -14,13 +14,12 @@ from torch import Tensor
 from engine.bootstrap import Bootstrap
 from engine.forward.operations import Compiled
 from engine.forward.packing import packs
-from engine.forward.prompt_pass import FULL_DEPTH, PromptPass
-from engine.forward.teacher_forcing import Answer, AnswerPass
+from engine.forward.prompt_pass import PromptPass
+from engine.forward.teacher_forcing import Answer, AnswerPass, KeptPrompts
 from engine.parts.unit import Unit, all_units
-from engine.schedules.schedule import Schedule
+from engine.schedules.schedule import PromptPlan, Schedule
 
 PACK_TOKENS = 1024  # answer tokens scored together: bounds the distributions that are held, a vocabulary each
-IGNORED = -1  # label of a token that is not counted
 
 
 @dataclass(frozen=True)
@@ -113,66 +112,74 @@ class Likelihood(NamedTuple):
     tokens: int
 
 
+class Scores(NamedTuple):
+    """What is known of answers."""
+
+    schedules: list[list[AnswerScore]]  # [schedule][prompt], of full depth's answers
+    likelihoods: list[list[Likelihood]]  # [writer][prompt], of full depth's answers, then of each of the others
+
+
 def score(
-    prompts: PromptPass, answers: Sequence[Answer], schedules: Sequence[Schedule], compiled: Compiled
-) -> list[list[AnswerScore]]:
-    """[schedule][answer], of full depth's answers: those with fewer than two tokens have empty scores. Prompts run once
-    for all schedules with the same prompt plan.
+    prompts: PromptPass,
+    answers: Sequence[Answer],
+    schedules: Sequence[Schedule],
+    compiled: Compiled,
+    others: Sequence[Sequence[Answer]],
+) -> Scores:
+    """Schedules on full depth's answers, where those with fewer than two tokens have empty scores, and how likely full
+    depth finds these and each of the others to the same prompts.
+
+    A prompt runs once for all of that, and once for each way in which schedules run prompts otherwise.
     """
+    writers = [answers, *others]
     scores = [[AnswerScore((), ())] * len(answers) for _ in schedules]
-    for pack in _packs(answers):
-        packed = [answers[index] for index in pack]
-        plans = {FULL_DEPTH, *(schedule.prompt_plan for schedule in schedules)}
-        forced = {plan: AnswerPass(prompts, packed, plan, compiled) for plan in plans}
-        whole = forced[FULL_DEPTH]
-        x = whole.full_depth()
-        reference = torch.cat([logits.float().log_softmax(-1) for _, logits in whole.logits(x)])
+    likelihoods: list[list[Likelihood]] = [[] for _ in writers]
+    for pack in packs(range(len(answers)), lambda index: sum(len(row[index].tokens) for row in writers), PACK_TOKENS):
+        whole = KeptPrompts(prompts, [answers[index].prompt for index in pack])
+        known = [_at_full_depth(whole, [row[index] for index in pack]) for row in writers]
+        for found, (_, likely) in zip(likelihoods, known, strict=True):
+            found += likely
+        judged = [index for index in pack if answers[index].passes > 0]
+        if not judged:
+            continue
+        ours = [answers[index] for index in judged]
+        forced: dict[PromptPlan, AnswerPass] = {}
+        for plan in {schedule.prompt_plan for schedule in schedules}:
+            ran = whole if plan.is_full_depth else KeptPrompts(prompts, [each.prompt for each in ours], plan, compiled)
+            forced[plan] = AnswerPass(ran, ours)
+        spans = list(pairwise(accumulate((answer.passes for answer in ours), initial=0)))
         for row, schedule in zip(scores, schedules, strict=True):
-            ours = forced[schedule.prompt_plan]
-            logits = ours.scheduled_logits(ours.hidden(schedule, compiled), schedule, compiled)
-            kl, agrees = (found.tolist() for found in divergences(reference, logits))
-            spans = pairwise(accumulate((answer.passes for answer in packed), initial=0))
-            for index, (start, end) in zip(pack, spans, strict=True):
+            passed = forced[schedule.prompt_plan]
+            logits = passed.scheduled_logits(passed.hidden(schedule, compiled), schedule, compiled)
+            kl, agrees = (found.tolist() for found in divergences(known[0][0], logits))
+            for index, (start, end) in zip(judged, spans, strict=True):
                 row[index] = AnswerScore(tuple(kl[start:end]), tuple(agrees[start:end]))
-    return scores
+    return Scores(scores, likelihoods)
 
 
-def likelihood(prompts: PromptPass, answers: Sequence[Answer]) -> list[Likelihood]:
-    """Of each answer, anyone's, at full depth, teacher-forced, its first token included; an empty one has no tokens.
-
-    All answers to one prompt share a pass over it.
-    """
-    found = [Likelihood(0.0, 0)] * len(answers)
-    by_prompt: dict[tuple[int, ...], list[int]] = {}
-    for index, answer in enumerate(answers):
-        if answer.tokens:
-            by_prompt.setdefault(tuple(answer.prompt), []).append(index)
-    for pack in packs(by_prompt.values(), lambda group: sum(len(answers[i].tokens) for i in group), PACK_TOKENS):
-        indices = [index for group in pack for index in group]
-        packed = [answers[index] for index in indices]
-        # A pass needs a token to feed back: where there is but one, it is fed too, and what follows is not counted.
-        padded = [answer if answer.passes else Answer(answer.prompt, [*answer.tokens] * 2) for answer in packed]
-        forced = AnswerPass(prompts, padded)
-        firsts, passes = torch.tensor([a.tokens[0] for a in packed]), torch.tensor([a.passes for a in packed])
-        labels = torch.where(forced.step < passes[forced.sample], forced.next_token, IGNORED)
-        x = forced.full_depth()
-        sums = torch.zeros(len(packed), dtype=torch.float64)
-        first_tokens = forced.first_hidden, firsts, torch.arange(len(packed))
-        for states, tokens, owners in (first_tokens, (x, labels, forced.sample)):
-            for part, logits in forced.logits(states):
-                wanted = tokens[part].to(logits.device)
-                nll = F.cross_entropy(logits.float(), wanted, reduction="none", ignore_index=IGNORED)
-                sums.index_add_(0, owners[part], nll.double().cpu())
-        for index, answer, nll_sum in zip(indices, packed, sums.tolist(), strict=True):
-            found[index] = Likelihood(nll_sum, len(answer.tokens))
-    return found
+def _at_full_depth(prompts: KeptPrompts, answers: Sequence[Answer]) -> tuple[Tensor, list[Likelihood]]:
+    """Log-probabilities [N, vocab] after each of the N tokens that are fed back, and how likely the answers are."""
+    head = prompts.model.decoder.logits
+    firsts = head(prompts.ends).float().log_softmax(-1)
+    nll = [-float(firsts[prompts.places[tuple(a.prompt)], a.tokens[0]]) if a.tokens else 0.0 for a in answers]
+    going_on = [index for index, answer in enumerate(answers) if answer.passes > 0]
+    found = firsts[:0]
+    if going_on:
+        forced = AnswerPass(prompts, [answers[index] for index in going_on])
+        found = torch.cat([logits.float().log_softmax(-1) for _, logits in forced.logits(forced.full_depth())])
+        wanted = found.gather(1, forced.next_token[:, None].to(found.device))[:, 0]
+        sums = torch.zeros(len(going_on), dtype=torch.float64).index_add_(0, forced.sample, wanted.double().cpu())
+        for index, log_likelihood in zip(going_on, sums.tolist(), strict=True):
+            nll[index] -= log_likelihood
+    return found, [Likelihood(each, len(answer.tokens)) for each, answer in zip(nll, answers, strict=True)]
 
 
 def similarity(prompts: PromptPass, answers: Sequence[Answer]) -> dict[Unit, float]:
     """Mean cosine similarity of each unit's input and output over all decode steps, at full depth."""
     units = all_units(prompts.decoder.shape.layers)
     sums = [0.0] * len(units)
-    for pack in _packs(answers):
+    scored = [answer for answer in answers if answer.passes > 0]
+    for pack in packs(scored, lambda answer: answer.passes, PACK_TOKENS):
         before: list[Tensor] = []
 
         def observe(place: int, x: Tensor, before: list[Tensor] = before) -> None:
@@ -180,12 +187,6 @@ def similarity(prompts: PromptPass, answers: Sequence[Answer]) -> dict[Unit, flo
                 sums[place - 1] += float(F.cosine_similarity(before.pop(), x, dim=-1).sum())
             before.append(x)
 
-        AnswerPass(prompts, [answers[index] for index in pack]).full_depth(observe)
-    steps = sum(max(0, answer.passes) for answer in answers)
+        AnswerPass(KeptPrompts(prompts, [answer.prompt for answer in pack]), pack).full_depth(observe)
+    steps = sum(answer.passes for answer in scored)
     return {unit: total / steps for unit, total in zip(units, sums, strict=True)}
-
-
-def _packs(answers: Sequence[Answer]) -> Iterator[list[int]]:
-    """Indices of answers that are scored together; those without a decode step are left out."""
-    scored = [index for index, answer in enumerate(answers) if answer.passes > 0]
-    return packs(scored, lambda index: answers[index].passes, PACK_TOKENS)

@@ -6,7 +6,7 @@ to all that came before it. One pass is therefore exactly what decoding under th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -35,24 +35,37 @@ class Answer:
         return len(self.tokens) - 1
 
 
-class AnswerPass:
-    """Passes over the answers of some samples, after their prompts ran once.
-
-    The N tokens of a pass are those fed back, answer after answer. Keys and values of the prompts are kept: 2 x prompt
-    tokens x kv_heads x head_dim numbers per layer; a prompt that has several answers runs, and is kept, once.
-    """
+class KeptPrompts:
+    """Prompts that ran, each once, and what answers attend to: 2 x kv_heads x head_dim numbers a token and layer."""
 
     def __init__(
         self,
         prompts: PromptPass,
-        answers: Sequence[Answer],
+        tokens: Iterable[Sequence[int]],
         plan: PromptPlan = FULL_DEPTH,
         compiled: Compiled | None = None,
     ) -> None:
-        """Runs the prompts, with `plan` and `compiled` as for `PromptPass.run`. Answers need two tokens or more: the
-        first comes from the prompt pass.
-        """
-        self._decoder, self._kernels, self._device = prompts.decoder, prompts.kernels, prompts.device
+        """`plan` and `compiled` are as for `PromptPass.run`."""
+        self.model = prompts
+        self.layers: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(prompts.decoder.shape.layers)]
+        self.places = {prompt: place for place, prompt in enumerate(dict.fromkeys(map(tuple, tokens)))}
+        # [P, hidden]: of each prompt's last token after all layers
+        self.ends = torch.cat(
+            [prompts.run(pack, self._keep, plan, compiled) for pack in packs(self.places, len, PROMPT_TOKENS)]
+        )
+
+    def _keep(self, layer: int, index: int, k: Tensor, v: Tensor) -> None:
+        # Copies: a view of the fused projection would keep the queries too.
+        self.layers[layer].append((k.clone(), v.clone()))
+
+
+class AnswerPass:
+    """Passes over the answers to prompts that have run: their N tokens are those fed back, answer after answer."""
+
+    def __init__(self, prompts: KeptPrompts, answers: Sequence[Answer]) -> None:
+        """Answers need two tokens or more: the first comes from the prompt pass."""
+        model = prompts.model
+        self._decoder, self._kernels, self._device = model.decoder, model.kernels, model.device
         self.answers = answers
         passes = torch.tensor([answer.passes for answer in answers])
         self.sample = torch.arange(len(answers)).repeat_interleave(passes)  # [N]: whose token
@@ -61,17 +74,10 @@ class AnswerPass:
         lengths = torch.tensor([len(answer.prompt) for answer in answers])
         self._positions = (lengths[self.sample] + self.step).to(self._device)
         fed = torch.tensor([token for answer in answers for token in answer.tokens[:-1]], device=self._device)
-        self._prompts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(self._decoder.shape.layers)]
-        places = {prompt: place for place, prompt in enumerate(dict.fromkeys(tuple(a.prompt) for a in answers))}
-        self._prompt_of = [places[tuple(answer.prompt)] for answer in answers]
-        ends = [prompts.run(pack, self._keep, plan, compiled) for pack in packs(places, len, PROMPT_TOKENS)]
-        # [A, hidden]: what each answer's first token was chosen from, the prompt's last token after all layers
-        self.first_hidden = torch.cat(ends)[self._prompt_of]
         self._embedded = self._decoder.embed(fed, self._positions)
-
-    def _keep(self, layer: int, index: int, k: Tensor, v: Tensor) -> None:
-        # Copies: a view of the fused projection would keep the queries too.
-        self._prompts[layer].append((k.clone(), v.clone()))
+        self._prompts = prompts.layers
+        self._prompt_of = [prompts.places[tuple(answer.prompt)] for answer in answers]
+        self.first_hidden = prompts.ends[self._prompt_of]  # [A, hidden]: what each answer's first token was chosen from
 
     def keep_prompts(self, layers: set[int]) -> None:
         """Free the prompts' keys and values of all other layers, which no later pass may run."""

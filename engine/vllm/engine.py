@@ -25,7 +25,7 @@ from engine.decoding.stopping import Stopping
 from engine.engine import Engine, check_device, resolve_device, resolve_dtype
 from engine.errors import ModelError
 from engine.forward.ledger import Ledger
-from engine.forward.quality import AnswerScore, Likelihood
+from engine.forward.quality import Scores
 from engine.models.families import family_of
 from engine.schedules.schedule import Schedule
 from engine.shape import ModelShape
@@ -155,14 +155,14 @@ class VllmEngine:
         return MOST_ROWS
 
     def score(
-        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], schedules: Sequence[Schedule]
-    ) -> list[list[AnswerScore]]:
+        self,
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[int]],
+        schedules: Sequence[Schedule] = (),
+        others: Sequence[Sequence[Sequence[int]]] = (),
+    ) -> Scores:
         """As `Engine.score`, and by one, on the CPU: vLLM has no pass over known answers under a schedule."""
-        return self._beside.score(prompts, answers, schedules)
-
-    def likelihood(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[Likelihood]:
-        """As `Engine.likelihood`, and by one, as `score`."""
-        return self._beside.likelihood(prompts, answers)
+        return self._beside.score(prompts, answers, schedules, others)
 
     def close(self) -> None:
         """End vLLM, as far as one process can."""

@@ -59,7 +59,7 @@ class RivalCalibration:
 
     def kl(self, schedules: Sequence[Schedule]) -> list[float]:
         """Mean KL divergence from full depth per decode token."""
-        scores = self.engine.score(self.prompts, self.answers, schedules)
+        scores = self.engine.score(self.prompts, self.answers, schedules).schedules
         return [float(np.mean([kl for score in row for kl in score.kl])) for row in scores]
 
 

@@ -134,17 +134,10 @@ class Study:
         ):
             generations[index].append(generation)
             yield
-        rows = [_in_order(each) for each in generations]
-        if full in missing:  # then it is the first
-            answers = [list(generation.tokens) for generation in rows[0]]
-        else:
-            answers = self._read(full, batch)["tokens"].to_pylist()
-        scores = engine.score(prompts, answers, schedules) if schedules else []
-        computed: list[tuple[Contender, list[Generation], list[dict[str, Any]], BatchTiming]] = []
-        for (contender, _), each, score, time_taken in zip(scheduled, rows, scores, seconds, strict=True):
-            forced = [{"kl": list(one.kl), "agrees": list(one.agrees)} for one in score]
+        found: list[tuple[Contender, list[Generation], BatchTiming]] = []
+        for (contender, _), each, time_taken in zip(scheduled, generations, seconds, strict=True):
             passes = sum(generation.generated_tokens - 1 for generation in each)
-            computed.append((contender, each, forced, BatchTiming(session, passes, time_taken)))
+            found.append((contender, _in_order(each), BatchTiming(session, passes, time_taken)))
         for contender in missing:
             if isinstance(contender.method, EarlyExit):
                 each = []
@@ -153,11 +146,15 @@ class Study:
                 ):
                     each.append(generation)
                     yield
-                computed.append((contender, _in_order(each), [{}] * len(each), BatchTiming(session, 0, 0.0)))
-        written = [generation.tokens for _, each, _, _ in computed for generation in each]
-        likely = iter(engine.likelihood(prompts * len(computed), written))  # the prompts run once for all
-        for contender, each, forced, timing in computed:
-            judged = [{**scores, "nll": next(likely).nll} for scores in forced]
+                found.append((contender, _in_order(each), BatchTiming(session, 0, 0.0)))
+        written = [[generation.tokens for generation in each] for _, each, _ in found]
+        ours = int(full in missing)  # then full depth is the first
+        answers = written[0] if ours else self._read(full, batch)["tokens"].to_pylist()
+        scores, likelihoods = engine.score(prompts, answers, schedules, written[ours:])
+        for place, ((contender, each, timing), likely) in enumerate(zip(found, likelihoods[1 - ours :], strict=True)):
+            judged: list[dict[str, Any]] = [{"nll": one.nll} for one in likely]
+            for row, score in zip(judged, scores[place] if place < len(scores) else (), strict=False):
+                row |= {"kl": list(score.kl), "agrees": list(score.agrees)}
             self._write(contender, batch, each, judged, timing)
 
     def _write(

@@ -78,8 +78,8 @@ class Auditor:
         theirs = [full for full in found if isinstance(full, Generation)]
         pairs = list(zip(ours, theirs, strict=True))
         rouge = [overlap(answer.text, full.text).rouge_l for answer, full in pairs]
-        (scores,) = self._engine.score(prompts, [full.tokens for full in theirs], [self._schedule])
-        likely = self._engine.likelihood(prompts * 2, [answer.tokens for answer in ours + theirs])
+        written = [[answer.tokens for answer in answers] for answers in (theirs, ours)]
+        (scores,), (full_likely, likely) = self._engine.score(prompts, written[0], [self._schedule], written[1:])
         sources = [self._tokenizer.decode(prompt) for prompt in prompts]
         measured: dict[str, float] = {
             "audited": len(pairs),
@@ -89,7 +89,7 @@ class Auditor:
             "audit_steps": sum(len(score.agrees) for score in scores),
             "flops_audit": sum(self._flops(answer, full) for answer, full in pairs),
         }
-        for whose, answers, nll in (("", ours, likely[: len(ours)]), ("full_", theirs, likely[len(ours) :])):
+        for whose, answers, nll in (("", ours, likely), ("full_", theirs, full_likely)):
             claims = [unsupported(answer.text, source) for answer, source in zip(answers, sources, strict=True)]
             measured |= {
                 f"audit_{whose}nll": sum(each.nll for each in nll),
@@ -100,18 +100,16 @@ class Auditor:
         return measured
 
     def _flops(self, ours: Generation, full: Generation) -> int:
-        """Generating at full depth, scoring that at both depths, then how likely both answers are."""
+        """Generating at full depth, scoring that at both depths, and how likely both answers are."""
         prompt, shared = full.prompt_tokens, full.shared_prefix_tokens
         whole = self._ledger.full_depth
-        both = [whole, self._ledger]
-        # Prompts run once for both, unless the schedule has its own way with them.
-        prompts = both[:1] if self._ledger.schedule.prompt_plan.is_full_depth else both
-        flops = full.flops_full_depth
-        flops += sum(ledger.prompt_layers(prompt, shared) for ledger in [*prompts, whole])
-        flops += sum(ledger.decode(prompt, full.generated_tokens) for ledger in both)
-        for answer in (ours, full):  # one of a single token is passed with another
-            flops += 2 * whole.shape.head_parameters + whole.decode(prompt, max(2, answer.generated_tokens))
-        return flops
+        flops = full.flops_full_depth + 2 * (2 * whole.shape.head_parameters)  # the first tokens of both
+        # Prompts run once for all of that, unless the schedule has its own way with them.
+        for ledger in (whole, self._ledger):
+            if ledger is whole or not ledger.schedule.prompt_plan.is_full_depth:
+                flops += ledger.prompt_layers(prompt, shared)
+            flops += ledger.decode(prompt, full.generated_tokens)
+        return flops + whole.decode(prompt, ours.generated_tokens)
 
 
 def audit_estimate(totals: Totals) -> str:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, Protocol
 
-from engine import AnswerScore, BatchStats, Generation, Likelihood, Sampling, Schedule
+from engine import BatchStats, Generation, Sampling, Schedule, Scores
 from pipeline.errors import one_line
 
 log = logging.getLogger(__name__)
@@ -40,10 +40,12 @@ class Generator(Protocol):
     ) -> int: ...
 
     def score(
-        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], schedules: Sequence[Schedule]
-    ) -> list[list[AnswerScore]]: ...
-
-    def likelihood(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[Likelihood]: ...
+        self,
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[int]],
+        schedules: Sequence[Schedule] = (),
+        others: Sequence[Sequence[Sequence[int]]] = (),
+    ) -> Scores: ...
 
 
 class DeviceBroken(RuntimeError):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
-from engine import AnswerScore, BatchStats, Decoding, Generation, Likelihood, Sampling, Schedule
+from engine import BatchStats, Decoding, Generation, Sampling, Schedule, Scores
 from pipeline.rows.row_generator import Generator
 
 WAITING = 5  # times as many rows as decode together are with the engine, so that it can put prompts in order of length
@@ -117,12 +117,13 @@ class SharedEngine:
         return self._thread.submit(self._fitting, prompt_tokens, sampling, schedule).result()
 
     def score(
-        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], schedules: Sequence[Schedule]
-    ) -> list[list[AnswerScore]]:
-        return self._thread.submit(self._engine.score, prompts, answers, schedules).result()
-
-    def likelihood(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[Likelihood]:
-        return self._thread.submit(self._engine.likelihood, prompts, answers).result()
+        self,
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[int]],
+        schedules: Sequence[Schedule] = (),
+        others: Sequence[Sequence[Sequence[int]]] = (),
+    ) -> Scores:
+        return self._thread.submit(self._engine.score, prompts, answers, schedules, others).result()
 
     def generate(
         self,

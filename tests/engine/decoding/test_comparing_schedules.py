@@ -104,7 +104,7 @@ def test_a_score_compares_the_logits_of_cached_decoding(
     answers = [list(g.tokens) for prompt in prompts for g in tiny.generate([prompt], sampling)]
     full = logits_of(tiny, prompts, sampling, NO_SCHEDULE)
     forced = _forced_logits(tiny, prompts, answers, schedule)
-    (scores,) = tiny.score(prompts, answers, [schedule])
+    (scores,) = tiny.score(prompts, answers, [schedule]).schedules
     for answer, expected, ours, score in zip(answers, full, forced, scores, strict=True):
         assert len(score.kl) == len(score.agrees) == len(answer) - 1
         for step, (kl, agrees) in enumerate(zip(score.kl, score.agrees, strict=True)):
@@ -147,7 +147,7 @@ def test_full_depth_scores_itself_perfectly_and_worse_schedules_worse(packaged: 
     four, twelve = (
         Schedule.build(30, orders.lowest_first(30, 4), decays.constant(floor), horizon=0) for floor in (4, 12)
     )
-    scores = packaged.score(prompts, answers, [Schedule.full_depth(30), four, twelve])
+    scores = packaged.score(prompts, answers, [Schedule.full_depth(30), four, twelve]).schedules
     kl = [sum(sum(score.kl) for score in row) / sum(len(score.kl) for score in row) for row in scores]
     agreement = [sum(sum(score.agrees) for score in row) / sum(len(score.kl) for score in row) for row in scores]
     assert kl[0] < 1e-4 < 0.05 < kl[1] < 0.6 < 2 < kl[2]
@@ -155,7 +155,7 @@ def test_full_depth_scores_itself_perfectly_and_worse_schedules_worse(packaged: 
 
 
 def test_an_answer_without_decode_steps_has_no_score(tiny: Engine) -> None:
-    [[one, several, none]] = tiny.score([[5], [6, 7], [8]], [[9], [9, 9, 9], []], [NO_SCHEDULE])
+    [[one, several, none]] = tiny.score([[5], [6, 7], [8]], [[9], [9, 9, 9], []], [NO_SCHEDULE]).schedules
     assert (one.kl, one.agrees, none.kl) == ((), (), ())
     assert len(several.kl) == 2
 

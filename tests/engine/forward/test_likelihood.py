@@ -48,25 +48,26 @@ def test_it_is_that_of_transformers_first_token_included(checkpoint: Path, monke
     engine = Engine.load(str(checkpoint), device="cpu")
     prompts = random_prompts([5, 1, 17, 5, 9], seed=1)
     prompts += [prompts[2], prompts[0]]
-    answers = random_prompts([7, 1, 12, 3, 1, 4, 30], seed=2)
-    found = engine.likelihood(prompts, answers)
-    assert [each.nll for each in found] == pytest.approx(by_transformers(checkpoint, prompts, answers), rel=1e-4)
-    assert [each.tokens for each in found] == [7, 1, 12, 3, 1, 4, 30]
+    written = [random_prompts([7, 1, 12, 3, 1, 4, 30], seed=2), random_prompts([1, 2, 1, 9, 40, 3, 5], seed=3)]
+    for answers, found in zip(written, engine.score(prompts, written[0], [], written[1:]).likelihoods, strict=True):
+        assert [each.nll for each in found] == pytest.approx(by_transformers(checkpoint, prompts, answers), rel=1e-4)
+        assert [each.tokens for each in found] == list(map(len, answers))
 
 
 def test_a_shared_prefix_changes_nothing(checkpoint: Path) -> None:
     engine = Engine.load(str(checkpoint), device="cpu")
     prompts, answers = [[4, 5, 6, 7, 8], [4, 5, 6, 9]], [[1, 2, 7], [8]]
-    alone = engine.likelihood(prompts, answers)
+    [alone] = engine.score(prompts, answers).likelihoods
     engine.share_prefix([4, 5, 6])
-    assert [each.nll for each in engine.likelihood(prompts, answers)] == pytest.approx([each.nll for each in alone])
+    [found] = engine.score(prompts, answers).likelihoods
+    assert [each.nll for each in found] == pytest.approx([each.nll for each in alone])
 
 
 def test_an_empty_answer_has_no_tokens_and_an_empty_prompt_is_refused(checkpoint: Path) -> None:
     engine = Engine.load(str(checkpoint), device="cpu")
-    assert engine.likelihood([[5], [6]], [[], []]) == [Likelihood(0.0, 0)] * 2
+    assert engine.score([[5], [6]], [[], []]).likelihoods == [[Likelihood(0.0, 0)] * 2]
     with pytest.raises(PromptError, match="empty"):
-        engine.likelihood([[]], [[1]])
+        engine.score([[]], [[1]])
 
 
 def test_full_depth_finds_what_a_worse_schedule_writes_less_likely(packaged: Engine, chats: list[list[int]]) -> None:
@@ -75,7 +76,7 @@ def test_full_depth_finds_what_a_worse_schedule_writes_less_likely(packaged: Eng
     for active in (30, 26, 18):
         schedule = recipes.skipdecode(30, warmup=4, max_active=active, min_active=active, horizon=1)
         found = sorted(packaged.generate(prompts, Sampling(max_new_tokens=16), schedule), key=lambda each: each.index)
-        likely = packaged.likelihood(prompts, [each.tokens for each in found])
+        [likely] = packaged.score(prompts, [each.tokens for each in found]).likelihoods
         nll.append(sum(each.nll for each in likely) / sum(each.tokens for each in likely))
     assert nll == sorted(nll)
     assert nll[0] < 1

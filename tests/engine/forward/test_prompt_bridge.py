@@ -176,7 +176,7 @@ def test_scores_are_under_the_prompts_own_keys_and_values(tiny: Engine) -> None:
     found = sorted(tiny.generate(prompts, SAMPLING), key=lambda generation: generation.index)
     full, plain, other = tiny.score(
         prompts, [g.tokens for g in found], [Schedule.full_depth(LAYERS), bridged(tiny), bridged(tiny, seed=1)]
-    )
+    ).schedules
     assert all(max(score.kl) < 1e-6 for score in full)
     assert min(max(score.kl) for score in plain) > 1e-4
     assert [score.kl for score in plain] != [score.kl for score in other]
@@ -248,7 +248,7 @@ def test_a_fitted_one_skips_half_of_what_prompts_leave_out(tiny: Engine) -> None
         prompts,
         [g.tokens for g in found],
         [replace(skipping, prompt_bridge=bridge) for bridge in (fitted, replace(fitted, skips=random))],
-    )
+    ).schedules
     assert sum(sum(score.kl) for score in ours) < sum(sum(score.kl) for score in other)
 
 
@@ -256,7 +256,7 @@ def test_a_fitted_one_stays_closer_to_full_depth_than_a_random_one(tiny: Engine)
     prompts = random_prompts([30] * 40)
     found = sorted(tiny.generate(prompts, SAMPLING), key=lambda generation: generation.index)
     schedule = Schedule(LAYERS, prompt_bridge=fit_prompt_bridge(tiny, prompts, STOPS, lambda *_: None))
-    fitted, random = tiny.score(prompts, [g.tokens for g in found], [schedule, bridged(tiny)])
+    fitted, random = tiny.score(prompts, [g.tokens for g in found], [schedule, bridged(tiny)]).schedules
     assert sum(sum(score.kl) for score in fitted) < 0.5 * sum(sum(score.kl) for score in random)
 
 
@@ -355,7 +355,7 @@ def test_prompts_may_skip_more_than_decoding_does(tiny: Engine) -> None:
         prompts,
         [g.tokens for g in found],
         [replace(one, prompt_bridge=bridge) for bridge in (fitted, replace(fitted, tensors=blurred))],
-    )
+    ).schedules
     assert sum(sum(score.kl) for score in ours) < sum(sum(score.kl) for score in other)
 
 

@@ -167,7 +167,7 @@ def test_scores_are_those_of_the_logits_it_gives(tiny: Engine) -> None:
     prompts = random_prompts([5, 11])
     answers = [g.tokens for g in sorted(tiny.generate(prompts, SAMPLING), key=lambda g: g.index)]
     preview = random_head_preview(tiny.decoder, 2, 3)
-    whole, rough = tiny.score(prompts, answers, [Schedule(LAYERS), Schedule(LAYERS, head_preview=preview)])
+    whole, rough = tiny.score(prompts, answers, [Schedule(LAYERS), Schedule(LAYERS, head_preview=preview)]).schedules
     head = compile_head(preview, tiny.decoder, Kernels(), torch.float32, CPU)
     with torch.inference_mode():
         for prompt, tokens, exact, score in zip(prompts, answers, whole, rough, strict=True):

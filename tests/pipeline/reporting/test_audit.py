@@ -143,11 +143,10 @@ def test_the_audit_names_what_it_cost(packaged: Engine, prompts: list[list[int] 
     for generation in packaged.generate(full, SAMPLING):
         n, g = generation.prompt_tokens, generation.generated_tokens
         whole = ledger.full_depth.prompt(n) + ledger.full_depth.decode(n, g)
-        # Generated, then scored: the scoring pass needs no logits of the prompt's last token.
-        expected += whole + (whole - 2 * shape.head_parameters) + ledger.decode(n, g)
-        # Then both answers are passed after one pass over their prompt, their first tokens counted too.
+        # Generated, then passed again at both depths, with our answer after the same prompt and both first tokens.
+        expected += 2 * whole + ledger.decode(n, g)
         [ours] = packaged.generate([full[generation.index]], SAMPLING, schedule)
-        expected += whole + 2 * shape.head_parameters + ledger.full_depth.decode(n, ours.generated_tokens)
+        expected += 2 * shape.head_parameters + ledger.full_depth.decode(n, ours.generated_tokens)
     assert found["flops_audit"] == expected
 
 
@@ -168,7 +167,7 @@ class Failing:
     def generate(self, *_: object) -> object:
         raise self._error
 
-    score = likelihood = generate
+    score = generate
 
 
 def failing(error: Exception, packaged: Engine, schedule: Schedule) -> Auditor:
