@@ -27,7 +27,7 @@ from jobs import command_line
 from jobs.adaptation import ANSWERS_FILE, CHECKPOINT_FILE, AdaptModel, Training, train, train_on_cluster
 from pipeline.evaluation.charts import learning_curve
 from pipeline.evaluation.contender import ending
-from pipeline.preparing.fit import read_schedule, read_schedules
+from pipeline.preparing.fit import read_schedule, read_schedules, warn_of_another_model
 from pipeline.storage.ownership import claim_directory
 
 PROGRAM = "adapt_model.py"
@@ -46,6 +46,8 @@ def adapt(config: AdaptModel) -> None:
     output = claim_directory(config.output, PROGRAM, [config.input], filter(None, [config.schedule]))
     shape = engine.describe(config.model)
     schedules = _read(config, shape)
+    for schedule in schedules.values():
+        warn_of_another_model(schedule, config.model, engine.model_identity(config.model))
     done = (train if config.workers == 1 else train_on_cluster)(config, list(schedules.values()))
     for (name, before), (after, quality) in zip(schedules.items(), done.trained, strict=True):
         provenance = {

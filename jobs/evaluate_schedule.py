@@ -41,7 +41,7 @@ from pipeline.evaluation.solved import SolvedRivals
 from pipeline.evaluation.study import Prompt, Study
 from pipeline.inputs.sample_prompts import CorpusConfig, Part, sample_prompts
 from pipeline.inputs.work import input_columns
-from pipeline.preparing.fit import longest_prompt, read_schedules
+from pipeline.preparing.fit import longest_prompt, read_schedules, warn_of_another_model
 from pipeline.reporting.page import REPORT_FILE
 from pipeline.rows.rows import TOKENS
 from pipeline.storage.ownership import claim_directory
@@ -132,6 +132,9 @@ def evaluate(config: EvaluateSchedule) -> None:
     held_back = read_prompts(config, "calibrate", needed, tokenizer, shape) if needed else []
     engine = Engine.load(config.model, config.device, config.dtype, config.threads)
     sampling, identity = config.sampling(), model_identity(config.model)
+    for contender in named:
+        if isinstance(contender.method, Schedule):
+            warn_of_another_model(contender.method, config.model, identity)
     if (where := f"{engine.device.type} {resolve_dtype(config.device, config.dtype)}") != "cpu float32":
         identity += f" {where}"  # tokens of another precision are another study's
     engine.share_prefix(config.template().shared_prefix(engine.tokenizer))  # as jobs do

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from engine import ModelShape, Schedule, ScheduleError, for_target_speedup
+from engine import ModelShape, Schedule, ScheduleError, brief, for_target_speedup
 from engine.schedules.schedule_file import ADAPTER_FILE, BRIDGES_FILE, SCHEDULE_FILE
 from pipeline.config import AnswerConfig, GenerationConfig
 from pipeline.errors import JobError
@@ -48,10 +48,14 @@ def read_schedule(path: str, target: float | None, settings: StorageConfig | Non
                 "directory of calibrated schedules"
             )
         return schedules[""]
-    whole = {name for name, schedule in schedules.items() if "target_sample_speedup" in schedule.provenance}
+    whole = {
+        name
+        for name, schedule in schedules.items()
+        if schedule.prompt_bridge is not None or "target_sample_speedup" in schedule.provenance
+    }
     if whole and len(whole) < len(schedules):
         raise ScheduleError(
-            f"{path!r} holds schedules for a speed-up of the whole sample ({', '.join(sorted(whole))}) and others: "
+            f"{path!r} holds schedules that make the whole sample cheaper ({', '.join(sorted(whole))}) and others: "
             "target_speedup could mean either, so name one of them"
         )
     figure = "sample_flop_speedup" if whole else "decode_flop_speedup"
@@ -80,6 +84,19 @@ def read_schedules(path: str, settings: StorageConfig | None = None) -> dict[str
             return _read_local(copy)
         except ScheduleError as error:
             raise ScheduleError(str(error).replace(copy, path)) from None
+
+
+def warn_of_another_model(schedule: Schedule, model: str, identity: str) -> None:
+    """Say so where a schedule was made for other weights: of what is fitted, only the shape can be checked."""
+    for made in ("adapted_on", "calibrated_on"):
+        match schedule.provenance.get(made):
+            case {"model": [str(name), str(known), *_]} if known != identity:
+                log.warning(
+                    "the schedule was made for the model %s, and %s is another one, or another version of it: what "
+                    "stands in for its layers may not fit, so judge it (evaluate_schedule.py) or calibrate anew",
+                    brief(name), model,
+                )  # fmt: skip
+                return
 
 
 def _fetch(storage: Storage, directory: Path) -> None:

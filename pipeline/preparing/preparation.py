@@ -12,7 +12,7 @@ from pipeline.config import JobConfig
 from pipeline.inputs.known_files import KnownFile, recall_files
 from pipeline.inputs.work import Plan, make_plan
 from pipeline.preparing.backend import Backend, ModelIdentity
-from pipeline.preparing.fit import choose_schedule, longest_prompt
+from pipeline.preparing.fit import choose_schedule, longest_prompt, warn_of_another_model
 from pipeline.preparing.run_record import describe_run, fingerprint
 from pipeline.rows.rows import output_schema
 from pipeline.rows.template import PromptTemplate
@@ -58,6 +58,7 @@ def prepare_run(config: JobConfig, backend: Backend | None = None) -> Preparatio
     schedule = choose_schedule(config, shape, config)
     longest = longest_prompt(config, shape)
     identity = backend.identity(config)
+    warn_of_another_model(schedule, config.model, identity.digest)
     description = describe_run(config, plan, schedule, identity)
     return Preparation(config, backend, template, plan, shape, schedule, longest, description, identity, known or {})
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from engine import Block, Bridge, ModelShape, Plateau, Schedule, ScheduleError
+from engine.calibration.prompts import PromptCut, counted_prompt_bridge
 from engine.parts.adapter import Adapter
 from pipeline.config import GenerationConfig
 from pipeline.errors import JobError
-from pipeline.preparing.fit import choose_schedule
+from pipeline.preparing.fit import choose_schedule, warn_of_another_model
 from pipeline.storage.settings import StorageConfig
 from tests.servers import BUCKET, S3Server
 
@@ -63,7 +64,9 @@ def test_of_schedules_for_the_whole_sample_and_others_none_is_chosen(directory: 
     figures = {"decode_flop_speedup": 1.2, "sample_flop_speedup": 1.51, "target_sample_speedup": 1.5}
     replace(calibrated(3, 1.2), provenance=figures).write(f"{directory}/1.5x")
     for target in (None, 1.5):
-        with pytest.raises(ScheduleError, match=r"of the whole sample \(1\.5x\) and others: .* name one of them"):
+        with pytest.raises(
+            ScheduleError, match=r"cheaper \(1\.5x\) and others: .* name one of them"
+        ):
             choose_schedule(GenerationConfig(schedule=directory, target_speedup=target), SHAPE)
 
 
@@ -98,6 +101,30 @@ def test_schedules_are_read_from_object_storage(directory: str, s3: S3Server, mo
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not the right one")
     with pytest.raises(JobError, match="refuses reading"):
         choose_schedule(GenerationConfig(schedule=url), SHAPE, StorageConfig(s3_path_style=True))
+
+
+@pytest.mark.parametrize(("target", "skipped"), [(1.3, 2), (1.6, 4)])
+def test_where_prompts_skip_too_the_target_is_of_the_whole_sample(tmp_path: Path, target: float, skipped: int) -> None:
+    """Whatever they were made by: decoding alone is the smaller part of what they save."""
+    bridge = counted_prompt_bridge(SHAPE, PromptCut(6, range(2, 3), keeps_skipped=False))
+    for name, layers, sample in (("some", 2, 1.4), ("more", 4, 1.7)):
+        provenance = {"decode_flop_speedup": 1.1, "sample_flop_speedup": sample}
+        replace(calibrated(layers, 0), prompt_bridge=bridge, provenance=provenance).write(tmp_path / name)
+    chosen = choose_schedule(GenerationConfig(schedule=str(tmp_path), target_speedup=target), SHAPE)
+    assert chosen == replace(calibrated(skipped, 0), prompt_bridge=bridge)
+
+
+def test_a_schedule_made_for_another_model_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    made = {"model": ["owner/small", "abc", "auto"], "prompts": 5}
+    schedule = replace(calibrated(2, 1.27), provenance={"calibrated_on": made})
+    for model, identity in (("owner/small", "abc"), ("elsewhere/small", "abc")):
+        warn_of_another_model(schedule, model, identity)
+    for unknown in ({}, {"calibrated_on": {"model": "owner/small"}}, {"adapted_on": [1]}):
+        warn_of_another_model(replace(schedule, provenance=unknown), "owner/large", "def")
+    assert not caplog.records
+    warn_of_another_model(schedule, "owner/large", "def")
+    [record] = caplog.records
+    assert "made for the model owner/small, and owner/large is another one" in record.message
 
 
 def test_a_directory_without_a_schedule(tmp_path: Path) -> None:
