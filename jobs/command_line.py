@@ -95,6 +95,8 @@ def run(program: str, job: Callable[[], None]) -> int:
             raise
         log.exception("%s: defect", program, extra={"program": program, "exit_code": FAILED_EXIT})
         return FAILED_EXIT
+    if logs.for_machines():
+        return _ended(program, "done", 0)
     return 0
 
 

@@ -31,7 +31,7 @@ from engine.schedules.schedule import Schedule
 from engine.shape import ModelShape
 from engine.vllm.plugin import FULL_DEPTH, SETTING, register
 
-MOST_ROWS = 256  # that decode together, vLLM's own default
+AUTO_ROWS = 256  # that decode together unless told otherwise, as in vLLM
 WAITING = 4  # times as many rows as decode together are with vLLM, so that none of its passes wants for prompts
 
 
@@ -101,7 +101,7 @@ class VllmEngine:
         try:
             import vllm.config  # noqa: F401
         except ImportError as error:
-            raise ModelError(f"vLLM cannot be imported ({error}): pip install 'skipdecode[vllm]'") from None
+            raise ModelError(f"vLLM cannot be imported ({error}): pip install '.[vllm]' in this project") from None
         check_device(device)
         directory = checkpoint.prepare(model)
         config: Any = checkpoint.read_config(str(directory))
@@ -141,10 +141,9 @@ class VllmEngine:
             raise ValueError(f"batch_size must be >= 1, got {batch_size}")
         schedule = replace(schedule or Schedule.full_depth(self.shape.layers), head_preview=None)
         schedule.check_fits(self.shape)
-        rows = min(batch_size, MOST_ROWS)
-        if self._running is None or not self._running.can(schedule, rows):
+        if self._running is None or not self._running.can(schedule, batch_size):
             self.close()
-            self._running = _Running(self._start(schedule, rows), schedule, rows)
+            self._running = _Running(self._start(schedule, batch_size), schedule, batch_size)
         stopping = Stopping(sampling or Sampling(), self.tokenizer)
         return VllmDecoding(self._running, stopping, Ledger(self.shape, schedule), self._options["max_model_len"])
 
@@ -152,7 +151,7 @@ class VllmEngine:
         self, prompt_tokens: int, sampling: Sampling | None = None, schedule: Schedule | None = None
     ) -> int:
         """As many as vLLM takes: what does not fit its cache waits."""
-        return MOST_ROWS
+        return AUTO_ROWS
 
     def score(
         self,
