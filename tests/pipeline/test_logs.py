@@ -93,13 +93,15 @@ def test_text_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         (JobError("input 'x' is gone"), 1, "error: input 'x' is gone"),
         (NothingToDo("another is at work"), 0, "nothing to do: another is at work"),
         (ZeroDivisionError("division"), 1, "job.py: defect"),
+        (None, 0, "done"),
     ],
 )
 def test_how_a_job_ended_is_a_line_too(
-    capsys: pytest.CaptureFixture[str], error: Exception, code: int, message: str
+    capsys: pytest.CaptureFixture[str], error: Exception | None, code: int, message: str
 ) -> None:
     def job() -> None:
-        raise error
+        if error is not None:
+            raise error
 
     logs.set_up("json")
     assert command_line.run("job.py", job) == code

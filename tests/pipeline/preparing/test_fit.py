@@ -64,9 +64,7 @@ def test_of_schedules_for_the_whole_sample_and_others_none_is_chosen(directory: 
     figures = {"decode_flop_speedup": 1.2, "sample_flop_speedup": 1.51, "target_sample_speedup": 1.5}
     replace(calibrated(3, 1.2), provenance=figures).write(f"{directory}/1.5x")
     for target in (None, 1.5):
-        with pytest.raises(
-            ScheduleError, match=r"cheaper \(1\.5x\) and others: .* name one of them"
-        ):
+        with pytest.raises(ScheduleError, match=r"cheaper \(1\.5x\) and others: .* name one of them"):
             choose_schedule(GenerationConfig(schedule=directory, target_speedup=target), SHAPE)
 
 
