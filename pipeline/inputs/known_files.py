@@ -34,9 +34,14 @@ class KnownFile:
     partial: bool = False  # it vanished before any version of it was done as a whole
 
     @property
+    def counting(self) -> tuple[str, ...]:
+        """Versions of which the output may hold rows that count, the one of which most is done first."""
+        return tuple(dict.fromkeys([*([self.done] if self.done else []), self.version]))
+
+    @property
     def versions(self) -> tuple[str, ...]:
-        """All that are known, the one of which most is done first."""
-        return tuple(dict.fromkeys([*([self.done] if self.done else []), self.version, *self.replaced]))
+        """All that are known."""
+        return tuple(dict.fromkeys([*self.counting, *self.replaced]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +73,8 @@ def name_versions(contents: Mapping[str, str | None], known: Mapping[str, KnownF
             versions[name] = same[0]
             taken.add(same[0])
     free: dict[str, list[str]] = {}
-    # Several may have had one content: the one of which most is done comes first.
-    for version in chain(*zip_longest(*(known[name].versions for name in sorted(known)))):
+    # Several may have one content: the one of which most is done comes first. What a file held before is nobody's.
+    for version in chain(*zip_longest(*(known[name].counting for name in sorted(known)))):
         if version is not None and version not in taken:
             free.setdefault(version[:HALF], []).append(version)
     for name, content in contents.items():

@@ -51,7 +51,7 @@ class History:
         # Of a file that can't be read nothing new is known: what there is of it stays.
         there = {name: file for name, file in known.items() if name in self._unreadable}
         gone = {name: known[name] for name in known.keys() - there.keys() - {file.name for file in self._files}}
-        renamed = {version: name for name, file in gone.items() for version in file.versions if version in self._held}
+        renamed = {version: name for name, file in gone.items() for version in file.counting if version in self._held}
         for file in self._files:
             # A renamed file brings along what was known of it.
             names = [renamed[file.version]] if file.version in renamed else []

@@ -191,6 +191,30 @@ def test_a_file_that_vanished_keeps_its_output_and_comes_back_done(nightly: Job,
     assert generations(config.output) == expected
 
 
+@pytest.mark.usefixtures("inline")
+def test_a_file_that_vanished_keeps_its_output_though_another_has_what_it_held_before(
+    nightly: Job, put: Put, tmp_path: Path
+) -> None:
+    """Such as the placeholder that each week's file begins as: the new one is no rename of the old."""
+    config = nightly()
+    week, other = tmp_path / "in/week.parquet", tmp_path / "in/other.parquet"
+    put("always", 2)
+    put("week", 6)
+    run_job(config, by("one"))
+    placeholder = week.read_bytes()
+    put("week", 5, "v2")
+    run_job(config, by("two"))
+    week.unlink()
+    other.write_bytes(placeholder)
+    run_job(config, by("three"))
+    always = texts("one", "always", 2)
+    expected = everything(always, texts("two", "week", 5, "v2"), texts("three", "week", 6))
+    assert generations(config.output) == expected
+    other.unlink()
+    run_job(config, NoEngineBackend())
+    assert generations(config.output) == expected
+
+
 def test_until_a_changed_file_is_done_its_old_rows_stay_and_nothing_claims_to_be_complete(
     nightly: Job,
     put: Put,
@@ -600,12 +624,14 @@ def test_after_any_history_of_files_stops_and_deaths_every_row_is_there_once(
     size = {1: 5, 2: 4, 3: 0}  # rows of a version
     there: dict[str, int] = {}
     once_whole: set[str] = set()
+    keeps: set[str] = set()  # that have been whole with rows, and not been emptied since
     for event in [*events, ("run", None, None)]:
         if event[0] == "put":
             _, name, version = event
             rows = [f"{name} v{version} {row}" for row in range(size[version])]
             write_parquet(folder / f"in/{name}.parquet", {"text": pa.array(rows, pa.string())})
             there[name] = version
+            keeps -= {name} if size[version] == 0 else set()
         elif event[0] == "remove" and event[1] in there:
             (folder / f"in/{event[1]}.parquet").unlink()
             del there[event[1]]
@@ -615,6 +641,7 @@ def test_after_any_history_of_files_stops_and_deaths_every_row_is_there_once(
                 with DeathAt(event[1]):
                     run_job(config, by("x"))
                 once_whole |= there.keys()
+                keeps |= {name for name, version in there.items() if size[version]}
             except (Killed, JobStopped):
                 assert event != ("run", None, None)
 
@@ -630,7 +657,7 @@ def test_after_any_history_of_files_stops_and_deaths_every_row_is_there_once(
         if name in there:
             rows = list(range(size[there[name]]))
             assert versions == ({there[name]: rows} if rows else {})
-        elif versions:
+        elif versions or name in keeps:
             ((version, rows),) = versions.items()
             assert len(rows) == len(set(rows))
             assert name not in once_whole or rows == list(range(size[version]))
