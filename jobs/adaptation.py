@@ -202,13 +202,13 @@ def train_on_cluster(config: AdaptModel, schedules: Sequence[Schedule]) -> Train
     from ray.train import RunConfig, ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchTrainer
 
-    from pipeline.execution.cluster import connect
+    from pipeline.execution.cluster import connect, cores_each, machines
 
     connect(config.ray_address)
     cores, gpus = (ray.cluster_resources().get(kind, 0.0) for kind in ("CPU", "GPU"))
     if 0 < gpus < config.workers or cores < config.workers:
         raise JobError(f"{config.workers} workers are too many for {cores:g} cores and {gpus:g} GPUs: lower workers")
-    share = cores / config.workers
+    share = cores_each(machines(float(gpus > 0), config.workers), config.workers)
     scaling = ScalingConfig(num_workers=config.workers, use_gpu=gpus > 0, resources_per_worker={"CPU": share})
     passed = {"config": config.model_copy(update={"threads": config.threads or int(share)}), "schedules": schedules}
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # so that relative paths are what they are here

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import ray
@@ -13,6 +14,7 @@ from pipeline.errors import JobError
 
 log = logging.getLogger(__name__)
 
+MOST_REPLICAS = 100_000
 PATIENCE_S = 10  # with a cluster's address, until nobody is taken to listen there
 EMBEDDED_STORE_BYTES = 1 << 30  # work units in flight are small; Ray's default would claim a third of the memory
 # A Ray of one machine shares its cores with the replicas, whose threads wait for each other: what it reports to itself
@@ -50,7 +52,8 @@ def connect(address: str | None, log_to_driver: bool = True) -> None:
     """
     if ray.is_initialized():
         return
-    log.info("starting a Ray of its own" if address == "local" else "joining the Ray cluster")
+    joined = "a Ray cluster, or starting one" if address is None else f"the Ray cluster {address!r}"
+    log.info("starting a Ray of its own" if address == "local" else f"joining {joined}")
     quiet = {"logging_level": logging.WARNING, "log_to_driver": log_to_driver}
     try:
         if address == "local":
@@ -69,6 +72,8 @@ def connect(address: str | None, log_to_driver: bool = True) -> None:
     except Exception as error:  # on a machine with too much to do Ray raises no narrower one
         if address == "local":
             raise JobError(f"Ray does not start on this machine ({error}): is it overloaded, or full?") from error
+        if address is None:
+            raise JobError(f"no Ray cluster could be joined or started ({error}): name one, or 'local'") from error
         raise JobError(f"Ray cluster {address!r} cannot be reached ({error}): is it up?") from error
 
 
@@ -79,28 +84,57 @@ def _knock(address: str | None) -> None:
         socket.create_connection((host.strip("[]"), int(port)), PATIENCE_S).close()
 
 
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A node of the cluster that processes may run on."""
+
+    cores: float
+    room: int  # processes that its GPUs are enough for
+
+    def holds(self, cores: float) -> int:
+        """Processes of so many cores each."""
+        return min(self.room, int(self.cores / cores + 1e-9))
+
+
+def machines(gpus: float, most: int) -> list[Machine]:
+    """Those of the connected cluster that have room for a process of so many GPUs; none for more than `most`."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    rooms = [int(node.get("GPU", 0.0) / gpus + 1e-9) if gpus else most for node in nodes]
+    found = [Machine(node.get("CPU", 0.0), min(room, most)) for node, room in zip(nodes, rooms, strict=True)]
+    return [machine for machine in found if machine.room and machine.cores]
+
+
+def cores_each(found: Sequence[Machine], count: int) -> float:
+    """The most cores that each of so many processes can have, as none of them runs on two machines; at least one."""
+    count = min(count, sum(machine.room for machine in found))
+    shares = {machine.cores / sharing for machine in found for sharing in range(1, machine.room + 1)}
+    enough = (share for share in shares if sum(machine.holds(share) for machine in found) >= count)
+    return max(enough, default=1.0)
+
+
 def replica_resources(config: JobConfig, before: ReplicaResources | None = None) -> ReplicaResources:
     """Resources of each replica on the connected cluster. Raises JobError if the cluster cannot carry them.
 
     With `before`, what replicas had earlier in the session, nothing is raised: nodes may have come or gone. They go on
     claiming as many GPUs, for without one they would have another engine; of fewer that are left, fewer begin.
     """
-    cluster = ray.cluster_resources()
-    all_gpus, all_cpus = cluster.get("GPU", 0.0), max(1.0, cluster.get("CPU", 1.0))
     gpus = before.gpus if before is not None else config.gpus_per_replica
     if gpus is None:
-        gpus = 1.0 if all_gpus else 0.0
-    count = config.replicas or (max(1, int(all_gpus / gpus)) if gpus else 1)
-    count = max(count, config.min_replicas or 1)
+        gpus = 1.0 if ray.cluster_resources().get("GPU") else 0.0
+    wanted = max(config.replicas or 1, config.min_replicas or 1)
+    found = machines(gpus, MOST_REPLICAS if gpus else wanted)
+    room = sum(machine.room for machine in found)
+    count = wanted if config.replicas or not gpus else max(wanted, room)
     minimum = config.min_replicas or count
-    if gpus * minimum > all_gpus:
+    if gpus and minimum > room:
         if before is None:
             raise JobError(
-                f"{minimum} replicas of {gpus:g} GPUs need {gpus * minimum:g}, the cluster has {all_gpus:g}: "
+                f"{minimum} replicas of {gpus:g} GPUs are wanted, and the cluster's machines have room for {room}: "
                 "lower replicas or gpus_per_replica, or set min_replicas to start with fewer"
             )
-        minimum = max(1, int(all_gpus / gpus))
-    threads = config.threads_per_replica or max(1, int(all_cpus / count))
+        minimum = max(1, room)
+    cores = cores_each(found, count)
+    threads = config.threads_per_replica or max(1, int(cores))
     # Half its threads: replicas that hold every core would keep the reads that feed them from ever starting.
-    cpus = round(min(threads, all_cpus / count) / 2, 2)
+    cpus = round(min(threads, cores) / 2, 2)
     return ReplicaResources(count, minimum, gpus, cpus, threads)
