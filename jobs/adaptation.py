@@ -190,7 +190,8 @@ def check_fits(
         schedules = [replace(schedule, prompt_bridge=bridge) for schedule in schedules]
     kept, lengths = config.held_out_of(len(prompts)), [len(prompt) for prompt in prompts]
     ours = Peers().share(lengths[:-kept])
-    needed = kept_bytes(teacher.shape, schedules, ours, lengths[-kept:], config.max_new_tokens)
+    sizes = (config.max_new_tokens, config.answers_per_prompt)
+    needed = kept_bytes(teacher.shape, schedules, ours, lengths[-kept:], *sizes)
     needed += working_bytes(teacher.shape, schedules, ours, lengths[-kept:])
     check_memory(model_bytes(teacher.shape, teacher.device), needed, free_bytes(teacher.device), len(prompts))
 

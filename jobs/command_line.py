@@ -15,6 +15,7 @@ import reprlib
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -65,6 +66,9 @@ def parse(
 
 def start(config_class: type[Config], program: str, job: Callable[[Config], None]) -> int:
     """Exit code of a job with the configuration that was given, which logs as that says."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a file's name may be no text
     config = parse(config_class, program)
     logs.set_up(getattr(config, "log_format", "text"))
     return run(program, lambda: job(config))

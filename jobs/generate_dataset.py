@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import sys
 
-from rich.console import Console
-
 from jobs import command_line, job_output
 from pipeline.dataset.config import DatasetConfig
 from pipeline.dataset.generate import generate_dataset, generation_config
@@ -31,7 +29,7 @@ def generate(config: DatasetConfig) -> None:
     job_output.show_result(config, result.run)
     dropped = {f"dropped: {reason}": f"{count:,}" for reason, count in result.dropped.items()}
     job_output.show(f"{result.output}: data set", {"rows": f"{result.kept:,}", **dropped})
-    Console().print(f"{len(result.files)} files below {result.output}, the first is {result.files[0]}", soft_wrap=True)
+    job_output.say(f"{len(result.files)} files below {result.output}, the first is {result.files[0]}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from pipeline.config import JobConfig
 from pipeline.forecaster import forecast_run
@@ -29,7 +30,7 @@ def show_plan(config: JobConfig) -> None:
         print(f"not kept: the output belongs to run {run['fingerprint']}, and this plan is another run's")
         return
     write_forecast(storage.at_first(), forecast)
-    Console().print(f"figures: {storage.url.rstrip('/')}/{FORECAST_FILE}", soft_wrap=True)
+    say(f"figures: {storage.url.rstrip('/')}/{FORECAST_FILE}")
 
 
 def show_result(config: JobConfig, result: RunResult) -> None:
@@ -37,12 +38,17 @@ def show_result(config: JobConfig, result: RunResult) -> None:
     facts = summary(result.totals, result.shape.layers) | bill(config, result.totals)
     show(f"{result.output}: done in {result.seconds:.0f} s", facts)
     if result.rows_resumed:
-        Console().print(f"{result.rows_resumed:,} rows were committed by earlier sessions")
+        say(f"{result.rows_resumed:,} rows were committed by earlier sessions")
 
 
 def show(title: str, facts: Mapping[str, str]) -> None:
     """A table of names and values."""
-    table = Table(show_header=False, title=title, title_justify="left")
+    table = Table(show_header=False, title=Text(title), title_justify="left")
     for name, value in facts.items():
-        table.add_row(name, value)
+        table.add_row(name, Text(value))
     Console().print(table)
+
+
+def say(line: str) -> None:
+    """A line as it is, whatever looks like markup in it."""
+    Console().print(line, soft_wrap=True, markup=False)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 
 from pydantic import Field
-from rich.console import Console
 
 from jobs import command_line, job_output
 from jobs.prompts import SUMMARIZE
@@ -38,8 +37,8 @@ def summarize(config: SummarizeCorpus) -> None:
         return
     result = run_job(config)
     job_output.show_result(config, result)
-    Console().print(f"report: {result.report}", soft_wrap=True)
-    Console().print(f"look into it with: {sys.executable} jobs/inspect_run.py {result.output}", soft_wrap=True)
+    job_output.say(f"report: {result.report}")
+    job_output.say(f"look into it with: {sys.executable} jobs/inspect_run.py {result.output}")
 
 
 if __name__ == "__main__":

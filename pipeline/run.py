@@ -181,6 +181,8 @@ def _say_begun(begun: _Begun) -> None:
         log.info("run %s: nothing is new: all %d files are done, %d rows", job.fingerprint, len(plan.files), rows)
     if job.schedule.is_full_depth:
         log.info("full depth: nothing is skipped (target_speedup or schedule would)")
+        if job.config.audit_fraction:
+            log.warning("and so nothing is audited: full depth would be compared with itself")
 
 
 def _generate(begun: _Begun, lease: Lease | None) -> Done:

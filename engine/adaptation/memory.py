@@ -27,7 +27,12 @@ def model_bytes(shape: ModelShape, device: torch.device) -> int:
 
 
 def kept_bytes(
-    shape: ModelShape, schedules: Sequence[Schedule], train: Sequence[int], held_out: Sequence[int], answer_tokens: int
+    shape: ModelShape,
+    schedules: Sequence[Schedule],
+    train: Sequence[int],
+    held_out: Sequence[int],
+    answer_tokens: int,
+    answers_per_prompt: int = 1,
 ) -> int:
     """Memory that `Trainer` keeps of its answers: full depth's last states, of those to judge by its distributions, and
     of prompts that run at full depth keys and values in the layers that decode tokens attend in above the first change.
@@ -36,12 +41,14 @@ def kept_bytes(
         shape, schedules: of the model, and what is trained.
         train, held_out: tokens of each prompt.
         answer_tokens: of each answer, at most.
+        answers_per_prompt: that are learnt from.
     """
     layers = attended_layers(schedules, min(each.changed_from for each in schedules))
     # Passes that go on from prompts at full depth: with the last states those below the first change, and embeddings.
     goes_on = any(each.prompt_plan.is_full_depth for each in schedules)
     prompts = (sum(train) + sum(held_out)) * len(layers) * shape.cache_elements(1) * FLOAT
-    states = (len(train) + len(held_out)) * answer_tokens * (3 if goes_on else 1) * shape.hidden * FLOAT
+    answers = len(train) * answers_per_prompt + len(held_out)
+    states = answers * answer_tokens * (3 if goes_on else 1) * shape.hidden * FLOAT
     return int(SCATTERED * (prompts + states)) + len(held_out) * answer_tokens * shape.vocab * HALF
 
 

@@ -53,6 +53,11 @@ class Tokenizer:
         own: int | None = self._tokenizer.eos_token_id
         return () if own is None else (own,)
 
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """Of special tokens, which no text holds, by name."""
+        return {str(token): id_ for id_, token in self._tokenizer.added_tokens_decoder.items() if token.special}
+
     @property
     def has_chat_template(self) -> bool:
         return self._tokenizer.chat_template is not None

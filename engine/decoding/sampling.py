@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CANDIDATES = 1024  # tokens looked at first for top-p: a full sort of the vocabulary costs half a decode step on a CPU
+COLDEST = 1e-6  # temperature: logits that are divided by less may overflow
 BLOCK = 256  # tokens that are drawn for together before one of them is: near the root of a vocabulary's size
 
 
@@ -35,7 +36,7 @@ class Sampling:
         checks = {
             "max_new_tokens must be >= 1": self.max_new_tokens >= 1,
             "min_new_tokens must lie between 0 and max_new_tokens": 0 <= self.min_new_tokens <= self.max_new_tokens,
-            "temperature must be >= 0": self.temperature >= 0,
+            f"temperature must be 0, or {COLDEST:g} at least": self.temperature == 0 or self.temperature >= COLDEST,
             "top_k must be >= 0": self.top_k >= 0,
             "top_p must lie in (0, 1]": 0 < self.top_p <= 1,
             "min_p must lie in [0, 1)": 0 <= self.min_p < 1,

@@ -12,7 +12,11 @@ class Stopping:
     """Decides for one sample after each token, and cuts its text."""
 
     def __init__(self, sampling: Sampling, tokenizer: Tokenizer) -> None:
-        self.sampling, self.eos_ids = sampling, tokenizer.eos_ids
+        self.sampling = sampling
+        # Special tokens are in no text: one that is named as a stop string ends a generation as the model's own do.
+        special = tokenizer.special_ids if sampling.stop else {}
+        named = (special[stop] for stop in sampling.stop if stop in special)
+        self.eos_ids = tuple(dict.fromkeys([*tokenizer.eos_ids, *named]))
         self._tokenizer = tokenizer
         # Every token holds a byte or more, so a stop string that the newest token completes lies within its last bytes
         # (and a few tokens before, lest the window starts inside a character).

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.bootstrap import Bootstrap
+from engine.errors import ScheduleError
 from engine.forward.operations import Compiled
 from engine.forward.packing import packs
 from engine.forward.prompt_pass import PromptPass
@@ -20,6 +21,7 @@ from engine.parts.unit import Unit, all_units
 from engine.schedules.schedule import PromptPlan, Schedule
 
 PACK_TOKENS = 1024  # answer tokens scored together: bounds the distributions that are held, a vocabulary each
+PROMPT_SHARE = 8  # times as many prompt tokens at most: bounds the keys and values that are
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def score(
     writers = [answers, *others]
     scores = [[AnswerScore((), ())] * len(answers) for _ in schedules]
     likelihoods: list[list[Likelihood]] = [[] for _ in writers]
-    for pack in packs(range(len(answers)), lambda index: sum(len(row[index].tokens) for row in writers), PACK_TOKENS):
+    for pack in packs(range(len(answers)), lambda index: _size([row[index] for row in writers]), PACK_TOKENS):
         whole = KeptPrompts(prompts, [answers[index].prompt for index in pack])
         known = [_at_full_depth(whole, [row[index] for index in pack]) for row in writers]
         for found, (_, likely) in zip(likelihoods, known, strict=True):
@@ -155,6 +157,11 @@ def score(
             for index, (start, end) in zip(judged, spans, strict=True):
                 row[index] = AnswerScore(tuple(kl[start:end]), tuple(agrees[start:end]))
     return Scores(scores, likelihoods)
+
+
+def _size(answers: Sequence[Answer]) -> int:
+    """Of a pack, what the answers to a prompt take up."""
+    return max(sum(len(answer.tokens) for answer in answers), len(answers[0].prompt) // PROMPT_SHARE)
 
 
 def _at_full_depth(prompts: KeptPrompts, answers: Sequence[Answer]) -> tuple[Tensor, list[Likelihood]]:
@@ -179,7 +186,7 @@ def similarity(prompts: PromptPass, answers: Sequence[Answer]) -> dict[Unit, flo
     units = all_units(prompts.decoder.shape.layers)
     sums = [0.0] * len(units)
     scored = [answer for answer in answers if answer.passes > 0]
-    for pack in packs(scored, lambda answer: answer.passes, PACK_TOKENS):
+    for pack in packs(scored, lambda answer: _size([answer]), PACK_TOKENS):
         before: list[Tensor] = []
 
         def observe(place: int, x: Tensor, before: list[Tensor] = before) -> None:
@@ -189,4 +196,6 @@ def similarity(prompts: PromptPass, answers: Sequence[Answer]) -> dict[Unit, flo
 
         AnswerPass(KeptPrompts(prompts, [answer.prompt for answer in pack]), pack).full_depth(observe)
     steps = sum(answer.passes for answer in scored)
+    if not steps:
+        raise ScheduleError("no answer has a decode step: give longer ones")
     return {unit: total / steps for unit, total in zip(units, sums, strict=True)}

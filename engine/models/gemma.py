@@ -46,7 +46,7 @@ class Gemma2Decoder(LlamaDecoder):
     def capped(self, products: Tensor) -> Tensor:
         if self._logit_softcap is None:
             return products
-        return (products / self._logit_softcap).tanh_().mul_(self._logit_softcap)
+        return (products / self._logit_softcap).tanh_() * self._logit_softcap  # a gradient needs what tanh gave
 
     def _norm_weight(self, name: str) -> Tensor:
         return super()._norm_weight(name) + 1  # a checkpoint holds how far each weight is from 1

@@ -237,7 +237,7 @@ class Schedule:
 
     @property
     def is_full_depth(self) -> bool:
-        parts = (self.prompt_bridge, self.adapter, self.head_preview)
+        parts = (*self.bridges.values(), self.prompt_bridge, self.adapter, self.head_preview)
         return self.plateaus[-1].skipped == 0 and all(part is None for part in parts)
 
     def check_fits(self, shape: ModelShape) -> None:

@@ -30,7 +30,8 @@ Part = TypeVar("Part", bound=SchedulePart)
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors, from whatever device they are on; those of a part are named `<part>.<role>`."""
-    content = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    # Copies: two parts may be of the same numbers, and safetensors refuses memory that is shared.
+    content = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()})
     path.write_bytes(content)  # safetensors' own files are their owner's alone to read
 
 

@@ -35,6 +35,11 @@ AUTO_ROWS = 256  # that decode together unless told otherwise, as in vLLM
 WAITING = 4  # times as many rows as decode together are with vLLM, so that none of its passes wants for prompts
 
 
+def in_vllm(schedule: Schedule) -> Schedule:
+    """A schedule as vLLM runs it: with the whole head."""
+    return replace(schedule, head_preview=None)
+
+
 @dataclass
 class _Running:
     """vLLM, started."""
@@ -139,8 +144,11 @@ class VllmEngine:
         """
         if batch_size < 1:
             raise ValueError(f"batch_size must be >= 1, got {batch_size}")
-        schedule = replace(schedule or Schedule.full_depth(self.shape.layers), head_preview=None)
+        schedule = in_vllm(schedule or Schedule.full_depth(self.shape.layers))
         schedule.check_fits(self.shape)
+        running = self._running
+        if running is not None and not running.broken and schedule.is_full_depth and not running.schedule.is_full_depth:
+            batch_size = min(batch_size, running.seats)  # beside rows under a schedule: no reason to start anew
         if self._running is None or not self._running.can(schedule, batch_size):
             self.close()
             self._running = _Running(self._start(schedule, batch_size), schedule, batch_size)
@@ -161,7 +169,7 @@ class VllmEngine:
         others: Sequence[Sequence[Sequence[int]]] = (),
     ) -> Scores:
         """As `Engine.score`, and by one, on the CPU: vLLM has no pass over known answers under a schedule."""
-        return self._beside.score(prompts, answers, schedules, others)
+        return self._beside.score(prompts, answers, [in_vllm(schedule) for schedule in schedules], others)
 
     def close(self) -> None:
         """End vLLM, as far as one process can."""

@@ -91,6 +91,8 @@ def generation_config(config: DatasetConfig) -> DatasetConfig:
             "prompt_format": "messages",
             **requests.options,
         }
+        if unused := sorted(config.model_fields_set & {*update} - {"input", "output"}):
+            log.warning("the requests say what is generated: %s of this job is not used", ", ".join(unused))
     try:
         job = DatasetConfig(**{**config.model_dump(), **update})
     except ValidationError as error:

@@ -23,7 +23,7 @@ from pipeline.logs import about, set_up_worker
 from pipeline.monitoring.board import Board
 from pipeline.monitoring.metrics import ReplicaMeter
 from pipeline.monitoring.spending import EnergyMeter, Spending
-from pipeline.preparing.backend import Backend
+from pipeline.preparing.backend import Backend, as_it_runs
 from pipeline.reporting.audit import Auditor
 from pipeline.rows.read import read_units
 from pipeline.rows.row_generator import DeviceBroken, RowGenerator
@@ -109,9 +109,10 @@ class UnitGenerator:
         tokenizer = task.backend.tokenizer(config)
         # Charged once, with the first unit that is done.
         self._flops_prefix = [engine.share_prefix(task.template.shared_prefix(tokenizer))]
-        self._generator = RowGenerator(engine, config.sampling(), task.schedule, config.batch_size)
+        schedule = as_it_runs(config, task.schedule)
+        self._generator = RowGenerator(engine, config.sampling(), schedule, config.batch_size)
         shape, size, fraction = task.backend.shape(config), config.batch_size, config.audit_fraction
-        self._auditor = Auditor(engine, tokenizer, shape, config.sampling(), task.schedule, size, fraction)
+        self._auditor = Auditor(engine, tokenizer, shape, config.sampling(), schedule, size, fraction)
         board.ready()
 
     def run(self, unit: WorkUnit, prepared: pa.Table) -> Parcel:

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import pyarrow as pa
@@ -30,6 +30,7 @@ from pipeline.values.show import is_text
 log = logging.getLogger(__name__)
 
 FOOTER_THREADS = 16
+MOST_UNITS = 500_000  # whose commits a manifest can list within what is read back
 MOST_ROWS_PER_BYTE = 8  # of a file, before its count of them is checked
 SPAN_ROWS = 8192  # rows one read task covers at least, where a file has them: a row group is decoded only once
 
@@ -134,8 +135,14 @@ def make_plan(config: JobConfig, template: PromptTemplate, known: Mapping[str, K
     for file in files:
         if file.problem:
             log.warning("%s; all other files are processed", file.problem)
-    units = _units(files, config.rows_per_unit, config.limit, config.samples_per_row)
-    return Plan(files, tuple(read), kept, tuple(units))
+    made = _units(files, config.rows_per_unit, config.limit, config.samples_per_row)
+    units = tuple(islice(made, MOST_UNITS + 1))
+    if len(units) > MOST_UNITS:
+        raise JobError(
+            f"the input makes more than {MOST_UNITS:,} work units of {config.rows_per_unit} rows, the most that a "
+            "manifest lists: raise rows_per_unit"
+        )
+    return Plan(files, tuple(read), kept, units)
 
 
 def input_columns(storage: Storage) -> list[str]:

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any, Self
 
 import engine
-from engine import Engine, ModelError, ModelShape, Tokenizer
+from engine import Engine, ModelError, ModelShape, Schedule, Tokenizer
 from pipeline.config import GenerationConfig
 from pipeline.rows.shared_engine import Streaming
 
@@ -80,6 +80,11 @@ def runs_in_vllm(config: GenerationConfig) -> bool:
     if config.engine != "auto":
         return config.engine == "vllm"
     return engine.resolve_device(config.device).type == "cuda" and _has_vllm()
+
+
+def as_it_runs(config: GenerationConfig, schedule: Schedule) -> Schedule:
+    """Asked where it would: vLLM leaves a head preview out."""
+    return replace(schedule, head_preview=None) if runs_in_vllm(config) else schedule
 
 
 def _has_vllm() -> bool:

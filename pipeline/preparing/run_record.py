@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import takewhile
 from typing import (
     Annotated,
     Any,
@@ -148,8 +151,17 @@ def claim_output(storage: Storage, description: dict[str, Any]) -> Claim:
     parts, details = _differences(existing, json.loads(json.dumps(description)))
     raise JobError(
         f"output {storage.url!r} belongs to run {existing.get('fingerprint')}, which differs in {', '.join(parts)}: "
-        f"{details}; name another output, go back to that run's settings to resume it, or discard it with --fresh"
+        f"{details}; name another output, {_way_back(existing, description)}, or discard it with --fresh"
     )
+
+
+def _way_back(existing: Mapping[str, Any], description: Mapping[str, Any]) -> str:
+    """To the run that is there; where the input has got more columns, by naming those that it had."""
+    was, now = (run.get("input", {}).get("kept", []) for run in (existing, description))
+    if was and was != now and set(was) <= set(now):
+        columns = " ".join(shlex.quote(str(column).rpartition(": ")[0]) for column in was)
+        return f"resume it with the columns that its input had (--keep-columns {columns})"
+    return "go back to that run's settings to resume it"
 
 
 def _differences(was: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], str]:
@@ -162,7 +174,7 @@ def _differences(was: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], s
         # The digest of all files says nothing beside the names of those that differ.
         changes = [change for change in changes if change[0] != "model"]
     parts = dict.fromkeys([*(["model"] if said else []), *(name.split(".")[0] for name, _, _ in changes)])
-    words = [f"{name} {_short(old)} -> {_short(new)}" for name, old, new in changes]
+    words = [f"{name} {' -> '.join(_shown(old, new))}" for name, old, new in changes]
     return list(parts), ", ".join([*said, *words])
 
 
@@ -174,6 +186,14 @@ def _changes(was: Any, now: Any, name: str = "") -> list[tuple[str, Any, Any]]:
     return [(name, was, now)] if was != now else []
 
 
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "..."
+def _shown(*values: Any) -> list[str]:
+    """Values that differ; of long ones the part where they begin to."""
+    written = [json.dumps(value) for value in values]
+    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*written, strict=False)))
+    start = alike - MOST_SHOWN // 3 if alike > MOST_SHOWN // 2 else 0
+    return [_cut(text, start) for text in written]
+
+
+def _cut(text: str, start: int) -> str:
+    end = start + MOST_SHOWN
+    return "..." * (start > 0) + text[start:end] + "..." * (end < len(text))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from math import sqrt
 from typing import Literal
@@ -61,7 +62,10 @@ class Auditor:
             return {}
         prompts = prepared[TOKENS].take(rows).to_pylist()
         try:
-            return self._compare(prompts, [ids[row] for row in rows], [answers[row] for row in rows])
+            found = self._compare(prompts, [ids[row] for row in rows], [answers[row] for row in rows])
+            if not all(map(math.isfinite, found.values())):
+                raise ArithmeticError("full depth or the schedule gives probabilities that are no numbers")
+            return found
         except Exception as error:  # a second opinion must not cost the first
             if isinstance(error, DeviceBroken) or is_device_broken(error):
                 raise DeviceBroken(str(error)) from error

@@ -24,6 +24,7 @@ from engine.kernels import Kernels, training_kernels_for
 from engine.schedules import recipes
 from engine.schedules.orders import lowest_first
 from tests.engine.conftest import random_prompt_bridge
+from tests.engine.prompts import random_prompts
 
 RECIPE = Recipe(
     steps=40, tokens_per_step=120, learning_rate=3e-3, warmup_steps=5, gate_width=8, adapter_rank=0, judge_every=10
@@ -378,3 +379,13 @@ def test_the_early_estimate_goes_on_along_a_power_law() -> None:
     assert [is_early_look(points[: count + 1], 300) for count in range(4)] == [False, False, True, False]
     assert not is_early_look([after(0), after(20)], 20)
     assert reachable_kl(points[:2], 20) == pytest.approx(points[1].kl)
+
+
+def test_gradients_pass_capped_logits(make_checkpoint: Callable[..., Path], schedule: Schedule) -> None:
+    """Of Gemma 2."""
+    family = {"sliding_window": 6, "head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 5.0}
+    path = make_checkpoint(family="gemma2", num_hidden_layers=schedule.layers, **family)
+    gemma = Engine.load(str(path), device="cpu", kernels=training_kernels_for(CPU, torch.float32))
+    answers = answer_prompts(gemma, random_prompts([9] * 24), Sampling(max_new_tokens=8, min_new_tokens=6), 8, quiet)
+    _, points = train(gemma, schedule, answers, replace(RECIPE, steps=20))
+    assert points[-1].loss < points[0].loss

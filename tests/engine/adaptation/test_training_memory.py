@@ -60,6 +60,9 @@ def test_what_training_keeps_is_foreseen(engine: Engine, end: int, prompt_layers
     foreseen = kept_bytes(shape, [schedule], [60] * 160, [60] * 40, 8)
     assert trainer.tokens == 160 * 7
     assert 0.75 * kept < foreseen / SCATTERED < 1.25 * kept
+    states = 160 * 8 * (1 if prompt_layers else 3) * shape.hidden * 4
+    more = kept_bytes(shape, [schedule], [60] * 160, [60] * 40, 8, answers_per_prompt=3)
+    assert more - foreseen == pytest.approx(SCATTERED * 2 * states, rel=1e-3)
 
 
 def test_the_model_is_counted_and_on_a_cpu_what_gradients_pass_too(make_checkpoint: Callable[..., Path]) -> None:

@@ -18,6 +18,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 import engine.decoding.sampling
 from engine import Engine, Generation, PromptError, Sampling
 from engine.decoding.sampling import Sampler, stream_key, waiting_times
+from engine.decoding.stopping import Stopping
 from tests.engine.prompts import random_prompts
 
 CPU = torch.device("cpu")
@@ -411,3 +412,22 @@ def test_a_bad_call_is_refused_before_anything_is_generated(tiny: Engine) -> Non
 
 def test_no_prompts_give_no_generations(tiny: Engine) -> None:
     assert list(tiny.generate([])) == []
+
+
+def test_a_special_token_may_be_a_stop_string(packaged: Engine) -> None:
+    """It is in no text, so it ends a generation as the model's own end does."""
+    tokenizer = packaged.tokenizer
+    special = tokenizer.special_ids["<|im_start|>"]
+    assert special not in tokenizer.eos_ids
+    stopping = Stopping(Sampling(stop=("<|im_start|>", "never said")), tokenizer)
+    tokens = tokenizer.encode_plain("A summary.")
+    assert not stopping.ends(tokens)
+    assert stopping.ends([*tokens, special])
+    assert stopping.text([*tokens, special]) == "A summary."
+    assert not Stopping(Sampling(stop=("never said",)), tokenizer).ends([*tokens, special])
+
+
+@pytest.mark.parametrize("temperature", [1e-38, -1.0, float("nan")])
+def test_a_temperature_that_logits_cannot_be_divided_by_is_refused(temperature: float) -> None:
+    with pytest.raises(ValueError, match="temperature must be 0, or 1e-06 at least"):
+        Sampling(temperature=temperature)

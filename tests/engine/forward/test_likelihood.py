@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine import Engine, Likelihood, PromptError, Sampling
+from engine import Engine, Likelihood, PromptError, Sampling, ScheduleError
 from engine.forward import quality
+from engine.forward.prompt_pass import PromptPass
+from engine.forward.teacher_forcing import KeptPrompts
 from engine.schedules import recipes
 from tests.engine.prompts import random_prompts
 
@@ -81,3 +84,29 @@ def test_full_depth_finds_what_a_worse_schedule_writes_less_likely(packaged: Eng
     assert nll == sorted(nll)
     assert nll[0] < 1
     assert nll[2] > nll[0] + 1
+
+
+def test_few_answer_tokens_behind_long_prompts_do_not_all_run_at_once(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their keys and values would fill the memory."""
+    monkeypatch.setattr(quality, "PACK_TOKENS", 20)
+    engine = Engine.load(str(checkpoint), device="cpu")
+    prompts, answers = random_prompts([60] * 9, seed=1), random_prompts([2] * 9, seed=2)
+    packed: list[int] = []
+
+    class Counted(KeptPrompts):
+        def __init__(self, model: PromptPass, tokens: Sequence[Sequence[int]], *others: Any) -> None:
+            packed.append(sum(map(len, tokens)))
+            super().__init__(model, tokens, *others)
+
+    monkeypatch.setattr(quality, "KeptPrompts", Counted)
+    [found] = engine.score(prompts, answers).likelihoods
+    assert [each.nll for each in found] == pytest.approx(by_transformers(checkpoint, prompts, answers), rel=1e-4)
+    assert sum(packed) == 9 * 60
+    assert max(packed) <= 20 * (quality.PROMPT_SHARE + 1)
+
+
+def test_answers_without_a_decode_step_have_no_similarity(checkpoint: Path) -> None:
+    with pytest.raises(ScheduleError, match="no answer has a decode step"):
+        Engine.load(str(checkpoint), device="cpu").unit_similarity([[5], [6]], [[7], []])

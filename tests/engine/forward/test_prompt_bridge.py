@@ -315,7 +315,7 @@ def test_what_decode_tokens_run_has_keys_and_values(tiny: Engine) -> None:
         replace(prompts, skips=None)
 
 
-def test_prompts_and_decode_tokens_may_skip_by_one_bridge(tiny: Engine) -> None:
+def test_prompts_and_decode_tokens_may_skip_by_one_bridge(tiny: Engine, tmp_path: Path) -> None:
     schedule = bridged(tiny, replace(SKIPPING, plateaus=(Plateau(0, 2), Plateau(3, 4))), skips=Block.of_layers(1, 3))
     assert schedule.prompt_bridge is not None
     assert schedule.prompt_bridge.skips is not None
@@ -330,6 +330,8 @@ def test_prompts_and_decode_tokens_may_skip_by_one_bridge(tiny: Engine) -> None:
         )
         found = tiny.generate(random_prompts([9, 4]), SAMPLING, both)
         outcomes.append({generation.index: generation.tokens for generation in found})
+        both.write(tmp_path)
+        assert Schedule.read(tmp_path) == both
     assert outcomes[0] == outcomes[1]
 
 

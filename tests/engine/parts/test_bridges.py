@@ -185,6 +185,13 @@ def test_a_correction_stands_before_a_unit_that_runs_at_all_its_steps() -> None:
             with_correction(unit)
 
 
+def test_a_schedule_that_corrects_and_skips_nothing_is_not_full_depth() -> None:
+    correction = Bridge(Block.before(Unit.parse("m3")), random_tensors("weight", "bias", seed=5))
+    layers = bridged().layers
+    assert not Schedule(layers, (), (Plateau(0, 0, ("c",)),), bridges={"c": correction}).is_full_depth
+    assert Schedule(layers).is_full_depth
+
+
 def test_a_unit_has_one_correction() -> None:
     twice = {name: Bridge(Block.before(Unit("a", 3)), random_tensors("weight", "bias")) for name in ("one", "two")}
     with pytest.raises(ScheduleError, match="two bridges stand before a3 at step 0"):

@@ -103,6 +103,16 @@ def test_empty_files_and_row_groups_have_no_units(tmp_path: Path, job: Job, writ
     assert [(Path(unit.path).name, unit.start, unit.rows) for unit in units] == [("b.parquet", 0, 2)]
 
 
+def test_more_units_than_a_manifest_lists_are_refused_before_any_work(
+    tmp_path: Path, job: Job, write_parquet: WriteParquet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "MOST_UNITS", 3)
+    write_parquet(tmp_path / "in/a.parquet", {"text": ["x"] * 12})
+    assert len(make_plan(job(rows_per_unit=4), TEMPLATE).units) == 3
+    with pytest.raises(JobError, match=r"more than 3 work units of 3 rows.* raise rows_per_unit"):
+        make_plan(job(rows_per_unit=3), TEMPLATE)
+
+
 def test_files_and_folders_that_begin_with_an_underscore_or_dot_are_not_input(
     tmp_path: Path, job: Job, write_parquet: WriteParquet
 ) -> None:

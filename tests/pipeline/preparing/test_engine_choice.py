@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine import Engine, ModelError
+from engine import Engine, HeadPreview, ModelError, Schedule
 from pipeline.config import GenerationConfig, JobConfig
 from pipeline.preparing import backend
-from pipeline.preparing.backend import Backend, runs_in_vllm
+from pipeline.preparing.backend import Backend, as_it_runs, runs_in_vllm
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_the_choice(engine: str, device: str, installed: bool, expected: bool, m
 
 @pytest.mark.skipif(backend._has_vllm(), reason="vLLM is installed here")
 def test_a_vllm_that_is_not_installed_is_said() -> None:
-    with pytest.raises(ModelError, match=r"pip install 'skipdecode\[vllm\]'"):
+    with pytest.raises(ModelError, match=r"pip install '\.\[vllm\]'"):
         Backend().engine(GenerationConfig(engine="vllm", device="cpu"), None)
 
 
@@ -63,3 +63,10 @@ def test_a_machine_without_a_gpu_leaves_the_precision_to_replicas_that_have_one(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = JobConfig(input="in", output="out", **options)
     assert Backend().identity(config).dtype == dtype
+
+
+def test_what_vllm_leaves_out_is_neither_counted_nor_judged() -> None:
+    preview = HeadPreview(2, {"down": torch.ones(8, 3), "up": torch.ones(3, 8), "bias": torch.ones(50)})
+    schedule = Schedule(4, head_preview=preview)
+    assert as_it_runs(GenerationConfig(engine="vllm"), schedule) == Schedule(4)
+    assert as_it_runs(GenerationConfig(engine="torch"), schedule) == schedule

@@ -39,6 +39,26 @@ def test_another_run_is_refused_and_told_what_changed(storage: Storage) -> None:
         claim_output(storage, {**RUN, "sampling": {"seed": 7}})
 
 
+def test_of_long_values_the_part_is_shown_where_they_differ(storage: Storage) -> None:
+    prompt = "Summarize this software package in one short sentence, as plainly as you can."
+    claim_output(storage, {**RUN, "prompt": prompt + " Begin with its name."})
+    with pytest.raises(
+        JobError, match=r"prompt \.\.\..*plainly as you can\. Begin with.* -> \.\.\..*as you can\. End with"
+    ):
+        claim_output(storage, {**RUN, "prompt": prompt + " End with its name."})
+
+
+def test_where_the_input_has_got_columns_those_that_it_had_can_be_named(storage: Storage) -> None:
+    had = ["text: string", "the day: date32[day]"]
+    claim_output(storage, {**RUN, "input": {"kept": had}})
+    with pytest.raises(
+        JobError, match=r"resume it with the columns that its input had \(--keep-columns text 'the day'\)"
+    ):
+        claim_output(storage, {**RUN, "input": {"kept": [*had, "new: int64"]}})
+    with pytest.raises(JobError, match="go back to that run's settings"):
+        claim_output(storage, {**RUN, "input": {"kept": ["text: string", "the day: date64[ms]"]}})
+
+
 def test_a_setting_that_only_one_of_two_runs_has_is_named(storage: Storage) -> None:
     claim_output(storage, {**RUN, "engine": "vllm"})
     with pytest.raises(JobError, match=r'which differs in engine: engine "vllm" -> null; name another'):

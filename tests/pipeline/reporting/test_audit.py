@@ -191,3 +191,11 @@ def test_a_broken_device_is_not_hidden(packaged: Engine) -> None:
     auditor = failing(RuntimeError("CUDA error: an illegal memory access was encountered"), packaged, schedule)
     with pytest.raises(DeviceBroken):
         auditor.audit(prepared([[1], [2]]), IDS[:2], written(packaged, [[1], [2]]))
+
+
+def test_an_audit_of_no_numbers_costs_no_output(packaged: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in half precision logits may overflow: a record that holds them could not be written."""
+    schedule = Schedule.build(30, orders.lowest_first(30, 4), decays.constant(2), horizon=0)
+    auditor = Auditor(packaged, packaged.tokenizer, packaged.shape, SAMPLING, schedule, 4, 1.0)
+    monkeypatch.setattr(auditor, "_compare", lambda *_: {"audited": 2, "audit_nll": float("nan")})
+    assert auditor.audit(prepared([[1], [2]]), IDS[:2], written(packaged, [[1], [2]])) == {}

@@ -40,7 +40,7 @@ from pipeline.errors import JobError, JobStopped, NothingToDo, UnitsFailed
 from pipeline.forecaster import forecast_run
 from pipeline.run import run_job
 from pipeline.storage.lease import Lease
-from pipeline.storage.ownership import Kind, check_files, check_place, claim_directory, own, remove
+from pipeline.storage.ownership import CLAIM_FILE, Kind, check_files, check_place, claim_directory, own, remove
 from pipeline.storage.storage import Storage
 
 ROOT = Path(__file__).parents[3]
@@ -439,6 +439,13 @@ def test_a_directory_is_claimed_by_one_job_and_only_if_it_is_empty(tmp_path: Pat
     lay(tmp_path / "c", NOTES)
     with pytest.raises(JobError, match=r"did not write \('notes.txt'\)"):
         claim_directory(tmp_path / "c", "one.py")
+    lay(tmp_path / "full", {CLAIM_FILE: b""})  # as a disk leaves it that was full
+    claim_directory(tmp_path / "full", "one.py")
+    with pytest.raises(JobError, match=r"was not written by two.py"):
+        claim_directory(tmp_path / "full", "two.py")
+    lay(tmp_path / "strange", {CLAIM_FILE: b"", **NOTES})
+    with pytest.raises(JobError, match=r"did not write \('notes.txt'\)"):
+        claim_directory(tmp_path / "strange", "one.py")
     with pytest.raises(JobError, match="which the job reads"):
         claim_directory(tmp_path / "b", "one.py", sources=[tmp_path / "b/1.65x"])
 
