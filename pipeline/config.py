@@ -70,6 +70,7 @@ class AnswerConfig(BaseModel):
             raise ValueError(f"min_new_tokens {self.min_new_tokens} exceeds max_new_tokens {self.max_new_tokens}")
         if "" in self.stop:
             raise ValueError("stop strings must not be empty")
+        self.sampling()  # which checks the rest
         return self
 
     def template(self) -> PromptTemplate:
@@ -97,9 +98,9 @@ class GenerationConfig(AnswerConfig):
     target_speedup: float | None = Field(
         None,
         ge=1.0,
-        description="decode FLOP speed-up, such as 1.45 (of the whole sample, if all schedules in --schedule were made "
-        "for that): of the calibrated schedules there, the one that just reaches it, else a plain SkipDecode schedule; "
-        "default full depth",
+        description="FLOP speed-up, such as 1.5: of the schedules in --schedule the one that just reaches it, with the "
+        "whole sample where they skip layers of prompts, in decoding elsewhere; without --schedule a plain SkipDecode "
+        "schedule that does in decoding; default full depth",
     )
     schedule: str | None = Field(
         None,
@@ -162,7 +163,7 @@ class JobConfig(GenerationConfig, StorageConfig):
     )
     gpus_per_replica: float | None = Field(None, ge=0, description="default 1 where the cluster has GPUs, else 0")
     threads_per_replica: int | None = Field(
-        None, ge=1, description="CPU threads of a replica; default the cluster's cores shared evenly"
+        None, ge=1, description="CPU threads of a replica; default what its machine has for it"
     )
     ray_address: str | None = Field(
         None, description="cluster to use; 'local' starts an embedded one; default Ray's own choice (RAY_ADDRESS)"
