@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from engine.decoding.lanes import lanes_for
 from engine.forward.cache import rows_held, slots_for
 from engine.forward.prompt_pass import PROMPT_TOKENS
 from engine.schedules.schedule import Schedule
@@ -32,13 +33,14 @@ def batch_bytes(
     prompt_tokens: int,
     new_tokens: int,
     element_bytes: int,
+    lanes: int = 1,
 ) -> int:
     """Most memory that a batch takes beside the weights: its longest prompt has `prompt_tokens`, a row generates up to
-    `new_tokens`. `element_bytes` are 4 in float32, 2 in half precision.
+    `new_tokens`. `element_bytes` are 4 in float32, 2 in half precision; each of the lanes may run such a prompt.
     """
     mlp_width = shape.mlp_parameters // shape.hidden  # three times the inner width where there is a gate
     per_token = 8 * shape.hidden + 2 * shape.query_width + mlp_width
-    prompt_pass = max(PROMPT_TOKENS, prompt_tokens) * per_token * element_bytes
+    prompt_pass = max(PROMPT_TOKENS, lanes * prompt_tokens) * per_token * element_bytes
     logits = LOGIT_COPIES * rows * shape.vocab * 4
     if (preview := schedule.head_preview) is not None:
         logits += rows * preview.candidates * preview.width * element_bytes
@@ -63,7 +65,8 @@ def rows_that_fit(
     """Largest batch size, at least 1, whose `batch_bytes` are within SHARE of `free_bytes` of a "cpu" or "cuda"."""
 
     def needed(rows: int) -> int:
-        return batch_bytes(shape, schedule, rows, prompt_tokens, new_tokens, element_bytes)
+        lanes = lanes_for(torch.device(device), rows, 1)
+        return batch_bytes(shape, schedule, rows, prompt_tokens, new_tokens, element_bytes, lanes)
 
     sizes = range(1, MOST_ROWS.get(device, MOST_ROWS["cuda"]) + 1)
     return max(1, bisect_right(sizes, SHARE * free_bytes, key=needed))

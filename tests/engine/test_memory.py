@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import BatchStats, Engine, Sampling, Schedule, memory
+from engine.forward.prompt_pass import PROMPT_TOKENS
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +141,12 @@ def test_memory_that_the_process_keeps_is_free_to_it() -> None:
 def test_free_memory_of_a_cpu_is_some_of_the_machines() -> None:
     total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
     assert 0 < memory.free_bytes(torch.device("cpu")) < int(total.split()[1]) * 1024
+
+
+def test_each_lane_may_run_a_long_prompt(tiny_engine: Engine) -> None:
+    shape = tiny_engine.shape
+    schedule = Schedule.full_depth(shape.layers)
+    for prompt, passes in ((100, 0), (PROMPT_TOKENS, 3)):
+        one, four = (memory.batch_bytes(shape, schedule, 64, prompt, 50, 4, lanes) for lanes in (1, 4))
+        per_token = 8 * shape.hidden + 2 * shape.query_width + shape.mlp_parameters // shape.hidden
+        assert four - one == passes * PROMPT_TOKENS * per_token * 4
