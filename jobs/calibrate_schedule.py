@@ -97,8 +97,9 @@ def calibrate(config: CalibrateSchedule) -> None:
         maps.append((name, found.schedule))
     (output / MAPS_FILE).write_text(schedule_maps(maps))
     Console().print(table)
+    meant = "target" if config.prompt_layers is None else "speed-up of the whole sample"
     print(f"{time.monotonic() - start:.0f} s; run one with --schedule {output}/<target>x, or --schedule {output} "
-          "--target-speedup <target>")  # fmt: skip
+          f"--target-speedup <{meant}>")  # fmt: skip
 
 
 def check_sample(config: CalibrateSchedule, shape: ModelShape, prompts: Sequence[Sequence[int]]) -> None:

@@ -29,7 +29,6 @@ from engine.calibration.prompts import check_prompt_layers
 from engine.checkpoints.tokenizer import Tokenizer
 from jobs import command_line
 from jobs.answers import PART, TargetSpeedup
-from jobs.job_output import say
 from jobs.prompts import SUMMARIZE
 from pipeline.errors import JobError
 from pipeline.evaluation.bridged_rivals import bridged_rivals, whole_sample_rivals
@@ -186,7 +185,7 @@ def write_results(config: EvaluateSchedule, study: Study, contenders: Sequence[C
     console = Console()
     console.print(_table(found))
     for file in (OUTPUTS_FILE, FIGURES_FILE, REPORT_FILE):
-        say(f"{file.split('.')[0]}: {config.output / file}")
+        print(f"{file.split('.')[0]}: {config.output / file}")
 
 
 def with_reference_column(config: EvaluateSchedule) -> EvaluateSchedule:

@@ -29,7 +29,7 @@ def generate(config: DatasetConfig) -> None:
     job_output.show_result(config, result.run)
     dropped = {f"dropped: {reason}": f"{count:,}" for reason, count in result.dropped.items()}
     job_output.show(f"{result.output}: data set", {"rows": f"{result.kept:,}", **dropped})
-    job_output.say(f"{len(result.files)} files below {result.output}, the first is {result.files[0]}")
+    print(f"{len(result.files)} files below {result.output}, the first is {result.files[0]}")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def show_plan(config: JobConfig) -> None:
         print(f"not kept: the output belongs to run {run['fingerprint']}, and this plan is another run's")
         return
     write_forecast(storage.at_first(), forecast)
-    say(f"figures: {storage.url.rstrip('/')}/{FORECAST_FILE}")
+    print(f"figures: {storage.url.rstrip('/')}/{FORECAST_FILE}")
 
 
 def show_result(config: JobConfig, result: RunResult) -> None:
@@ -38,7 +38,7 @@ def show_result(config: JobConfig, result: RunResult) -> None:
     facts = summary(result.totals, result.shape.layers) | bill(config, result.totals)
     show(f"{result.output}: done in {result.seconds:.0f} s", facts)
     if result.rows_resumed:
-        say(f"{result.rows_resumed:,} rows were committed by earlier sessions")
+        print(f"{result.rows_resumed:,} rows were committed by earlier sessions")
 
 
 def show(title: str, facts: Mapping[str, str]) -> None:
@@ -47,8 +47,3 @@ def show(title: str, facts: Mapping[str, str]) -> None:
     for name, value in facts.items():
         table.add_row(name, Text(value))
     Console().print(table)
-
-
-def say(line: str) -> None:
-    """A line as it is, whatever looks like markup in it."""
-    Console().print(line, soft_wrap=True, markup=False)

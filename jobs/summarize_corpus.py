@@ -37,8 +37,8 @@ def summarize(config: SummarizeCorpus) -> None:
         return
     result = run_job(config)
     job_output.show_result(config, result)
-    job_output.say(f"report: {result.report}")
-    job_output.say(f"look into it with: {sys.executable} jobs/inspect_run.py {result.output}")
+    print(f"report: {result.report}")
+    print(f"look into it with: {sys.executable} jobs/inspect_run.py {result.output}")
 
 
 if __name__ == "__main__":

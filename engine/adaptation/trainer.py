@@ -47,7 +47,7 @@ class _Part:
         # What schedules that leave prompts alone go on from: (prompts' keys and values, the state below every change).
         self.whole: tuple[AnswerPass, Tensor] | None = None
         if any(schedule.prompt_plan.is_full_depth for schedule in schedules):
-            forced.keep_prompts(attended_layers(schedules, place))
+            forced.prompts.forget_all_but(attended_layers(schedules, place))
             self.whole = forced, states[0]
 
     def tokens(self, schedule: Schedule) -> int:
@@ -107,7 +107,7 @@ class Trainer:
         with torch.no_grad():
             self._lessons = self._prepare(self._peers.share(train))
             self._judge = Judge(engine.teacher_forced(held_out), (self._place,))
-            self._judge.answers.keep_prompts(attended_layers(self._schedules, self._place))
+            self._judge.answers.prompts.forget_all_but(attended_layers(self._schedules, self._place))
         self._state = TrainingState(self._trainable.snapshot())
         self.untrained = self._qualities()  # of each schedule on the held-out answers
         self.tokens = sum(answer.passes for answer in train)

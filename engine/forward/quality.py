@@ -21,7 +21,7 @@ from engine.parts.unit import Unit, all_units
 from engine.schedules.schedule import PromptPlan, Schedule
 
 PACK_TOKENS = 1024  # answer tokens scored together: bounds the distributions that are held, a vocabulary each
-PROMPT_SHARE = 8  # times as many prompt tokens at most: bounds the keys and values that are
+PROMPT_SHARE = 8  # times as many prompt tokens run with them: bounds the keys and values that one way of running keeps
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,11 @@ def score(
     likelihoods: list[list[Likelihood]] = [[] for _ in writers]
     for pack in packs(range(len(answers)), lambda index: _size([row[index] for row in writers]), PACK_TOKENS):
         whole = KeptPrompts(prompts, [answers[index].prompt for index in pack])
-        known = [_at_full_depth(whole, [row[index] for index in pack]) for row in writers]
-        for found, (_, likely) in zip(likelihoods, known, strict=True):
-            found += likely
+        firsts = prompts.decoder.logits(whole.ends).float().log_softmax(-1)
+        reference, likely = _at_full_depth(whole, firsts, [answers[index] for index in pack])
+        likelihoods[0] += likely
+        for found, other in zip(likelihoods[1:], others, strict=True):
+            found += _at_full_depth(whole, firsts, [other[index] for index in pack])[1]
         judged = [index for index in pack if answers[index].passes > 0]
         if not judged:
             continue
@@ -153,21 +155,21 @@ def score(
         for row, schedule in zip(scores, schedules, strict=True):
             passed = forced[schedule.prompt_plan]
             logits = passed.scheduled_logits(passed.hidden(schedule, compiled), schedule, compiled)
-            kl, agrees = (found.tolist() for found in divergences(known[0][0], logits))
+            kl, agrees = (found.tolist() for found in divergences(reference, logits))
             for index, (start, end) in zip(judged, spans, strict=True):
                 row[index] = AnswerScore(tuple(kl[start:end]), tuple(agrees[start:end]))
     return Scores(scores, likelihoods)
 
 
 def _size(answers: Sequence[Answer]) -> int:
-    """Of a pack, what the answers to a prompt take up."""
-    return max(sum(len(answer.tokens) for answer in answers), len(answers[0].prompt) // PROMPT_SHARE)
+    """Of a pack, what the answers to a prompt take up, which pass one after the other."""
+    return max(len(answers[0].prompt) // PROMPT_SHARE, *(len(answer.tokens) for answer in answers))
 
 
-def _at_full_depth(prompts: KeptPrompts, answers: Sequence[Answer]) -> tuple[Tensor, list[Likelihood]]:
-    """Log-probabilities [N, vocab] after each of the N tokens that are fed back, and how likely the answers are."""
-    head = prompts.model.decoder.logits
-    firsts = head(prompts.ends).float().log_softmax(-1)
+def _at_full_depth(prompts: KeptPrompts, firsts: Tensor, answers: Sequence[Answer]) -> tuple[Tensor, list[Likelihood]]:
+    """Log-probabilities [N, vocab] after each of the N tokens that are fed back, and how likely the answers are, of
+    whose first tokens the log-probabilities are `firsts` [P, vocab].
+    """
     nll = [-float(firsts[prompts.places[tuple(a.prompt)], a.tokens[0]]) if a.tokens else 0.0 for a in answers]
     going_on = [index for index, answer in enumerate(answers) if answer.passes > 0]
     found = firsts[:0]

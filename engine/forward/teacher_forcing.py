@@ -58,6 +58,11 @@ class KeptPrompts:
         # Copies: a view of the fused projection would keep the queries too.
         self.layers[layer].append((k.clone(), v.clone()))
 
+    def forget_all_but(self, layers: set[int]) -> None:
+        """Free the keys and values of all other layers, which no later pass behind these prompts may run."""
+        for layer in set(range(len(self.layers))) - layers:
+            self.layers[layer] = []
+
 
 class AnswerPass:
     """Passes over the answers to prompts that have run: their N tokens are those fed back, answer after answer."""
@@ -75,14 +80,9 @@ class AnswerPass:
         self._positions = (lengths[self.sample] + self.step).to(self._device)
         fed = torch.tensor([token for answer in answers for token in answer.tokens[:-1]], device=self._device)
         self._embedded = self._decoder.embed(fed, self._positions)
-        self._prompts = prompts.layers
+        self.prompts = prompts
         self._prompt_of = [prompts.places[tuple(answer.prompt)] for answer in answers]
         self.first_hidden = prompts.ends[self._prompt_of]  # [A, hidden]: what each answer's first token was chosen from
-
-    def keep_prompts(self, layers: set[int]) -> None:
-        """Free the prompts' keys and values of all other layers, which no later pass may run."""
-        for layer in set(range(len(self._prompts))) - layers:
-            self._prompts[layer] = []
 
     def hidden(
         self,
@@ -143,7 +143,7 @@ class AnswerPass:
             spans = list(pairwise(accumulate(counts, initial=0)))
 
             def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                kept = (self._prompts[layer][prompt] for prompt in self._prompt_of)
+                kept = (self.prompts.layers[layer][prompt] for prompt in self._prompt_of)
                 seen = [
                     (torch.cat([keys, k[start:end]]), torch.cat([values, v[start:end]]))
                     for (keys, values), (start, end) in zip(kept, spans, strict=True)

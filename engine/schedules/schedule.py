@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
@@ -239,6 +239,11 @@ class Schedule:
     def is_full_depth(self) -> bool:
         parts = (*self.bridges.values(), self.prompt_bridge, self.adapter, self.head_preview)
         return self.plateaus[-1].skipped == 0 and all(part is None for part in parts)
+
+    @property
+    def with_whole_head(self) -> Schedule:
+        """As vLLM runs it."""
+        return replace(self, head_preview=None)
 
     def check_fits(self, shape: ModelShape) -> None:
         """Raises ScheduleError if the schedule was made for a model of another depth or width."""

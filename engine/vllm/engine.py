@@ -32,12 +32,8 @@ from engine.shape import ModelShape
 from engine.vllm.plugin import FULL_DEPTH, SETTING, register
 
 AUTO_ROWS = 256  # that decode together unless told otherwise, as in vLLM
+PASS_TOKENS = 2048  # of a pass in vLLM, unless it is told otherwise
 WAITING = 4  # times as many rows as decode together are with vLLM, so that none of its passes wants for prompts
-
-
-def in_vllm(schedule: Schedule) -> Schedule:
-    """A schedule as vLLM runs it: with the whole head."""
-    return replace(schedule, head_preview=None)
 
 
 @dataclass
@@ -144,7 +140,7 @@ class VllmEngine:
         """
         if batch_size < 1:
             raise ValueError(f"batch_size must be >= 1, got {batch_size}")
-        schedule = in_vllm(schedule or Schedule.full_depth(self.shape.layers))
+        schedule = (schedule or Schedule.full_depth(self.shape.layers)).with_whole_head
         schedule.check_fits(self.shape)
         running = self._running
         if running is not None and not running.broken and schedule.is_full_depth and not running.schedule.is_full_depth:
@@ -169,7 +165,7 @@ class VllmEngine:
         others: Sequence[Sequence[Sequence[int]]] = (),
     ) -> Scores:
         """As `Engine.score`, and by one, on the CPU: vLLM has no pass over known answers under a schedule."""
-        return self._beside.score(prompts, answers, [in_vllm(schedule) for schedule in schedules], others)
+        return self._beside.score(prompts, answers, [schedule.with_whole_head for schedule in schedules], others)
 
     def close(self) -> None:
         """End vLLM, as far as one process can."""
@@ -189,10 +185,12 @@ class VllmEngine:
 
         register()  # vLLM's own look at entry points misses it where the project is not installed, but imported
         with TemporaryDirectory() as directory:
-            setting = {}
+            setting: dict[str, Any] = {}
             if not schedule.is_full_depth:
                 schedule.write(directory)
                 setting = {"additional_config": {SETTING: directory}}
+            if rows > PASS_TOKENS:  # vLLM wants room for a token of each in a pass
+                setting["max_num_batched_tokens"] = rows
             args = EngineArgs(
                 model=str(self._directory),
                 skip_tokenizer_init=True,

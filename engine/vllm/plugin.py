@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,7 +62,7 @@ def schedule_of(config: Any) -> Schedule | None:
     """
     setting = config.additional_config
     directory = setting.get(SETTING) if isinstance(setting, dict) else None
-    return None if directory is None else replace(Schedule.read(directory), head_preview=None)
+    return None if directory is None else Schedule.read(directory).with_whole_head
 
 
 def apply(config: Any) -> None:

@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 target=.venv-stores
-test -x $target/bin/python || .venv/bin/python -m venv $target
+test -x $target/bin/pip || .venv/bin/python -m venv $target
 .venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
   > "$($target/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth"
 # What .venv has is seen through the path file, and left alone.

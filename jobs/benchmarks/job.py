@@ -199,7 +199,7 @@ def _contenders(
             under = {}
         for name, (path, schedule) in {"": (None, None), **under}.items():
             # vLLM computes the whole head: see engine.vllm.
-            run = replace(schedule, head_preview=None) if schedule and kind == "vllm" else schedule
+            run = schedule.with_whole_head if schedule and kind == "vllm" else schedule
             label = f"{runner.label}, {name}" if name else runner.label
             log = config.output / f"{kind}{'-' * bool(name)}{name.replace('/', '-').replace(' ', '-')}.log"
             its_job = replace(job, schedule=str(path.absolute())) if path else job

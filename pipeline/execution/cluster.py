@@ -99,13 +99,18 @@ class Machine:
 def machines(gpus: float, most: int) -> list[Machine]:
     """Those of the connected cluster that have room for a process of so many GPUs; none for more than `most`."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    rooms = [int(node.get("GPU", 0.0) / gpus + 1e-9) if gpus else most for node in nodes]
+    rooms = [_sharing(node.get("GPU", 0.0), gpus) if gpus else most for node in nodes]
     found = [Machine(node.get("CPU", 0.0), min(room, most)) for node, room in zip(nodes, rooms, strict=True)]
     return [machine for machine in found if machine.room and machine.cores]
 
 
+def _sharing(there: float, each: float) -> int:
+    """Processes that GPUs are enough for: a share of one is of one card."""
+    return int(there) * int(1 / each + 1e-9) if each < 1 else int(there / each + 1e-9)
+
+
 def cores_each(found: Sequence[Machine], count: int) -> float:
-    """The most cores that each of so many processes can have, as none of them runs on two machines; at least one."""
+    """The most cores that each of so many processes can have, as none of them runs on two machines."""
     count = min(count, sum(machine.room for machine in found))
     shares = {machine.cores / sharing for machine in found for sharing in range(1, machine.room + 1)}
     enough = (share for share in shares if sum(machine.holds(share) for machine in found) >= count)
@@ -128,12 +133,13 @@ def replica_resources(config: JobConfig, before: ReplicaResources | None = None)
     minimum = config.min_replicas or count
     if gpus and minimum > room:
         if before is None:
+            less = "lower replicas or gpus_per_replica, or set min_replicas to start with fewer"
             raise JobError(
                 f"{minimum} replicas of {gpus:g} GPUs are wanted, and the cluster's machines have room for {room}: "
-                "lower replicas or gpus_per_replica, or set min_replicas to start with fewer"
+                f"{less if room else 'lower gpus_per_replica'}"
             )
         minimum = max(1, room)
-    cores = cores_each(found, count)
+    cores = cores_each(found, count if gpus else minimum)  # machines that come bring cores of their own
     threads = config.threads_per_replica or max(1, int(cores))
     # Half its threads: replicas that hold every core would keep the reads that feed them from ever starting.
     cpus = round(min(threads, cores) / 2, 2)

@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 INPUTS_FILE = "_inputs.json"
 HALF = 16  # digits of a version
+FROM_COMMITS, GONE = "", "gone"  # stamps of files that the record has lost, and of such that are not there either
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,9 @@ class KnownFile:
     @property
     def counting(self) -> tuple[str, ...]:
         """Versions of which the output may hold rows that count, the one of which most is done first."""
-        return tuple(dict.fromkeys([*([self.done] if self.done else []), self.version]))
+        # Where commits alone tell of a file, nobody knows which came last, nor which were another's.
+        told = self.replaced if self.stamp == FROM_COMMITS else ()
+        return tuple(dict.fromkeys([*([self.done] if self.done else []), self.version, *told]))
 
     @property
     def versions(self) -> tuple[str, ...]:
@@ -142,7 +145,7 @@ def with_unknown(known: Mapping[str, KnownFile], commits: Iterable[Commit], inpu
         if name in found:
             found[name] = replace(found[name], replaced=(*found[name].replaced, fullest, *others))
         else:  # whether it is whole nobody knows
-            found[name] = KnownFile("", None, fullest, of[fullest], fullest, tuple(others), partial=True)
+            found[name] = KnownFile(FROM_COMMITS, None, fullest, of[fullest], fullest, tuple(others), partial=True)
     return found
 
 

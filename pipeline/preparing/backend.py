@@ -84,7 +84,7 @@ def runs_in_vllm(config: GenerationConfig) -> bool:
 
 def as_it_runs(config: GenerationConfig, schedule: Schedule) -> Schedule:
     """Asked where it would: vLLM leaves a head preview out."""
-    return replace(schedule, head_preview=None) if runs_in_vllm(config) else schedule
+    return schedule.with_whole_head if runs_in_vllm(config) else schedule
 
 
 def _has_vllm() -> bool:

@@ -90,13 +90,14 @@ def warn_of_another_model(schedule: Schedule, model: str, identity: str) -> None
     """Say so where a schedule was made for other weights: of what is fitted, only the shape can be checked."""
     for made in ("adapted_on", "calibrated_on"):
         match schedule.provenance.get(made):
-            case {"model": [str(name), str(known), *_]} if known != identity:
-                log.warning(
-                    "the schedule was made for the model %s, and %s is another one, or another version of it: what "
-                    "stands in for its layers may not fit, so judge it (evaluate_schedule.py) or calibrate anew",
-                    brief(name), model,
-                )  # fmt: skip
-                return
+            case {"model": [str(name), str(known), *_]}:
+                if known != identity:
+                    log.warning(
+                        "the schedule was made for the model %s, and %s is another one, or another version of it: what "
+                        "stands in for its layers may not fit, so judge it (evaluate_schedule.py) or calibrate anew",
+                        brief(name), model,
+                    )  # fmt: skip
+                return  # what it was trained for last
 
 
 def _fetch(storage: Storage, directory: Path) -> None:

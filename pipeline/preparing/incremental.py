@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from pipeline.commits.commit import COMMITS, SUCCESS_FILE, Commit, read_commits
 from pipeline.errors import NothingToDo
-from pipeline.inputs.known_files import KnownFile, version_of, with_unknown, write_known_files
+from pipeline.inputs.known_files import GONE, KnownFile, version_of, with_unknown, write_known_files
 from pipeline.inputs.work import InputFile
 from pipeline.preparing.preparation import Preparation
 from pipeline.preparing.run_record import claim_name, read_run
@@ -108,7 +108,15 @@ class History:
                 name, committed[version], before.rows,
             )  # fmt: skip
         past = self._past([before], version)
-        return replace(before, version=version, rows=committed[version], done=version, replaced=past, partial=partial)
+        return replace(
+            before,
+            stamp=before.stamp or GONE,
+            version=version,
+            rows=committed[version],
+            done=version,
+            replaced=past,
+            partial=partial,
+        )
 
     def _past(self, before: Sequence[KnownFile], counting: str | None) -> tuple[str, ...]:
         """The versions that no longer count."""

@@ -148,7 +148,8 @@ def claim_output(storage: Storage, description: dict[str, Any]) -> Claim:
         existing = read_run(storage) or {}
     if existing.get("fingerprint") == record["fingerprint"]:
         return Claim(claim_name(existing), resuming=True, began=str(existing.get("began") or began))
-    parts, details = _differences(existing, json.loads(json.dumps(description)))
+    description = json.loads(json.dumps(description))
+    parts, details = _differences(dict(existing), dict(description))
     raise JobError(
         f"output {storage.url!r} belongs to run {existing.get('fingerprint')}, which differs in {', '.join(parts)}: "
         f"{details}; name another output, {_way_back(existing, description)}, or discard it with --fresh"
@@ -156,10 +157,13 @@ def claim_output(storage: Storage, description: dict[str, Any]) -> Claim:
 
 
 def _way_back(existing: Mapping[str, Any], description: Mapping[str, Any]) -> str:
-    """To the run that is there; where the input has got more columns, by naming those that it had."""
-    was, now = (run.get("input", {}).get("kept", []) for run in (existing, description))
-    if was and was != now and set(was) <= set(now):
-        columns = " ".join(shlex.quote(str(column).rpartition(": ")[0]) for column in was)
+    """To the run that is there; where all that differs is columns that the input has got, by naming those it had."""
+    inputs = [dict(run.get("input", {})) for run in (existing, description)]
+    was, now = (input_.pop("kept", []) for input_ in inputs)
+    others = {*description} - {"input"}
+    same = inputs[0] == inputs[1] and all(existing.get(name) == description[name] for name in others)
+    if same and was and set(was) < set(now):
+        columns = " ".join(shlex.quote(str(column).partition(": ")[0]) for column in was)
         return f"resume it with the columns that its input had (--keep-columns {columns})"
     return "go back to that run's settings to resume it"
 
@@ -190,7 +194,7 @@ def _shown(*values: Any) -> list[str]:
     """Values that differ; of long ones the part where they begin to."""
     written = [json.dumps(value) for value in values]
     alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*written, strict=False)))
-    start = alike - MOST_SHOWN // 3 if alike > MOST_SHOWN // 2 else 0
+    start = alike - MOST_SHOWN // 3 if alike > MOST_SHOWN // 2 and max(map(len, written)) > MOST_SHOWN else 0
     return [_cut(text, start) for text in written]
 
 

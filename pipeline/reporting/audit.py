@@ -107,7 +107,7 @@ class Auditor:
         """Generating at full depth, scoring that at both depths, and how likely both answers are."""
         prompt, shared = full.prompt_tokens, full.shared_prefix_tokens
         whole = self._ledger.full_depth
-        flops = full.flops_full_depth + 2 * (2 * whole.shape.head_parameters)  # the first tokens of both
+        flops = full.flops_full_depth + 2 * whole.shape.head_parameters  # the answers' first tokens
         # Prompts run once for all of that, unless the schedule has its own way with them.
         for ledger in (whole, self._ledger):
             if ledger is whole or not ledger.schedule.prompt_plan.is_full_depth:

@@ -147,10 +147,11 @@ def claim_directory(
                 raise JobError(f"output {output!r} holds {source!r}, which the job reads: name another output")
         directory.mkdir(parents=True, exist_ok=True)
         file = directory / CLAIM_FILE
-        if not file.is_file() or not file.stat().st_size:  # a disk that was full leaves it empty
-            names = (entry.name + "/" * entry.is_dir() for entry in directory.iterdir() if entry.name != CLAIM_FILE)
+        begun = file.is_file() and not file.is_symlink() and not file.stat().st_size  # on a disk that was full
+        if begun or not file.is_file():
+            names = {entry.name + "/" * entry.is_dir() for entry in directory.iterdir()} - {CLAIM_FILE * begun}
             _refuse_strangers([name for name in names if not name.startswith(".")], output)
-            with file.open("ab") as stream:
+            with file.open("r+b" if begun else "xb") as stream:
                 stream.write(claim)
         elif file.stat().st_size != len(claim) or file.read_bytes() != claim:
             raise JobError(f"output {output!r} was not written by {job}, as its {CLAIM_FILE} shows: {_WAY_OUT}")

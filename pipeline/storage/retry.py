@@ -23,8 +23,8 @@ WARN_AFTER_S = 5.0  # throttling that passes sooner is nobody's news
 # Disk full is among them: space comes back when someone deletes, and until then nothing half-written is left behind.
 _ERRNOS = {
     errno.EAGAIN, errno.EBUSY, errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET, errno.EDQUOT,
-    errno.EHOSTUNREACH, errno.EIO, errno.ENETDOWN, errno.ENETUNREACH, errno.ENOSPC, errno.EPIPE, errno.EREMOTEIO,
-    errno.ESTALE, errno.ETIMEDOUT,
+    errno.EHOSTUNREACH, errno.EIO, errno.ENETDOWN, errno.ENETUNREACH, errno.ENOSPC, errno.EPIPE,
+    errno.ESTALE, errno.ETIMEDOUT, getattr(errno, "EREMOTEIO", errno.EIO),  # the last is Linux's alone
 }  # fmt: skip
 _STATUSES = {408, 425, 429}
 _NEVER = {501, 505}  # what was asked for is not offered

@@ -74,6 +74,8 @@ def test_a_session_that_finds_too_few_gpus_does_not_begin(job: Job, nodes: Nodes
         ([(2, 0), (16, 0), (16, 0)], {"replicas": 3}, 3, 4.0, 8),
         ([(32, 0)] * 10 + [(8, 1)] * 4, {}, 4, 4.0, 8),  # where the GPUs are
         ([(16, 4), (16, 4)], {"gpus_per_replica": 0.5}, 16, 1.0, 2),
+        ([(8, 2)], {"gpus_per_replica": 0.4}, 4, 1.0, 2),  # a share of a card is of one
+        ([(8, 0)], {"replicas": 8, "min_replicas": 1}, 8, 4.0, 8),  # others wait for machines to come
         ([(16, 3), (16, 3)], {"gpus_per_replica": 2}, 2, 8.0, 16),  # a GPU of each is left over
         ([(1, 0)], {"replicas": 3}, 3, 0.17, 1),
     ],

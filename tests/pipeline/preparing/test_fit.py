@@ -119,6 +119,8 @@ def test_a_schedule_made_for_another_model_is_told_of(caplog: pytest.LogCaptureF
         warn_of_another_model(schedule, model, identity)
     for unknown in ({}, {"calibrated_on": {"model": "owner/small"}}, {"adapted_on": [1]}):
         warn_of_another_model(replace(schedule, provenance=unknown), "owner/large", "def")
+    trained = {"calibrated_on": made, "adapted_on": {"model": ["owner/large", "def", "auto"]}}
+    warn_of_another_model(replace(schedule, provenance=trained), "owner/large", "def")
     assert not caplog.records
     warn_of_another_model(schedule, "owner/large", "def")
     [record] = caplog.records

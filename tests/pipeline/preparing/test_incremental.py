@@ -447,6 +447,22 @@ def test_without_the_record_of_files_what_is_done_is_told_from_the_commits(
     assert generations(config.output) == everything(*kept, texts("two", "changed", 9, "v2"))
 
 
+@pytest.mark.usefixtures("inline")
+def test_without_the_record_a_file_whose_name_another_took_is_still_known(nightly: Job, put: Put, move: Move) -> None:
+    """As logs are rotated: the commits of both are of one name."""
+    config = nightly()
+    put("log", 6)
+    run_job(config, by("one"))
+    move("log", "log.1")
+    put("log", 9, "v2")
+    run_job(config, by("two"))
+    Path(config.output, INPUTS_FILE).unlink()
+    put("new", 3)
+    run_job(config, by("three"))
+    expected = everything(texts("one", "log", 6), texts("two", "log", 9, "v2"), texts("three", "new", 3))
+    assert generations(config.output) == expected
+
+
 @pytest.mark.parametrize("gone", [False, True])
 def test_without_the_record_a_half_done_change_is_finished_or_forgotten(
     nightly: Job, put: Put, inline: type[InlineSession], tmp_path: Path, gone: bool

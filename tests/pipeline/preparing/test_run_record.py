@@ -49,7 +49,7 @@ def test_of_long_values_the_part_is_shown_where_they_differ(storage: Storage) ->
 
 
 def test_where_the_input_has_got_columns_those_that_it_had_can_be_named(storage: Storage) -> None:
-    had = ["text: string", "the day: date32[day]"]
+    had = ["text: string", "the day: list<element: date32[day]>"]
     claim_output(storage, {**RUN, "input": {"kept": had}})
     with pytest.raises(
         JobError, match=r"resume it with the columns that its input had \(--keep-columns text 'the day'\)"
@@ -57,6 +57,8 @@ def test_where_the_input_has_got_columns_those_that_it_had_can_be_named(storage:
         claim_output(storage, {**RUN, "input": {"kept": [*had, "new: int64"]}})
     with pytest.raises(JobError, match="go back to that run's settings"):
         claim_output(storage, {**RUN, "input": {"kept": ["text: string", "the day: date64[ms]"]}})
+    with pytest.raises(JobError, match="go back to that run's settings"):
+        claim_output(storage, {**RUN, "version": "2", "input": {"kept": [*had, "new: int64"]}})
 
 
 def test_a_setting_that_only_one_of_two_runs_has_is_named(storage: Storage) -> None:

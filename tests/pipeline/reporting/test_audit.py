@@ -137,8 +137,7 @@ def test_what_an_audit_found_is_said_with_an_interval_once_there_are_units_enoug
 def test_the_audit_names_what_it_cost(packaged: Engine, prompts: list[list[int] | None]) -> None:
     schedule = Schedule.build(30, orders.lowest_first(30, 4), decays.constant(2), horizon=0)
     found = audit_of(packaged, schedule, prompts, 1.0)
-    shape, expected = packaged.shape, 0
-    ledger = Ledger(shape, schedule)
+    expected, ledger = 0, Ledger(packaged.shape, schedule)
     full = [prompt for prompt in prompts if prompt]
     for generation in packaged.generate(full, SAMPLING):
         n, g = generation.prompt_tokens, generation.generated_tokens
@@ -146,7 +145,7 @@ def test_the_audit_names_what_it_cost(packaged: Engine, prompts: list[list[int] 
         # Generated, then passed again at both depths, with our answer after the same prompt and both first tokens.
         expected += 2 * whole + ledger.decode(n, g)
         [ours] = packaged.generate([full[generation.index]], SAMPLING, schedule)
-        expected += 2 * shape.head_parameters + ledger.full_depth.decode(n, ours.generated_tokens)
+        expected += ledger.full_depth.decode(n, ours.generated_tokens)
     assert found["flops_audit"] == expected
 
 

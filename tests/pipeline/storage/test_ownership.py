@@ -443,6 +443,11 @@ def test_a_directory_is_claimed_by_one_job_and_only_if_it_is_empty(tmp_path: Pat
     claim_directory(tmp_path / "full", "one.py")
     with pytest.raises(JobError, match=r"was not written by two.py"):
         claim_directory(tmp_path / "full", "two.py")
+    lay(tmp_path / "linked", {".elsewhere": b""})
+    (tmp_path / "linked" / CLAIM_FILE).symlink_to(tmp_path / "linked/.elsewhere")
+    with pytest.raises(JobError, match=r"was not written by one.py"):
+        claim_directory(tmp_path / "linked", "one.py")
+    assert (tmp_path / "linked/.elsewhere").read_bytes() == b""
     lay(tmp_path / "strange", {CLAIM_FILE: b"", **NOTES})
     with pytest.raises(JobError, match=r"did not write \('notes.txt'\)"):
         claim_directory(tmp_path / "strange", "one.py")
