@@ -200,8 +200,7 @@ class VllmEngine:
                 logits_processors=["engine.vllm.sampling:OurSampling"],
                 disable_log_stats=True,
                 enforce_eager=self._device == "cpu",  # compiling wants a C++ compiler there
-                **setting,
-                **self._options,
+                **(setting | self._options),
             )
             return LLMEngine.from_engine_args(args)
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 import shlex
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import takewhile
@@ -148,28 +147,24 @@ def claim_output(storage: Storage, description: dict[str, Any]) -> Claim:
         existing = read_run(storage) or {}
     if existing.get("fingerprint") == record["fingerprint"]:
         return Claim(claim_name(existing), resuming=True, began=str(existing.get("began") or began))
-    description = json.loads(json.dumps(description))
-    parts, details = _differences(dict(existing), dict(description))
+    parts, details, changes = _differences(existing, json.loads(json.dumps(description)))
     raise JobError(
         f"output {storage.url!r} belongs to run {existing.get('fingerprint')}, which differs in {', '.join(parts)}: "
-        f"{details}; name another output, {_way_back(existing, description)}, or discard it with --fresh"
+        f"{details}; name another output, {_way_back(parts, changes)}, or discard it with --fresh"
     )
 
 
-def _way_back(existing: Mapping[str, Any], description: Mapping[str, Any]) -> str:
+def _way_back(parts: list[str], changes: list[tuple[str, Any, Any]]) -> str:
     """To the run that is there; where all that differs is columns that the input has got, by naming those it had."""
-    inputs = [dict(run.get("input", {})) for run in (existing, description)]
-    was, now = (input_.pop("kept", []) for input_ in inputs)
-    others = {*description} - {"input"}
-    same = inputs[0] == inputs[1] and all(existing.get(name) == description[name] for name in others)
-    if same and was and set(was) < set(now):
-        columns = " ".join(shlex.quote(str(column).partition(": ")[0]) for column in was)
-        return f"resume it with the columns that its input had (--keep-columns {columns})"
+    match changes:
+        case [("input.kept", list(was), list(now))] if parts == ["input"] and was and set(was) < set(now):
+            columns = " ".join(shlex.quote(str(column).partition(": ")[0]) for column in was)
+            return f"resume it with the columns that its input had (--keep-columns {columns})"
     return "go back to that run's settings to resume it"
 
 
-def _differences(was: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], str]:
-    """What differs between two runs: the parts, and each of their differences in words."""
+def _differences(was: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], str, list[tuple[str, Any, Any]]]:
+    """What differs between two runs: the parts, and each of their differences, in words and as `_changes`."""
     was = {name: value for name, value in was.items() if name not in NO_SETTINGS}
     files = [dict(run.pop("model_files", None) or {}) for run in (was, now)]
     said = engine.model_differences(*files) if all(files) else []
@@ -179,7 +174,7 @@ def _differences(was: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], s
         changes = [change for change in changes if change[0] != "model"]
     parts = dict.fromkeys([*(["model"] if said else []), *(name.split(".")[0] for name, _, _ in changes)])
     words = [f"{name} {' -> '.join(_shown(old, new))}" for name, old, new in changes]
-    return list(parts), ", ".join([*said, *words])
+    return list(parts), ", ".join([*said, *words]), changes
 
 
 def _changes(was: Any, now: Any, name: str = "") -> list[tuple[str, Any, Any]]:
