@@ -17,7 +17,7 @@ from pipeline.commits.commit import Commit, open_rows, read_commits, total
 from pipeline.config import JobConfig
 from pipeline.errors import JobError
 from pipeline.inputs.sample_prompts import draw_rows
-from pipeline.preparing.backend import Backend, as_it_runs, runs_in_vllm
+from pipeline.preparing.backend import Backend, as_it_runs
 from pipeline.preparing.incremental import only_new, work_name
 from pipeline.preparing.preparation import Preparation, prepare_run
 from pipeline.preparing.run_record import claim_name, read_run
@@ -60,7 +60,7 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
     tokenizer = job.backend.tokenizer(config)
     runs = _sample(job, tokenizer)
     prompts = [tokens for run in runs for tokens in run]
-    prefix = [] if runs_in_vllm(config) else job.template.shared_prefix(tokenizer)  # there each row pays for its own
+    prefix = job.template.shared_prefix(tokenizer)
     good = [tokens for tokens in prompts if tokens is not None]
     if not good:
         raise JobError(f"no prompt can be made of any of {len(prompts)} sampled rows of {config.input!r}")

@@ -25,11 +25,12 @@ from engine.decoding.stopping import Stopping
 from engine.engine import Engine, check_device, resolve_device, resolve_dtype
 from engine.errors import ModelError
 from engine.forward.ledger import Ledger
+from engine.forward.prompt_pass import shared_tokens
 from engine.forward.quality import Scores
 from engine.models.families import family_of
 from engine.schedules.schedule import Schedule
 from engine.shape import ModelShape
-from engine.vllm.plugin import FULL_DEPTH, SETTING, register
+from engine.vllm.plugin import FULL_DEPTH, SETTING, SHARED, register
 
 AUTO_ROWS = 256  # that decode together unless told otherwise, as in vLLM
 PASS_TOKENS = 2048  # of a pass in vLLM, unless it is told otherwise
@@ -112,10 +113,16 @@ class VllmEngine:
         self._device, self._dtype = resolve_device(device).type, resolve_dtype(device, dtype)
         self.tokenizer = Tokenizer(directory)
         self._running: _Running | None = None
+        self._prefix: tuple[int, ...] = ()
 
     def share_prefix(self, tokens: Sequence[int]) -> int:
-        """Nothing to do: vLLM finds what prompts share, in whole blocks. Each row is charged for its whole prompt."""
-        return 0
+        """As `Engine.share_prefix`, of rows to come. vLLM finds what they share in its cache, but for a last part of a
+        block: what is computed again is told beside the ledger (`BatchStats.flops_padding`).
+        """
+        self._prefix = tuple(tokens) if len(tokens) < self._options["max_model_len"] else ()
+        if "_beside" in vars(self):
+            self._beside.share_prefix(self._prefix)
+        return Ledger(self.shape, Schedule.full_depth(self.shape.layers)).prefix(len(self._prefix))
 
     def generate(
         self,
@@ -149,7 +156,8 @@ class VllmEngine:
             self.close()
             self._running = _Running(self._start(schedule, batch_size), schedule, batch_size)
         stopping = Stopping(sampling or Sampling(), self.tokenizer)
-        return VllmDecoding(self._running, stopping, Ledger(self.shape, schedule), self._options["max_model_len"])
+        ledger, context = Ledger(self.shape, schedule), self._options["max_model_len"]
+        return VllmDecoding(self._running, stopping, ledger, context, self._prefix)
 
     def fitting_batch_size(
         self, prompt_tokens: int, sampling: Sampling | None = None, schedule: Schedule | None = None
@@ -176,7 +184,9 @@ class VllmEngine:
 
     @cached_property
     def _beside(self) -> Engine:
-        return Engine.load(self._model, "cpu", "float32")
+        engine = Engine.load(self._model, "cpu", "float32")
+        engine.share_prefix(self._prefix)
+        return engine
 
     def _start(self, schedule: Schedule, rows: int) -> Any:
         """vLLM's engine."""
@@ -189,8 +199,8 @@ class VllmEngine:
             if not schedule.is_full_depth:
                 schedule.write(directory)
                 setting = {"additional_config": {SETTING: directory}}
-            if rows > PASS_TOKENS:  # vLLM wants room for a token of each in a pass
-                setting["max_num_batched_tokens"] = rows
+            if rows > (self._options.get("max_num_batched_tokens") or PASS_TOKENS):
+                setting["max_num_batched_tokens"] = rows  # vLLM wants room for a token of each in a pass
             args = EngineArgs(
                 model=str(self._directory),
                 skip_tokenizer_init=True,
@@ -200,7 +210,7 @@ class VllmEngine:
                 logits_processors=["engine.vllm.sampling:OurSampling"],
                 disable_log_stats=True,
                 enforce_eager=self._device == "cpu",  # compiling wants a C++ compiler there
-                **(setting | self._options),
+                **(self._options | setting),
             )
             return LLMEngine.from_engine_args(args)
 
@@ -208,10 +218,12 @@ class VllmEngine:
 class VllmDecoding:
     """Rows under way in vLLM, under one sampling and schedule; more may be added at any time."""
 
-    def __init__(self, running: _Running, stopping: Stopping, ledger: Ledger, context: int) -> None:
-        """An empty one, of rows of so many tokens at the most."""
+    def __init__(
+        self, running: _Running, stopping: Stopping, ledger: Ledger, context: int, prefix: Sequence[int]
+    ) -> None:
+        """An empty one, of rows of so many tokens at the most, some of whose prompts begin with a prefix."""
         self._running, self._llm = running, running.llm
-        self._stopping, self._ledger, self._context = stopping, ledger, context
+        self._stopping, self._ledger, self._context, self._prefix = stopping, ledger, context, prefix
         # At full depth in an engine that has a schedule.
         self._whole = ledger.schedule.is_full_depth and not running.schedule.is_full_depth
         self._samples: dict[str, Sample] = {}  # by request
@@ -234,12 +246,9 @@ class VllmDecoding:
     def add(self, prompt: Sequence[int], sample_id: str, index: int) -> None:
         """As `Decoding.add`."""
         for sample in samples_of(prompt, sample_id, index, self._stopping.sampling, self._context):
-            sample.shares_prompt = sample.copy > 0
+            sample.shared_prefix, sample.shares_prompt = shared_tokens(self._prefix, prompt), sample.copy > 0
             request = next(self._running.names)
-            tokens: dict[str, Any] = {"prompt_token_ids": list(prompt)}
-            if self._whole:  # blocks of prompts at full depth are not those of prompts under a prompt bridge
-                tokens["cache_salt"] = "full depth"
-            self._llm.add_request(request, tokens, self._params(sample))
+            self._llm.add_request(request, {"prompt_token_ids": list(prompt)}, self._params(sample))
             self._samples[request], self._running.whose[request] = sample, self
 
     def step(self) -> list[Generation]:
@@ -257,7 +266,7 @@ class VllmDecoding:
         finished, self._done = self._done, []
         self._stats += BatchStats(
             samples=len(finished),
-            prompt_tokens=sum(each.prompt_tokens for each in finished if not each.sample),
+            prompt_tokens=sum(each.prompt_tokens - each.shared_prefix_tokens for each in finished if not each.sample),
             generated_tokens=sum(each.generated_tokens for each in finished),
             steps=1,
             live_rows=live,
@@ -292,9 +301,17 @@ class VllmDecoding:
                 break
         if not sample.finished and not output.finished:
             return False
+        self._stats += BatchStats(flops_padding=self._again(sample, output.num_cached_tokens or 0))
         del self._samples[output.request_id], self._running.whose[output.request_id]
         self._done.append(generation_of(sample, self._stopping, self._ledger))
         return not output.finished
+
+    def _again(self, sample: Sample, cached: int) -> int:
+        """FLOPs of what others have computed and vLLM has not found but for so many tokens."""
+        if sample.shares_prompt:
+            return self._ledger.prompt(len(sample.prompt), cached)
+        whole = self._ledger.full_depth
+        return max(0, whole.prefix(sample.shared_prefix) - whole.prefix(cached))
 
     def _params(self, sample: Sample) -> Any:
         from vllm import SamplingParams
@@ -303,7 +320,7 @@ class VllmDecoding:
         from engine.vllm.sampling import SAMPLED, describe
 
         eos_ids = list(self._stopping.eos_ids)
-        extra: dict[str, Any] = {FULL_DEPTH: True} if self._whole else {}
+        extra: dict[str, Any] = {SHARED: sample.shared_prefix} | ({FULL_DEPTH: True} if self._whole else {})
         if (described := describe(self._stopping.sampling, eos_ids, sample.sample_id)) is not None:
             extra[SAMPLED] = described
         return SamplingParams(
@@ -313,5 +330,5 @@ class VllmDecoding:
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.CUMULATIVE,
-            extra_args=extra or None,
+            extra_args=extra,
         )

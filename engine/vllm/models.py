@@ -176,7 +176,8 @@ class Skipping:
             if spans and spans[-1][1] is runs:  # in one
                 start = spans.pop()[0].first
             spans.append((Rows(start, stop, above), runs))
-        return spans
+        # What prompts share first: those of the same pass that find it in the cache attend to it.
+        return sorted(spans, key=lambda span: span[0].first != ends)
 
     def _layer_of_prompts(self, unit: Unit) -> Any:
         """With the adapter's changes, if it changes prompts."""

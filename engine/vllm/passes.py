@@ -4,8 +4,9 @@
 
 Active sets are nested, so a unit runs the tokens of the prompts and of the first plateaus: a prefix. Above a prompt
 bridge prompts that go on are left out and one that ends is one token, its last; the first token of those that begin
-runs every layer by itself. Requests may ask for full depth: their prompts and decode tokens run everything. Attention
-needs vLLM's metadata of just the rows that run it: `install` has them built beside those of the whole pass.
+runs every layer by itself. Requests may ask for full depth: their prompts and decode tokens run everything, and so does
+what prompts share, in passes of its own. Attention needs vLLM's metadata of just the rows that run it: `install` has
+them built beside those of the whole pass.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import AttentionGroup
 
 from engine.schedules.schedule import Schedule
-from engine.vllm.plugin import FULL_DEPTH
+from engine.vllm.plugin import FULL_DEPTH, shared_tokens
 
 # Groups of rows, each further plateau the next one. Prompts that begin stand side by side, and so do those that end.
 GOES_ON, BEGINS, BEGINS_AND_ENDS, ENDS, WHOLE, PLATEAU = range(6)
@@ -101,9 +102,11 @@ def groups_of(schedule: Schedule, batch: Any, scheduled: Sequence[int], requests
     groups = []
     for row, (request, count) in enumerate(zip(batch.req_ids, scheduled, strict=True)):
         computed, prompt = int(batch.num_computed_tokens_cpu[row]), int(batch.num_prompt_tokens[row])
-        if computed < prompt < computed + count:
-            raise RuntimeError(f"a pass takes {count} tokens of row {request}, of its prompt and its answer at once")
-        if (requests[request].sampling_params.extra_args or {}).get(FULL_DEPTH):
+        params = requests[request].sampling_params
+        shared = shared_tokens(params)
+        if any(computed < end < computed + count for end in (shared, prompt)):
+            raise RuntimeError(f"a pass takes {count} tokens of row {request}, that do not run alike")
+        if computed < shared or (params.extra_args or {}).get(FULL_DEPTH):
             groups.append(WHOLE)
         elif computed < prompt:
             begins, ends = computed == 0 and prompt > 1, computed + count == prompt

@@ -1,7 +1,8 @@
 """What vLLM loads at its start, in every process: from here on one setting names a schedule.
 
 `additional_config={"skipdecode_schedule": "<directory>"}` of `LLM(...)`, or `--additional-config` of `vllm serve` and
-`vllm run-batch`. Without it nothing of vLLM changes.
+`vllm run-batch`. Without it nothing of vLLM changes. A second one, `skipdecode_shared_tokens`, says how many tokens
+prompts begin alike with; requests may say it of their own in `extra_args`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ log = logging.getLogger(__name__)
 
 SETTING = "skipdecode_schedule"
 FULL_DEPTH = "skipdecode_full_depth"  # of a request's `extra_args`
+# First tokens of a prompt, all but its last, that are as at full depth: what prompts share is never bridged. See
+# `Engine.share_prefix`. For all requests, or in one's `extra_args`.
+SHARED = "skipdecode_shared_tokens"
 PREFIX = "Skipdecode"
 # vLLM's architectures whose layers are units of ours, and the class that runs them.
 MODELS = {
@@ -77,6 +81,8 @@ def apply(config: Any) -> None:
     layers = model.hf_text_config.num_hidden_layers
     if schedule.layers != layers:
         raise ScheduleError(f"the schedule is for a model of {schedule.layers} layers, this one has {layers}")
+    if not _is_count(config.additional_config.get(SHARED, 0)):
+        raise ScheduleError(f"{SHARED} is a number of tokens, not {config.additional_config[SHARED]!r}")
     for what, used in _unsupported(config, schedule).items():
         if used:
             raise ScheduleError(f"a schedule does not run together with {what}")
@@ -134,8 +140,20 @@ def _attention_backend(config: Any) -> Any:
     return AttentionBackendEnum.FLASH_ATTN if is_flash else AttentionBackendEnum.TRITON_ATTN
 
 
+def shared_tokens(params: Any) -> int:
+    """Of a request's prompt, by its sampling parameters, once it is admitted."""
+    shared: int = (params.extra_args or {}).get(SHARED, 0)
+    return shared
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 def _look_at_requests() -> None:
-    """Have vLLM's input processors refuse, by vLLM's own kind of error, what a schedule cannot serve."""
+    """Have vLLM's input processors refuse, by vLLM's own kind of error, what a schedule cannot serve, and note in each
+    request what of its prompt is as at full depth.
+    """
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -145,6 +163,8 @@ def _look_at_requests() -> None:
         schedule = schedule_of(vllm_config)  # now: its directory may be gone by the time that requests come
         processor.has_schedule = schedule is not None
         processor.has_prompt_bridge = schedule is not None and schedule.prompt_bridge is not None
+        processor.changes_prompts = schedule is not None and not schedule.prompt_plan.is_full_depth
+        processor.shared_tokens = vllm_config.additional_config.get(SHARED, 0) if schedule is not None else 0
         begin(processor, vllm_config, *args, **kwargs)
 
     def processed(processor: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -152,7 +172,10 @@ def _look_at_requests() -> None:
             # Answers become parts of prompts, with the layers that they skipped missing from the cache.
             raise VLLMValidationError("a schedule does not run together with streaming input", parameter="resumable")
         asked = getattr(params, "prompt_logprobs", None)
-        full_depth = (getattr(params, "extra_args", None) or {}).get(FULL_DEPTH)
+        extra = getattr(params, "extra_args", None) or {}
+        full_depth, shared = extra.get(FULL_DEPTH), extra.get(SHARED, processor.shared_tokens)
+        if not _is_count(shared):
+            raise VLLMValidationError(f"{SHARED} is a number of tokens", parameter=SHARED, value=shared)
         if processor.has_prompt_bridge and asked is not None and not full_depth:
             # Of states that stop below the upper layers.
             raise VLLMValidationError(
@@ -160,6 +183,15 @@ def _look_at_requests() -> None:
                 parameter="prompt_logprobs",
                 value=asked,
             )
-        return process(processor, request_id, prompt, params, *args, **kwargs)
+        request = process(processor, request_id, prompt, params, *args, **kwargs)
+        if not processor.changes_prompts:
+            return request
+        tokens = request.prompt_token_ids if request.prompt_embeds is None else request.prompt_embeds
+        shared = min(shared, len(tokens) - 1)
+        if full_depth or shared:
+            # What is cached of a prompt depends on it.
+            request.cache_salt = f"{request.cache_salt or ''} {FULL_DEPTH if full_depth else f'{SHARED} {shared}'}"
+        request.sampling_params.extra_args = {**extra, SHARED: shared}  # vLLM's own copy
+        return request
 
     InputProcessor.__init__, InputProcessor.process_inputs = begun, processed

@@ -1,8 +1,9 @@
 """vLLM's scheduler, held to what a schedule asks of it.
 
-Two things differ. A generated token that is computed again, after its row was preempted, runs alone and not as part of
-a prompt: its keys and values are then those of its step. And blocks with generated tokens are not kept for other
-prompts to read: the layers that such tokens skip have nothing in them.
+Three things differ. A generated token that is computed again, after its row was preempted, runs alone and not as part
+of a prompt: its keys and values are then those of its step. Blocks with generated tokens are not kept for other
+prompts to read: the layers that such tokens skip have nothing in them. And the tokens that a prompt shares with others,
+which run all layers, are not of one pass with what follows them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+
+from engine.vllm.plugin import shared_tokens
 
 
 class _Keeper:
@@ -32,9 +35,9 @@ class _Keeper:
         manager.coordinator.cache_blocks, manager.get_computed_blocks = cache_prompt, look_up
 
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """How many of a row's tokens a pass takes: tokens of its prompt, or one generated token."""
-        prompt = request.num_prompt_tokens - num_computed_tokens
-        most = prompt if prompt > 0 else 1
+        """How many of a row's tokens a pass takes: tokens of its prompt that run alike, or one generated token."""
+        ends = (shared_tokens(request.sampling_params), request.num_prompt_tokens)
+        most = next((end - num_computed_tokens for end in ends if end > num_computed_tokens), 1)
         wanted: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)  # type: ignore[misc]
         return min(wanted, most)
 

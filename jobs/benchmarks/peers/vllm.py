@@ -29,7 +29,13 @@ class Vllm(Peer):
             max_num_seqs=job.rows,
             max_model_len=max(map(len, job.prompts)) + job.new_tokens,
             enable_prefix_caching=True,
-            additional_config={"skipdecode_schedule": job.schedule} if job.schedule else {},
+            # On CPUs its default is 128, more than an instruction has: it would share none.
+            block_size=32 if job.device == "cpu" else None,
+            additional_config=(
+                {"skipdecode_schedule": job.schedule, "skipdecode_shared_tokens": len(job.shared_prefix)}
+                if job.schedule
+                else {}
+            ),
         )
 
     def renew(self) -> None:

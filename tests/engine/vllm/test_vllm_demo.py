@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -63,6 +64,8 @@ SCHEDULES = ["full depth", *CALIBRATED, "adapted", "whole_sample_2x", "whole_sam
 @pytest.mark.timeout(3600)
 def test_the_demos_schedules(name: str, packaged: Engine, prompts: list[list[int]], vllm: VllmEngine) -> None:
     schedule = None if name == "full depth" else replace(Schedule.read(DEMO / name), head_preview=None)
+    prefix = [tokens[0] for tokens in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False))]
+    assert vllm.share_prefix(prefix) == packaged.share_prefix(prefix) > 0
     wanted = sorted(packaged.generate(prompts, SAMPLING, schedule, 16), key=lambda each: each.index)
     found = sorted(vllm.generate(prompts, SAMPLING, schedule, 16), key=lambda each: each.index)
     others = [index for index in range(len(prompts)) if found[index] != wanted[index]]

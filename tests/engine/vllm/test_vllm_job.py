@@ -37,11 +37,8 @@ def command(output: Path, schedule: Path) -> list[str]:
 
 
 def by_id(table: pa.Table) -> list[dict[str, Any]]:
-    """What was generated, without what engines charge in their own ways."""
-    # Prompts are charged whole: vLLM finds what they share by itself.
-    own = {"shared_prefix_tokens", "flops_prompt", "flops_full_depth"}
-    names = ["id", *(name for name in GENERATED.names if name not in own)]
-    return sorted(table.select(names).to_pylist(), key=lambda row: str(row["id"]))
+    """What was generated."""
+    return sorted(table.select(["id", *GENERATED.names]).to_pylist(), key=lambda row: str(row["id"]))
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.engine.input_processor import InputProcessor
 
 from engine.vllm.engine import VllmEngine
-from engine.vllm.plugin import FULL_DEPTH, SETTING, apply, register
+from engine.vllm.plugin import FULL_DEPTH, SETTING, SHARED, apply, register, shared_tokens
 from tests.engine.vllm.both_engines import VARIANTS, schedule, whole
 
 
@@ -103,15 +103,18 @@ def test_on_cuda_an_attention_backend_of_your_own_stays(config: Any, monkeypatch
     assert config.attention_config.backend == AttentionBackendEnum.FLEX_ATTENTION
 
 
-def admit(config: Any, under: Schedule | None, folder: Path, params: SamplingParams, **how: Any) -> None:
+def admit(
+    config: Any, under: Schedule | None, folder: Path, params: SamplingParams, shared: int = 0, **how: Any
+) -> Any:
     """A request, under a schedule whose directory is gone by then."""
     config.additional_config = {}
     if under is not None:
         under.write(folder)
-        config.additional_config = {SETTING: str(folder)}
+        config.additional_config = {SETTING: str(folder), SHARED: shared}
     processor = InputProcessor(config)
     config.additional_config = {}
-    processor.process_inputs("0", {"type": "token", "prompt_token_ids": [5, 6]}, params, ("generate",), **how)
+    prompt = {"type": "token", "prompt_token_ids": [5, 6, 7]}
+    return processor.process_inputs("0", prompt, params, ("generate",), **how)
 
 
 def test_prompts_have_log_probabilities_but_under_a_prompt_bridge(config: Any, llama: Path, tmp_path: Path) -> None:
@@ -124,6 +127,31 @@ def test_prompts_have_log_probabilities_but_under_a_prompt_bridge(config: Any, l
     admit(config, bridged, tmp_path / "bridged", SamplingParams(prompt_logprobs=0, extra_args={FULL_DEPTH: True}))
     admit(config, schedule(), tmp_path / "plain", asked)
     admit(config, None, tmp_path, asked)
+
+
+def test_what_prompts_share_is_a_number_of_tokens(config: Any, tmp_path: Path) -> None:
+    config.additional_config[SHARED] = "Summarize this"
+    with pytest.raises(ScheduleError, match="skipdecode_shared_tokens is a number of tokens, not 'Summarize this'"):
+        apply(config)
+    with pytest.raises(VLLMValidationError, match="skipdecode_shared_tokens is a number of tokens"):
+        admit(config, schedule(), tmp_path / "plain", SamplingParams(extra_args={SHARED: -1}))
+
+
+def test_prompts_whose_first_tokens_run_otherwise_find_no_blocks_of_each_others(
+    config: Any, llama: Path, tmp_path: Path
+) -> None:
+    under = whole(Engine.load(str(llama), device="cpu"))
+
+    def request(**extra: Any) -> Any:
+        return admit(config, under, tmp_path / "under", SamplingParams(extra_args=extra), shared=1)
+
+    requests = [request(**{SHARED: 0}), request(), request(**{SHARED: 9}), request(**{FULL_DEPTH: True})]
+    assert [shared_tokens(each.sampling_params) for each in requests[:3]] == [0, 1, 2]  # never a prompt's last one
+    assert requests[0].cache_salt is None
+    assert len({each.cache_salt for each in requests}) == len(requests)
+    # Where prompts are as at full depth it does not matter.
+    plain = SamplingParams(extra_args={FULL_DEPTH: True})
+    assert admit(config, schedule(), tmp_path / "plain", plain, shared=1).cache_salt is None
 
 
 def test_streaming_input_is_refused_under_a_schedule(config: Any, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine import BatchStats, Generation, Sampling, Schedule
 from engine.errors import PromptError, ScheduleError
+from engine.forward.ledger import Ledger
 from tests.engine.conftest import random_prompt_bridge
 from tests.engine.prompts import random_prompts
 
@@ -59,8 +60,12 @@ def test_any_schedule_and_batch_with_rows_that_enter_at_any_step(
     @given(data=st.data())
     def run(data: st.DataObject) -> None:
         under = data.draw(schedules(LAYERS, WIDTH, own.shape, own.decoder))
-        seats = data.draw(st.integers(1, 64))
+        seats = data.draw(st.integers(1, 64))  # more than a pass takes tokens, too
         prompts = random_prompts(data.draw(st.lists(st.integers(1, 64), min_size=1, max_size=80)))
+        shared = data.draw(st.integers(0, 70))
+        prefix = random_prompts([shared], seed=9)[0] if shared else []
+        prompts = [[*prefix, *prompt] if data.draw(st.booleans()) else prompt for prompt in prompts]
+        assert vllm.share_prefix(prefix) == own.share_prefix(prefix)
         entering = data.draw(st.lists(st.integers(1, 40), min_size=1))  # rows between passes, the last again and again
         rows, left, found = vllm.decoding(SAMPLING, under, seats), list(enumerate(prompts)), list[Generation]()
         while left or rows.unfinished:
@@ -72,6 +77,8 @@ def test_any_schedule_and_batch_with_rows_that_enter_at_any_step(
         assert sorted(found, key=lambda each: each.index) == generations(own, prompts, SAMPLING, under)
 
     run()
+    for engine in family:
+        engine.share_prefix([])
 
 
 def test_prompts_run_at_full_depth_where_there_is_no_prompt_bridge(llama: Pair) -> None:
@@ -100,6 +107,37 @@ def test_prompts_are_adapted_and_skip_what_decoding_runs_beside_rows_at_full_dep
         found[False] += full.step()
     for is_scheduled, expected in ((True, wanted), (False, generations(own, prompts, SAMPLING))):
         assert sorted(found[is_scheduled], key=lambda each: each.index) == expected
+
+
+@pytest.mark.parametrize("adapts_prompts", [False, True])
+def test_what_prompts_share_is_as_at_full_depth_and_told_where_it_is_computed_again(
+    llama: Pair, adapts_prompts: bool
+) -> None:
+    """In blocks of 32 tokens the first 32 of 50 are found, by rows of the same pass too."""
+    own, vllm = llama
+    (prefix,), others = random_prompts((50,), seed=7), random_prompts(LENGTHS, seed=8)
+    prompts = [[*prefix, *other] if at != 4 else other for at, other in enumerate(others)]
+    under = whole(own)
+    assert under.adapter is not None
+    under = replace(under, adapter=replace(under.adapter, changes_prompts=adapts_prompts))
+    apart = generations(own, prompts, SAMPLING, under)
+    flops = own.share_prefix(prefix)
+    try:
+        assert vllm.share_prefix(prefix) == flops
+        wanted = generations(own, prompts, SAMPLING, under)
+        stats = list[BatchStats]()
+        found = list(vllm.generate(prompts, SAMPLING, under, 4, on_batch=stats.append))
+        assert sorted(found, key=lambda each: each.index) == wanted
+        assert [each.tokens for each in wanted] != [each.tokens for each in apart]
+        rows = len(prompts) - 1
+        ledger = Ledger(own.shape, Schedule.full_depth(LAYERS))
+        again = rows * (ledger.prefix(50) - ledger.prefix(32)) + ledger.prefix(32)  # all of it by the first row
+        assert sum(each.flops_padding for each in stats) == again
+        assert generations(vllm, prompts, SAMPLING) == generations(own, prompts, SAMPLING)
+    finally:
+        for engine in llama:
+            engine.share_prefix([])
+    assert generations(vllm, prompts, SAMPLING, under) == apart
 
 
 def test_passes_of_decode_tokens_alone_write_nothing_for_prompts(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

