@@ -34,6 +34,7 @@ from engine.vllm.plugin import FULL_DEPTH, SETTING, SHARED, register
 
 AUTO_ROWS = 256  # that decode together unless told otherwise, as in vLLM
 PASS_TOKENS = 2048  # of a pass in vLLM, unless it is told otherwise
+CPU_BLOCK = 32  # the least that its attention is fast with
 WAITING = 4  # times as many rows as decode together are with vLLM, so that none of its passes wants for prompts
 
 
@@ -46,6 +47,7 @@ class _Running:
     seats: int  # rows that it lets run together
     whose: dict[str, VllmDecoding] = field(default_factory=dict)  # its requests
     names: Iterator[str] = field(default_factory=lambda: map(str, count()))  # of requests to come
+    has_computed_prefix: bool = False  # that of `VllmEngine.share_prefix`
     broken: bool = False
 
     def __post_init__(self) -> None:
@@ -55,7 +57,7 @@ class _Running:
         def told(request: Any, *args: Any, **kwargs: Any) -> None:
             name = request.request_id.split("-")[0]  # vLLM puts something random behind ours
             if (decoding := self.whose.get(name)) is not None:
-                decoding.preempted(request.num_computed_tokens, request.num_prompt_tokens)
+                decoding.preempted(name, request.num_computed_tokens)
             preempt(request, *args, **kwargs)
 
         self.scheduler._preempt_request = told
@@ -109,8 +111,10 @@ class VllmEngine:
         config: Any = checkpoint.read_config(str(directory))
         self.shape: ModelShape = family_of(config).shape(config)
         self._model, self._directory = model, directory
-        self._options: dict[str, Any] = {"max_model_len": self.shape.context, **options}
         self._device, self._dtype = resolve_device(device).type, resolve_dtype(device, dtype)
+        # On CPUs blocks have 128 tokens by default, and an instruction that prompts share is found in whole ones alone.
+        blocks = {"block_size": CPU_BLOCK} if self._device == "cpu" else {}
+        self._options: dict[str, Any] = {"max_model_len": self.shape.context, **blocks, **options}
         self.tokenizer = Tokenizer(directory)
         self._running: _Running | None = None
         self._prefix: tuple[int, ...] = ()
@@ -120,6 +124,8 @@ class VllmEngine:
         block: what is computed again is told beside the ledger (`BatchStats.flops_padding`).
         """
         self._prefix = tuple(tokens) if len(tokens) < self._options["max_model_len"] else ()
+        if self._running is not None:
+            self._running.has_computed_prefix = False
         if "_beside" in vars(self):
             self._beside.share_prefix(self._prefix)
         return Ledger(self.shape, Schedule.full_depth(self.shape.layers)).prefix(len(self._prefix))
@@ -277,10 +283,14 @@ class VllmDecoding:
         )
         return finished
 
-    def preempted(self, tokens: int, prompt_tokens: int) -> None:
+    def preempted(self, request: str, tokens: int) -> None:
         """One of its rows is, after so many of its tokens: they are computed again, unless a prefix is found."""
-        prompt = min(tokens, prompt_tokens)
-        lost = self._ledger.prompt_layers(prompt) + self._ledger.decode(prompt_tokens, tokens - prompt + 1)
+        sample = self._samples[request]
+        prompt = min(tokens, len(sample.prompt))
+        shared = min(prompt, sample.shared_prefix)
+        lost = self._ledger.prefix(shared) + self._ledger.decode(len(sample.prompt), tokens - prompt + 1)
+        if prompt > shared:
+            lost += self._ledger.prompt_layers(prompt, shared)
         self._stats += BatchStats(preemptions=1, flops_padding=lost)
 
     def close(self) -> None:
@@ -307,11 +317,13 @@ class VllmDecoding:
         return not output.finished
 
     def _again(self, sample: Sample, cached: int) -> int:
-        """FLOPs of what others have computed and vLLM has not found but for so many tokens."""
+        """FLOPs of what others have computed, and vLLM has not found but for so many tokens of it."""
+        again = max(0, self._ledger.prefix(sample.shared_prefix) - self._ledger.prefix(cached))
+        if sample.shared_prefix and not cached and not self._running.has_computed_prefix:
+            self._running.has_computed_prefix, again = True, 0  # what `share_prefix` has told
         if sample.shares_prompt:
-            return self._ledger.prompt(len(sample.prompt), cached)
-        whole = self._ledger.full_depth
-        return max(0, whole.prefix(sample.shared_prefix) - whole.prefix(cached))
+            again += self._ledger.prompt(len(sample.prompt), max(cached, sample.shared_prefix))
+        return again
 
     def _params(self, sample: Sample) -> Any:
         from vllm import SamplingParams

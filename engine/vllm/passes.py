@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import AttentionGroup
 
 from engine.schedules.schedule import Schedule
-from engine.vllm.plugin import FULL_DEPTH, shared_tokens
+from engine.vllm.plugin import ATTENTION, FULL_DEPTH, shared_tokens
 
 # Groups of rows, each further plateau the next one. Prompts that begin stand side by side, and so do those that end.
 GOES_ON, BEGINS, BEGINS_AND_ENDS, ENDS, WHOLE, PLATEAU = range(6)
@@ -181,12 +181,15 @@ def install() -> None:
         if not hasattr(model, "begin_pass"):
             reorder(runner, scheduler_output)
             return
-        if runner.reorder_batch_threshold is not None:
-            names = {group.backend.get_name() for groups in runner.attn_groups for group in groups}
+        groups = [group for of_kind in runner.attn_groups for group in of_kind]
+        names = {group.backend.get_name() for group in groups}
+        if runner.reorder_batch_threshold is not None or not names.issubset(ATTENTION):
             raise RuntimeError(
-                f"attention backend {', '.join(names)} sorts rows its own way: choose another one, "
+                f"a schedule does not run with attention backend {', '.join(names)}: choose another one, "
                 "--attention-backend FLASH_ATTN or TRITON_ATTN"
             )
+        if any(group.kernel_block_size is not None for group in groups):  # then parts would share one block table
+            raise RuntimeError("a schedule runs on blocks that are as attention has them: choose another --block-size")
         batch = runner.input_batch
         scheduled = [scheduler_output.num_scheduled_tokens[request] for request in batch.req_ids]
         runner.row_groups = sort_rows(batch, groups_of(model.schedule, batch, scheduled, runner.requests))

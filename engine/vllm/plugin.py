@@ -35,6 +35,8 @@ MODELS = {
     "GraniteForCausalLM": "SkippingGranite",
     "OPTForCausalLM": "SkippingOPT",
 }
+# Those that take rows in any order, and keep nothing of one pass's metadata in what they build for parts of it.
+ATTENTION = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
 # Load formats that do not call a model's `load_weights`, where an adapter's copies are made.
 UNADAPTED_FORMATS = ("dummy", "ipc_cache", "runai_streamer_sharded", "sharded_state", "tensorizer")
 
@@ -96,6 +98,8 @@ def apply(config: Any) -> None:
         )
     if config.attention_config.backend is None:
         config.attention_config.backend = _attention_backend(config)
+    elif (name := config.attention_config.backend.name) not in ATTENTION:
+        raise ScheduleError(f"a schedule does not run with attention backend {name}, but with {', '.join(ATTENTION)}")
     config.scheduler_config.scheduler_cls = "engine.vllm.scheduler.keeper"
     model.hf_config.architectures = [PREFIX + model.architecture]
     log.info("decoding under the schedule %s", config.additional_config[SETTING])
@@ -103,6 +107,8 @@ def apply(config: Any) -> None:
 
 def _unsupported(config: Any, schedule: Schedule) -> dict[str, bool]:
     """What has not been proven to give the schedule's tokens, and whether this configuration asks for it."""
+    from vllm import envs
+
     parallel, scheduler, model = config.parallel_config, config.scheduler_config, config.model_config
     adapter, bridge = schedule.adapter is not None, schedule.prompt_bridge is not None
     load_format = config.load_config.load_format
@@ -117,6 +123,9 @@ def _unsupported(config: Any, schedule: Schedule) -> dict[str, bool]:
         "sleep mode": model.enable_sleep_mode,
         "pooling": model.runner_type != "generate",
         "a scheduler class of your own": scheduler.scheduler_cls is not None,
+        # Blocks of a row that is preempted by another of its pass stay in the cache, and are not computed.
+        "priorities": scheduler.policy == "priority",
+        "vLLM's front end in Rust": envs.VLLM_USE_RUST_FRONTEND,  # requests come past `_look_at_requests`
         "a prompt bridge and tensor parallelism": bridge and parallel.tensor_parallel_size > 1,
         "an adapter and tensor parallelism": adapter and parallel.tensor_parallel_size > 1,
         "an adapter and quantised weights": adapter and model.quantization is not None,
@@ -165,12 +174,16 @@ def _look_at_requests() -> None:
         processor.has_prompt_bridge = schedule is not None and schedule.prompt_bridge is not None
         processor.changes_prompts = schedule is not None and not schedule.prompt_plan.is_full_depth
         processor.shared_tokens = vllm_config.additional_config.get(SHARED, 0) if schedule is not None else 0
+        processor.is_on_cpu = vllm_config.device_config.device_type == "cpu"
         begin(processor, vllm_config, *args, **kwargs)
 
     def processed(processor: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         if processor.has_schedule and kwargs.get("resumable"):
             # Answers become parts of prompts, with the layers that they skipped missing from the cache.
             raise VLLMValidationError("a schedule does not run together with streaming input", parameter="resumable")
+        if processor.has_schedule and processor.is_on_cpu and getattr(params, "seed", None) is not None:
+            # A prompt in parts, or a row computed again, draws a token that vLLM takes back, which it can't there.
+            raise VLLMValidationError("under a schedule requests have no seed on CPUs", parameter="seed")
         asked = getattr(params, "prompt_logprobs", None)
         extra = getattr(params, "extra_args", None) or {}
         full_depth, shared = extra.get(FULL_DEPTH), extra.get(SHARED, processor.shared_tokens)
@@ -184,11 +197,11 @@ def _look_at_requests() -> None:
                 value=asked,
             )
         request = process(processor, request_id, prompt, params, *args, **kwargs)
-        if not processor.changes_prompts:
+        if not processor.has_schedule:
             return request
         tokens = request.prompt_token_ids if request.prompt_embeds is None else request.prompt_embeds
-        shared = min(shared, len(tokens) - 1)
-        if full_depth or shared:
+        shared = min(shared, len(tokens) - 1) if processor.changes_prompts else 0
+        if processor.changes_prompts and (full_depth or shared):
             # What is cached of a prompt depends on it.
             request.cache_salt = f"{request.cache_salt or ''} {FULL_DEPTH if full_depth else f'{SHARED} {shared}'}"
         request.sampling_params.extra_args = {**extra, SHARED: shared}  # vLLM's own copy

@@ -15,7 +15,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 WARM_UP = 4  # prompts that a contender answers before any clock runs
 
@@ -63,6 +63,13 @@ class Peer(ABC):
     def answer(self, prompts: Prompts) -> Run:
         """The whole job on these prompts."""
 
+    def first_tokens(self, prompts: Prompts) -> bool:
+        """The job with answers of one token, if it can't tell what of a run prompts took; whether it has done so.
+
+        What the whole job takes beyond is decoding's then. It is asked after `renew`.
+        """
+        return False
+
 
 def serve(load: Callable[[Job], Peer]) -> None:
     """Be a contender until standard input ends."""
@@ -82,7 +89,13 @@ def serve(load: Callable[[Job], Peer]) -> None:
         contender.renew()
         start = time.perf_counter()
         run = contender.answer(job.prompts)
-        say(seconds=time.perf_counter() - start, **asdict(run))
+        seconds = time.perf_counter() - start
+        contender.renew()
+        start = time.perf_counter()
+        if contender.first_tokens(job.prompts):
+            prompt_seconds = time.perf_counter() - start
+            run = replace(run, prompt_seconds=prompt_seconds, decode_seconds=seconds - prompt_seconds)
+        say(seconds=seconds, **asdict(run))
 
 
 def longest_first(prompts: Prompts) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from jobs.benchmarks.peers.protocol import Job, Peer, Prompts, Run, serve
 
@@ -29,7 +30,7 @@ class Vllm(Peer):
             max_num_seqs=job.rows,
             max_model_len=max(map(len, job.prompts)) + job.new_tokens,
             enable_prefix_caching=True,
-            # On CPUs its default is 128, more than an instruction has: it would share none.
+            # On CPUs its default is 128, more than an instruction has: none would be shared.
             block_size=32 if job.device == "cpu" else None,
             additional_config=(
                 {"skipdecode_schedule": job.schedule, "skipdecode_shared_tokens": len(job.shared_prefix)}
@@ -43,9 +44,19 @@ class Vllm(Peer):
         self._model.reset_prefix_cache()
 
     def answer(self, prompts: Prompts) -> Run:
+        return Run([list(result.outputs[0].token_ids) for result in self._generate(prompts, self._settings)])
+
+    def first_tokens(self, prompts: Prompts) -> bool:
+        """Its passes take prompts and decode tokens together."""
+        settings = self._settings.clone()
+        settings.max_tokens, settings.min_tokens = 1, min(1, settings.min_tokens)
+        self._generate(prompts, settings)
+        return True
+
+    def _generate(self, prompts: Prompts, settings: Any) -> list[Any]:
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        results = self._model.generate(requests, self._settings, use_tqdm=False)
-        return Run([list(result.outputs[0].token_ids) for result in results])
+        found: list[Any] = self._model.generate(requests, settings, use_tqdm=False)
+        return found
 
 
 if __name__ == "__main__":

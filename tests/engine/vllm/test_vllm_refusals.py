@@ -49,6 +49,7 @@ def config(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     [
         ("cache_config", "kv_offloading_size", 1.0, "a cache offloaded to the host"),
         ("model_config", "enable_sleep_mode", True, "sleep mode"),
+        ("scheduler_config", "policy", "priority", "priorities"),
         ("model_config", "runner_type", "pooling", "pooling"),
         ("parallel_config", "tensor_parallel_size", 2, "a prompt bridge and tensor parallelism"),
         ("load_config", "load_format", "dummy", "an adapter and load format dummy"),
@@ -98,9 +99,28 @@ def test_on_cuda_attention_takes_rows_in_any_order(
 
 def test_on_cuda_an_attention_backend_of_your_own_stays(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: True)
-    config.attention_config.backend = AttentionBackendEnum.FLEX_ATTENTION
+    config.attention_config.backend = AttentionBackendEnum.TRITON_ATTN
     apply(config)
-    assert config.attention_config.backend == AttentionBackendEnum.FLEX_ATTENTION
+    assert config.attention_config.backend == AttentionBackendEnum.TRITON_ATTN
+
+
+def test_an_attention_backend_that_has_not_been_proven_is_refused(config: Any) -> None:
+    config.attention_config.backend = AttentionBackendEnum.FLEX_ATTENTION
+    with pytest.raises(ScheduleError, match="does not run with attention backend FLEX_ATTENTION, but with FLASH_ATTN"):
+        apply(config)
+
+
+def test_vllms_front_end_in_rust_is_refused(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(ScheduleError, match="does not run together with vLLM's front end in Rust"):
+        apply(config)
+
+
+def test_requests_have_no_seed_on_cpus(config: Any, tmp_path: Path) -> None:
+    seeded = SamplingParams(temperature=0.7, seed=1)
+    with pytest.raises(VLLMValidationError, match="under a schedule requests have no seed on CPUs"):
+        admit(config, schedule(), tmp_path / "plain", seeded)
+    admit(config, None, tmp_path, seeded)
 
 
 def admit(
@@ -150,8 +170,10 @@ def test_prompts_whose_first_tokens_run_otherwise_find_no_blocks_of_each_others(
     assert requests[0].cache_salt is None
     assert len({each.cache_salt for each in requests}) == len(requests)
     # Where prompts are as at full depth it does not matter.
-    plain = SamplingParams(extra_args={FULL_DEPTH: True})
-    assert admit(config, schedule(), tmp_path / "plain", plain, shared=1).cache_salt is None
+    plain = SamplingParams(extra_args={FULL_DEPTH: True, SHARED: 200})
+    admitted = admit(config, schedule(), tmp_path / "plain", plain, shared=1)
+    assert admitted.cache_salt is None
+    assert shared_tokens(admitted.sampling_params) == 0
 
 
 def test_streaming_input_is_refused_under_a_schedule(config: Any, tmp_path: Path) -> None:

@@ -131,8 +131,18 @@ def test_what_prompts_share_is_as_at_full_depth_and_told_where_it_is_computed_ag
         assert [each.tokens for each in wanted] != [each.tokens for each in apart]
         rows = len(prompts) - 1
         ledger = Ledger(own.shape, Schedule.full_depth(LAYERS))
-        again = rows * (ledger.prefix(50) - ledger.prefix(32)) + ledger.prefix(32)  # all of it by the first row
-        assert sum(each.flops_padding for each in stats) == again
+        again = ledger.prefix(50) - ledger.prefix(32)
+        assert sum(each.flops_padding for each in stats) == (rows - 1) * again  # the first row has computed it for all
+        stats.clear()
+        pairs = list(
+            vllm.generate(prompts[:1], replace(SAMPLING, samples_per_prompt=2), under, 4, on_batch=stats.append)
+        )
+        assert len(pairs) == 2
+        found_of_prompt = (len(prompts[0]) - 1) // 32 * 32  # as whole blocks, by both
+        whole_prompt = Ledger(own.shape, under).prompt(len(prompts[0]), max(50, found_of_prompt))
+        assert sum(each.flops_padding for each in stats) == whole_prompt + 2 * max(
+            0, ledger.prefix(50) - ledger.prefix(found_of_prompt)
+        )
         assert generations(vllm, prompts, SAMPLING) == generations(own, prompts, SAMPLING)
     finally:
         for engine in llama:

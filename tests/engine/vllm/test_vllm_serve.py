@@ -82,8 +82,8 @@ def test_a_server_answers_a_client_with_our_own_engines_tokens(
     with server(model, tmp_path / "schedule", len(prefix), tmp_path) as url:
         client = OpenAI(base_url=url, api_key="none", timeout=PATIENCE_S)
 
-        def answer(prompt: list[int]) -> list[int]:
-            body = {"return_token_ids": True}
+        def answer(prompt: list[int], **extra: int) -> list[int]:
+            body = {"return_token_ids": True, "vllm_xargs": extra}
             found = client.completions.create(
                 model="tiny", prompt=prompt, max_tokens=14, temperature=0, extra_body=body
             )
@@ -91,6 +91,10 @@ def test_a_server_answers_a_client_with_our_own_engines_tokens(
 
         with ThreadPoolExecutor(len(prompts)) as pool:
             assert list(pool.map(answer, prompts)) == wanted
+        assert answer(prompts[1], skipdecode_full_depth=1) == list(next(own.generate([prompts[1]], sampling)).tokens)
+        own.share_prefix([])
+        apart = list(next(own.generate([prompts[1]], sampling, under)).tokens)
+        assert answer(prompts[1], skipdecode_shared_tokens=0) == apart
 
 
 @pytest.mark.timeout(2 * PATIENCE_S)
