@@ -145,6 +145,11 @@ class Engine:
         with torch.inference_mode():
             return self._ledger(None).prefix(len(tokens)) if self._prompts.share(tokens) else 0
 
+    @property
+    def shared_tokens(self) -> int:
+        """How many tokens `share_prefix` has computed for prompts to come."""
+        return len(self._prompts.prefix.tokens) if self._prompts.prefix else 0
+
     def decoding(
         self, sampling: Sampling | None = None, schedule: Schedule | None = None, batch_size: int = 32
     ) -> Stream | Lanes:

@@ -49,12 +49,13 @@ def adapt(config: AdaptModel) -> None:
     for schedule in schedules.values():
         warn_of_another_model(schedule, config.model, engine.model_identity(config.model))
     done = (train if config.workers == 1 else train_on_cluster)(config, list(schedules.values()))
+    shared = done.learnt_from["shared_prefix_tokens"]
     for (name, before), (after, quality) in zip(schedules.items(), done.trained, strict=True):
         provenance = {
             **before.provenance,
             "name": _name(before.provenance),
             "decode_flop_speedup": round(decode_flop_speedup(shape, after, done.lengths), 4),
-            "sample_flop_speedup": round(sample_flop_speedup(shape, after, done.lengths), 4),
+            "sample_flop_speedup": round(sample_flop_speedup(shape, after, done.lengths, shared), 4),
             "held_out": {"answers": done.held_out, **quality.figures()},
             "adapted_on": done.learnt_from,
         }
@@ -82,6 +83,16 @@ def _read(config: AdaptModel, shape: ModelShape) -> dict[str, Schedule]:
         schedule.check_fits(shape)
         if config.prompt_layers is not None and schedule.prompt_bridge is not None:
             raise ScheduleError(f"{name or config.schedule} has a prompt bridge already: leave out --prompt-layers")
+        if schedule.adapter is not None and config.prompt_layers is not None and not schedule.adapter.changes_prompts:
+            raise ScheduleError(
+                f"{name or config.schedule} has an adapter of decode tokens alone, that learns no prompts: leave out "
+                "--prompt-layers, or begin with the schedule that it was trained from"
+            )
+        if schedule.adapter is not None and schedule.adapter.rank != config.adapter_rank:
+            log.warning(
+                "%s goes on with the adapter that it has, of rank %d: --adapter-rank is for those without one",
+                name or config.schedule, schedule.adapter.rank,
+            )  # fmt: skip
     if config.prompt_layers is not None:
         check_prompt_layers(config.prompt_layers, shape)
     trained = {name: each for name, each in schedules.items() if config.prompt_layers or is_trainable(each)}

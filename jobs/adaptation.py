@@ -135,6 +135,11 @@ def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
         config, teacher, progress, partial(check_fits, config, teacher, schedules), output / ANSWERS_FILE
     )
     kept = config.held_out_of(len(drawn.answers))
+    if kept >= len(drawn.answers):
+        raise ScheduleError(
+            f"{len(drawn.answers)} answers of two tokens or more leave nothing to learn from beside {kept} to be "
+            "judged by: name more prompts, or give a larger input"
+        )
     # The last ones: of the same part and seed, calibration draws the first, and has fitted its bridges to them.
     held_out = drawn.answers[-kept:]
     more = (config.answers_per_prompt, progress, output / MORE_ANSWERS_FILE)

@@ -90,6 +90,7 @@ class Calibration:
         if prompt_layers is not None:
             check_prompt_layers(prompt_layers, shape)
         self._lengths: Lengths = [(len(answer.prompt), len(answer.tokens)) for answer in answers]
+        self._shared = engine.shared_tokens
         self._targets = targets
         head = None if whole_head else HeadStates(engine.decoder)
         counted = [None, *(counted_preview(rank, shape, head.width) for rank in head.ranks)] if head else [None]
@@ -113,6 +114,7 @@ class Calibration:
             self._judge = Judge(engine.teacher_forced(judge), places)
         self._prompt_layers, self._sample_targets = prompt_layers, sample_targets
         self._chooser, self._prompts = chooser, [answer.prompt for answer in (*fit, *choose)]
+        self._fit_prompts = len(fit)  # of these, the first ones
         self._prompt_bridges: dict[tuple[PromptCut, int], PromptBridge] = {}  # by how many prompts, too
         self._found: dict[float, Found] = {}  # by decode target
         bridges, previews = Bridges(fitted, own), head.fit(head.ranks) if head else []
@@ -155,13 +157,14 @@ class Calibration:
     def _mixed(self, target: float) -> Calibrated:
         """The best mix of both savings for a whole-sample target. Raises ScheduleError."""
         best: tuple[float, float, Candidate, PromptCut | None] | None = None
+        fitted_to = min(CHOOSE_PROMPTS, self._fit_prompts)  # none of those that the choice is made by
         for decode_target, candidate in self._candidates():
-            schedule, cut = self._schedule(candidate), None
-            if sample_flop_speedup(self._shape, schedule, self._lengths) < target:
-                cut = prompt_cut_for(self._shape, schedule, self._lengths, target)
+            schedule, cut = self._search.schedule(candidate), None
+            if sample_flop_speedup(self._shape, schedule, self._lengths, self._shared) < target:
+                cut = prompt_cut_for(self._shape, schedule, self._lengths, target, self._shared)
                 if cut is None:
                     continue
-                schedule = self._bridged(schedule, cut, CHOOSE_PROMPTS)
+                schedule = self._bridged(schedule, cut, fitted_to)
             kl = self._judged(self._chooser, schedule).mean_kl
             log.info(
                 "%gx of the whole sample: %gx in decoding, skipped %s, prompts in %d layers: KL %.3f",
@@ -209,7 +212,7 @@ class Calibration:
             "name": f"bridged, {decode_target:g}x",
             "target_speedup": decode_target,
             "decode_flop_speedup": round(decode_flop_speedup(self._shape, schedule, self._lengths), 4),
-            "sample_flop_speedup": round(sample_flop_speedup(self._shape, schedule, self._lengths), 4),
+            "sample_flop_speedup": round(sample_flop_speedup(self._shape, schedule, self._lengths, self._shared), 4),
             "held_out": {"answers": int(quality.sample.max()) + 1, "tokens": len(quality.kl), **quality.figures()},
             "fit": {
                 "tokens": self._fit_tokens,

@@ -108,15 +108,15 @@ def counted_prompt_bridge(shape: ModelShape, cut: PromptCut) -> PromptBridge:
 
 
 def prompt_cut_for(
-    shape: ModelShape, schedule: Schedule, lengths: Sequence[tuple[int, int]], target: float
+    shape: ModelShape, schedule: Schedule, lengths: Sequence[tuple[int, int]], target: float, shared: int = 0
 ) -> PromptCut | None:
     """The cut with the most layers on prompts with which a schedule without a prompt bridge reaches a whole-sample FLOP
-    speed-up on samples of these (prompt tokens, generated tokens); None where one layer is too many.
+    speed-up, as `sample_flop_speedup` has it of these lengths; None where one layer is too many.
     """
     for layers in range(shape.layers - 1, 0, -1):
         cut = prompt_cut(shape, layers, [schedule])
         counted = replace(schedule, prompt_bridge=counted_prompt_bridge(shape, cut))
-        if sample_flop_speedup(shape, counted, lengths) >= target:
+        if sample_flop_speedup(shape, counted, lengths, shared) >= target:
             return cut
     return None
 

@@ -83,11 +83,15 @@ class Search:
         grown = [replace(constant, growth=growth) for growth in self._growths(constant, target)]
         return Found(min([constant, *grown], key=self._choose_kl), constant, one)
 
+    def schedule(self, candidate: Candidate) -> Schedule:
+        """A candidate, fitted to nothing that it is chosen by."""
+        with torch.inference_mode():
+            return self._bridges.schedule(self._shape.layers, candidate)
+
     def chosen(self, candidate: Candidate) -> Quality:
         """Quality of a candidate on the answers to choose by."""
         if candidate not in self._seen:
-            schedule = self._bridges.schedule(self._shape.layers, candidate)
-            self._seen[candidate] = seen = self._on_choice(schedule)
+            self._seen[candidate] = seen = self._on_choice(self.schedule(candidate))
             log.info(
                 "warm-up %d, skipped %s, more bridges: %s, head %s, ridge %g, gain %g: KL %.3f, agreement %.3f",
                 candidate.warmup, dict(candidate.growth), ", ".join(map(str, candidate.apart)) or "none",

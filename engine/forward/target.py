@@ -26,11 +26,18 @@ def decode_flop_speedup(shape: ModelShape, schedule: Schedule, lengths: Sequence
     return full / scheduled if scheduled else 1.0
 
 
-def sample_flop_speedup(shape: ModelShape, schedule: Schedule, lengths: Sequence[tuple[int, int]]) -> float:
-    """The same for whole samples, prompts included."""
+def sample_flop_speedup(
+    shape: ModelShape, schedule: Schedule, lengths: Sequence[tuple[int, int]], shared: int = 0
+) -> float:
+    """The same for whole samples, prompts included but for the tokens that they all begin with, where they are longer:
+    those are computed once, and at full depth (`Engine.share_prefix`).
+    """
     ledger = Ledger(shape, schedule)
     scheduled, full = (
-        sum(each.prompt(prompt) + each.decode(prompt, generated) for prompt, generated in lengths)
+        sum(
+            each.prompt(prompt, shared if prompt > shared else 0) + each.decode(prompt, generated)
+            for prompt, generated in lengths
+        )
         for each in (ledger, ledger.full_depth)
     )
     return full / scheduled if scheduled else 1.0

@@ -69,6 +69,11 @@ class Adapter(SchedulePart):
             changes.setdefault(unit, {})[projection] = LowRank(down, up)
         return changes
 
+    @property
+    def rank(self) -> int:
+        """The highest of its changes."""
+        return max(change.down.shape[1] for of_unit in self.changes.values() for change in of_unit.values())
+
     @cached_property
     def digest(self) -> str:
         """Of its tensors and what it changes: it changes when a bit of them does."""

@@ -96,7 +96,8 @@ def whole_sample_rivals(
     shape, lengths, bridges = calibration.shape, calibration.lengths, RivalBridges(calibration)
     rivals = _solve(decode_targets, calibration, bridges)
     rivals.append(("prompts alone", None, Schedule.full_depth(shape.layers)))
-    cuts = [prompt_cut_for(shape, bridges.counted(schedule), lengths, target) for _, _, schedule in rivals]
+    shared = calibration.engine.shared_tokens
+    cuts = [prompt_cut_for(shape, bridges.counted(schedule), lengths, target, shared) for _, _, schedule in rivals]
     pruned, pruned_cut = _pruned(target, calibration, bridges)
     rivals.append(("pruned", None, pruned))
     for rival, cut in zip(bridges.fitted(rivals), [*cuts, pruned_cut], strict=True):
@@ -146,7 +147,7 @@ def _pruned(target: float, calibration: RivalCalibration, bridges: RivalBridges)
         # A prompt bridge leaves out the last layer of prompts besides.
         cut = PromptCut(shape.layers - 1, range(DEFAULT_WARMUP, DEFAULT_WARMUP + skipped), keeps_skipped=False)
         counted = replace(bridges.counted(schedule), prompt_bridge=counted_prompt_bridge(shape, cut))
-        if sample_flop_speedup(shape, counted, calibration.lengths) >= target:
+        if sample_flop_speedup(shape, counted, calibration.lengths, calibration.engine.shared_tokens) >= target:
             return schedule, cut
     return schedule, None
 

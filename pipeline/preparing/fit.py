@@ -58,6 +58,13 @@ def read_schedule(path: str, target: float | None, settings: StorageConfig | Non
             f"{path!r} holds schedules that make the whole sample cheaper ({', '.join(sorted(whole))}) and others: "
             "target_speedup could mean either, so name one of them"
         )
+    # Made for just this, whatever other lengths have made of it since.
+    made_for = "target_sample_speedup" if whole else "target_speedup"
+    if target is not None:
+        for name, schedule in schedules.items():
+            if schedule.provenance.get(made_for) == target:
+                log.info("the schedule %s, made for %gx", name, target)
+                return schedule
     figure = "sample_flop_speedup" if whole else "decode_flop_speedup"
     speedups = {name: float(it.provenance[figure]) for name, it in schedules.items() if figure in it.provenance}
     if not speedups:

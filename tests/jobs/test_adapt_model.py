@@ -7,6 +7,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,7 +99,7 @@ def test_a_calibrated_schedule_is_adapted_and_a_rerun_goes_on(
 
 
 def test_without_a_schedule_prompts_alone_run_fewer_layers(
-    common: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    common: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     arguments = [*common, "--output", str(tmp_path / "adapted"), "--prompts", "60", "--steps", "2"]
     assert adapt([*arguments, "--prompt-layers", "3"]) == 0
@@ -110,6 +111,19 @@ def test_without_a_schedule_prompts_alone_run_fewer_layers(
     assert adapted.provenance["decode_flop_speedup"] == 1
     assert adapted.provenance["sample_flop_speedup"] > 1
     assert "from full depth" in " ".join((tmp_path / "adapted" / adapt_model.CARD_FILE).read_text().split())
+
+    again = [*common, "--schedule", str(tmp_path / "adapted"), "--prompts", "60", "--steps", "1"]
+    assert adapt([*again, "--output", str(tmp_path / "again"), "--adapter-rank", "3"]) == 0
+    assert "goes on with the adapter that it has" in caplog.text
+    further = Schedule.read(tmp_path / "again").adapter
+    assert further is not None
+    assert further.rank == adapted.adapter.rank != 3
+    replace(adapted, prompt_bridge=None, adapter=replace(adapted.adapter, changes_prompts=False)).write(
+        tmp_path / "decoding"
+    )
+    of_decoding = [*common, "--schedule", str(tmp_path / "decoding"), "--output", str(tmp_path / "refused")]
+    assert adapt([*of_decoding, "--prompt-layers", "3"]) == 1
+    assert "has an adapter of decode tokens alone, that learns no prompts" in capsys.readouterr().err
 
     assert adapt(arguments) == 1
     assert "name a --schedule, or the --prompt-layers that prompts run" in capsys.readouterr().err

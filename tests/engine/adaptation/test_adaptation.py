@@ -23,6 +23,7 @@ from engine.forward.teacher_forcing import Answer
 from engine.kernels import Kernels, training_kernels_for
 from engine.schedules import recipes
 from engine.schedules.orders import lowest_first
+from tests.engine.adapters import random_adapter
 from tests.engine.conftest import random_prompt_bridge
 from tests.engine.prompts import random_prompts
 
@@ -148,6 +149,17 @@ def test_an_adapter_learns_what_bridges_alone_cannot(engine: Engine, schedule: S
     bridges, adapter = (train(engine, schedule, answers, replace(recipe, adapter_rank=rank))[1] for rank in (0, 8))
     assert bridges[0].kl == adapter[0].kl  # it starts at nothing
     assert adapter[-1].loss < 0.95 * bridges[-1].loss
+
+
+def test_a_schedule_that_has_an_adapter_goes_on_from_it(
+    engine: Engine, schedule: Schedule, answers: list[Answer]
+) -> None:
+    kept = random_adapter(engine.decoder, [unit for unit in schedule.active_units(1) if unit.layer > 2])
+    trainer, points = train(engine, replace(schedule, adapter=kept), answers, replace(RECIPE, steps=1, adapter_rank=3))
+    ((best, _),) = trainer.best()
+    assert best.adapter is not None
+    assert {name: x.shape for name, x in best.adapter.tensors.items()} == {n: x.shape for n, x in kept.tensors.items()}
+    assert points[0].kl != train(engine, schedule, answers, replace(RECIPE, steps=1))[1][0].kl  # with what it begins
 
 
 def test_the_adapter_covers_what_runs_above_the_first_bridge(

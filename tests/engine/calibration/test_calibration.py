@@ -258,19 +258,40 @@ def test_a_head_preview_is_tried_and_kept_where_it_comes_closer(tiny: Engine, an
 def test_a_mix_is_chosen_by_bridges_of_some_prompts_and_fitted_to_all(
     tiny: Engine, answers: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fit, counts = calibrate.fit_prompt_bridge, []
+    fit, taken = calibrate.fit_prompt_bridge, []
 
-    def counting(engine: Engine, prompts: Sequence[Sequence[int]], *how: Any) -> PromptBridge:
-        counts.append(len(prompts))
+    def noted(engine: Engine, prompts: Sequence[Sequence[int]], *how: Any) -> PromptBridge:
+        taken.append(list(prompts))
         return fit(engine, prompts, *how)
 
-    monkeypatch.setattr(calibrate, "fit_prompt_bridge", counting)
-    monkeypatch.setattr(calibrate, "CHOOSE_PROMPTS", 30)
-    [found] = Calibration(tiny, answers, [1.2], quiet, sample_targets=[1.4]).run()
-    *trials, last = counts
-    assert trials
-    assert set(trials) == {30}
-    assert last == len(answers) - found.schedule.provenance["held_out"]["answers"]
+    monkeypatch.setattr(calibrate, "fit_prompt_bridge", noted)
+    to_fit, to_choose, _ = calibrate._parts(answers)
+    for most in (30, 10_000):
+        taken.clear()
+        monkeypatch.setattr(calibrate, "CHOOSE_PROMPTS", most)
+        [found] = Calibration(tiny, answers, [1.2], quiet, sample_targets=[1.4]).run()
+        *trials, last = taken
+        assert trials
+        assert all(trial == [answer.prompt for answer in to_fit[:most]] for trial in trials)
+        assert last == [answer.prompt for answer in (*to_fit, *to_choose)]
+    assert len(last) == len(answers) - found.schedule.provenance["held_out"]["answers"]
+
+
+def test_a_whole_sample_target_counts_what_prompts_share_as_jobs_do(tiny: Engine, answers: list[Answer]) -> None:
+    prefix = list(range(4, 44))
+    behind = [Answer([*prefix, *answer.prompt], answer.tokens) for answer in answers]
+    assert tiny.share_prefix(prefix)
+    try:
+        [found] = Calibration(tiny, behind, [1.2], quiet, sample_targets=[1.3]).run()
+    finally:
+        tiny.share_prefix([])
+    ledger = Ledger(tiny.shape, found.schedule)
+    scheduled, full = (
+        sum(each.prompt(len(a.prompt), 40) + each.decode(len(a.prompt), len(a.tokens)) for a in behind)
+        for each in (ledger, ledger.full_depth)
+    )
+    assert full / scheduled >= 1.3
+    assert found.schedule.provenance["sample_flop_speedup"] == round(full / scheduled, 4)
 
 
 def test_too_few_answers_or_too_high_a_target_are_said(tiny: Engine, answers: list[Answer]) -> None:

@@ -12,6 +12,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from engine import ModelError
+from pipeline.commits.commit import Commit, Totals
 from pipeline.config import JobConfig
 from pipeline.errors import JobStopped
 from pipeline.execution import session
@@ -19,6 +20,7 @@ from pipeline.execution.cluster import ReplicaResources
 from pipeline.execution.interruption import Interruption
 from pipeline.execution.session import Session, _ended
 from pipeline.execution.watchdog import Watchdog
+from pipeline.execution.wire import Parcel
 from pipeline.monitoring.board import _BoardActor
 from pipeline.rows.unit import WorkUnit
 
@@ -44,6 +46,24 @@ def test_rows_of_units_that_are_lost_or_given_up_are_not_counted_as_done(
     assert (board.read([]).rows, under_way._attempts[UNITS[0].id].deaths) == (200, 1)
     under_way._give_up(UNITS[1])
     assert board.read([]).rows == 0
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_what_earlier_sessions_spent_counts_towards_a_ceiling_and_what_earlier_nights_did_does_not(
+    job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch, incremental: bool
+) -> None:
+    def commit(unit: WorkUnit, flops: int) -> Commit:
+        totals = Totals(rows=256, flops_decode=flops)
+        return Commit(unit.id, "a", f"data/{unit.id}-a.parquet", "", 1, "a", unit.start, totals=totals)
+
+    monkeypatch.setattr(session, "Board", _BoardActor)
+    monkeypatch.setattr(session, "replica_resources", lambda config: None)
+    task: Any = SimpleNamespace(config=job(incremental=incremental, max_flops=10.0), run="run")
+    plan: Any = SimpleNamespace(rows=512)
+    begun = Session(task, plan, [commit(UNITS[0], 6)], Interruption(), None)
+    begun._pending = {unit.id: unit for unit in UNITS}
+    begun._receive(Parcel(UNITS[1], commit=commit(UNITS[1], 5)))
+    assert begun._spent == (not incremental)
 
 
 def test_a_session_in_which_nothing_moves_ends_resumably(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import pyarrow as pa
 import pytest
-from engine_double import LAYERS, ByteTokenizer, EchoBackend
+from engine_double import LAYERS, ByteTokenizer, Echo, EchoBackend
 
-from engine import Schedule
+from engine import Generation, Schedule
 from pipeline.config import JobConfig
 from pipeline.execution.stages import Task, UnitGenerator
 from pipeline.monitoring.spending import EnergyMeter
@@ -27,6 +28,37 @@ class NoBoard:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: None
+
+
+@dataclass(frozen=True)
+class Named(Echo):
+    """Remembers what rows' random streams are named."""
+
+    ids: list[str] = field(default_factory=list)
+
+    def generate(self, *how: Any, **named: Any) -> Iterator[Generation]:
+        self.ids.extend(named.get("sample_ids") or how[4])
+        return super().generate(*how, **named)
+
+    def share_prefix(self, tokens: Sequence[int]) -> int:
+        return 5
+
+
+def test_rows_draw_by_their_places_and_samples_and_what_they_share_is_charged_once(
+    job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EnergyMeter, "of_this_process", lambda gpus: EnergyMeter([]))
+    template, table = PromptTemplate("{text}", format="raw"), pa.table({"text": ["one", "two"]})
+    engine, board, config = Named(), cast(Any, NoBoard()), job()
+    schedule = Schedule.full_depth(LAYERS)
+    task = Task(config, EchoBackend(engine), template, schedule, ("text",), table.schema, 100, "run")
+    prepared = prepare(table, table.schema, "text", template, ByteTokenizer(), 100)
+    path = config.input_storage().url.rstrip("/") + "/a.parquet"
+    generator = UnitGenerator(task, 1, board)
+    units = [WorkUnit(f"0000{sample}-000000004", path, 4, 2, sample=sample) for sample in (0, 1)]
+    parcels = [generator.run(unit, prepared) for unit in units]
+    assert engine.ids == ["a.parquet:4", "a.parquet:5", "a.parquet:4\x001", "a.parquet:5\x001"]
+    assert [(parcel.cost or {}).get("flops_prefix") for parcel in parcels] == [5, None]
 
 
 def test_the_time_of_an_audit_is_that_of_its_unit(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pynvml
 import pytest
 
-from pipeline.monitoring.spending import EnergyMeter
+from pipeline.monitoring.spending import EnergyMeter, Spending
 
 
 class Library:
@@ -57,3 +57,15 @@ def test_gpus_that_nothing_counts_cost_a_line_in_the_log(caplog: pytest.LogCaptu
 
 def test_without_gpus_there_is_nothing_to_count() -> None:
     assert EnergyMeter([]).joules() == 0.0
+
+
+def test_units_under_way_at_once_share_what_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("pipeline.monitoring.spending.time.perf_counter", lambda: now[0])
+    spending = Spending(lambda: 10 * now[0])
+    with spending.shared() as one:
+        now[0] = 2.0
+        with spending.shared() as other:
+            now[0] = 6.0
+        now[0] = 7.0
+    assert (one.seconds, other.seconds, one.joules, other.joules) == (5.0, 2.0, 50.0, 20.0)

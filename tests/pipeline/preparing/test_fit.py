@@ -151,3 +151,11 @@ def test_a_plain_schedule_comes_with_advice(caplog: pytest.LogCaptureFixture) ->
     [line] = caplog.messages
     assert "calibrate_schedule.py" in line
     assert "keeps far more quality" in line
+
+
+def test_the_schedule_made_for_the_target_is_chosen_whatever_later_lengths_have_made_of_it(tmp_path: Path) -> None:
+    for skipped, target, measured in ((2, 1.25, 1.24), (4, 1.65, 1.66)):
+        provenance = {"target_speedup": target, "decode_flop_speedup": measured}
+        replace(calibrated(skipped, 0), provenance=provenance).write(tmp_path / f"{target}x")
+    chosen = choose_schedule(GenerationConfig(schedule=str(tmp_path), target_speedup=1.25), SHAPE)
+    assert chosen == calibrated(2, 0)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from engine_double import EchoBackend
+from inline_session import without_ray
 
 from pipeline.commits.commit import commit_unit, read_commits
+from pipeline.config import JobConfig
 from pipeline.errors import JobError
 from pipeline.preparing.run_record import claim_output
 from pipeline.rows.rows import GENERATED
 from pipeline.rows.unit import WorkUnit
+from pipeline.run import run_job
 from pipeline.storage.ownership import discard_run
 from pipeline.storage.storage import Storage
 
@@ -79,6 +84,25 @@ def test_a_zombie_from_before_fresh_can_neither_commit_nor_finish(storage: Stora
     with pytest.raises(JobError, match="was discarded by another job with --fresh"):
         zombie.check(storage)
     assert [commit.run for commit in read_commits(storage, claim.run)] == [claim.run]
+
+
+def test_a_run_whose_output_was_given_away_meanwhile_sweeps_and_publishes_nothing(
+    job: Callable[..., JobConfig], write_parquet: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, storage = without_ray(monkeypatch), Storage(str(tmp_path / "out"))
+    theirs = f"data/00007-000000000-{'0' * 12}.parquet"
+    write_parquet(tmp_path / "in" / "a.parquet", {"text": ["one"]})
+
+    def given_away(_session: object, _unit: WorkUnit) -> None:
+        discard_run(storage)
+        claim_output(storage, RUN)
+        storage.write(theirs, b"theirs")
+
+    monkeypatch.setattr(session, "begin_unit", given_away)
+    with pytest.raises(JobError, match="was discarded by another job with --fresh"):
+        run_job(job(), EchoBackend())
+    assert storage.read(theirs) == b"theirs"
+    assert storage.read("_SUCCESS.json") is None
 
 
 def test_a_commit_that_a_zombie_made_first_is_noticed(storage: Storage) -> None:
