@@ -24,7 +24,7 @@ from engine import Block, Bridge, Engine, Plateau, Schedule, ScheduleError
 from engine.adaptation.curve import Point
 from engine.forward.quality import Judge
 from engine.forward.teacher_forcing import Answer
-from jobs import adapt_model, calibrate_schedule, command_line
+from jobs import adapt_model, answers, calibrate_schedule, command_line
 from jobs.adaptation import ANSWERS_FILE, CHECKPOINT_FILE, AdaptModel, reason_of, settings_of
 from jobs.answers import answer_corpus, with_more_answers
 from pipeline.errors import JobStopped
@@ -326,3 +326,37 @@ def test_a_schedule_of_full_depth_is_refused_before_the_model_is_loaded(
     arguments = [*common, "--schedule", str(tmp_path / "plain"), "--output", str(tmp_path / "out")]
     assert adapt(arguments) == 1
     assert "skips nothing" in capsys.readouterr().err
+
+
+def test_held_out_answers_are_not_learnt_from(
+    common: list[str], untrained: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taught = []
+
+    def seen(student: Engine, schedules: object, train: list[Answer], held_out: list[Answer], *_: object) -> None:
+        taught.append((train, held_out))
+        raise ScheduleError("seen")
+
+    monkeypatch.setattr("jobs.adaptation.Trainer", seen)
+    assert adapt([*common, *untrained, "--prompts", "60"]) == 1
+    [(train, held_out)] = taught
+    assert train
+    assert held_out
+    assert not {tuple(answer.prompt) for answer in train} & {tuple(answer.prompt) for answer in held_out}
+
+
+def test_kept_answers_are_of_one_model_sampling_precision_and_prompts(
+    common: list[str], make_checkpoint: Callable[..., Path]
+) -> None:
+    flags = [*common, "--schedule", "", "--output", "", "--prompts", "20"]
+    config = command_line.parse(AdaptModel, adapt_model.PROGRAM, flags)
+
+    def drawn_as(prompts: list[list[int]], **changes: Any) -> str:
+        given = config.model_copy(update=changes)
+        return answers._drawn_as(given, prompts, given.sampling())
+
+    model = str(make_checkpoint(seed=1, vocab_size=260, eos=259))
+    others = [{"max_new_tokens": 6}, {"temperature": 1.0}, {"dtype": "bfloat16"}, {"model": model}]
+    known = drawn_as([[1]])
+    assert len({known, drawn_as([[2]]), *(drawn_as([[1]], **other) for other in others)}) == 6
+    assert drawn_as([[1]], output="elsewhere", batch_size=3) == known

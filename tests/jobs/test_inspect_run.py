@@ -24,7 +24,7 @@ RUN = {
     "model": ["m", "0", "float32"],
     "sampling": {},
     "version": "1",
-    "input": {"rows": ROWS},
+    "input": {"rows": ROWS, "limit": ROWS},
     "schedule": {"layers": 30},
 }
 Inspect = Callable[..., tuple[int, str]]
@@ -41,7 +41,7 @@ def commit(output: Storage) -> Callable[..., None]:
 
     def run(*units: WorkUnit, finish: bool = False) -> None:
         claim = claim_output(output, RUN)
-        output.write("_input/0.json", json.dumps({"files": {"a.parquet": ["", ROWS]}}).encode())
+        output.write("_input/0.json", json.dumps({"files": {"a.parquet": ["", ROWS + 5]}}).encode())
         for unit in units:
             rows = [{"generation": "g", "finish_reason": "stop", "generated_tokens": 2, "mean_active_layers": 30.0}]
             table = pa.Table.from_pylist(rows * unit.rows, schema=GENERATED)

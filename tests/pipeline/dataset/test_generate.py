@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from engine_double import Echo, EchoBackend, NoEngineBackend
@@ -181,3 +182,6 @@ def test_a_data_set_is_made_afresh_though_the_first_try_died_once_it_had_discard
         with pytest.raises(KeyboardInterrupt):
             generate_dataset(config(fresh=True), EchoBackend())
     assert generate_dataset(config(fresh=True), EchoBackend(Echo(prefix="new "))).files == files
+    rows = pq.read_table(Path(config().output, files[0]))["generation"].to_pylist()
+    assert rows
+    assert all(row.startswith("new ") for row in rows)

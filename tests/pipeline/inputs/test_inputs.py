@@ -123,8 +123,6 @@ def test_a_file_changed_between_two_starts_is_named_and_the_run_refused(work: Jo
     put("b", "new")
     with pytest.raises(JobError, match=r"input file 'b\.parquet' has changed since the run"):
         run_job(config, echo)
-    put("b")
-    put("d")
     assert committed(config) == done
 
 
@@ -180,8 +178,11 @@ def test_at_night_a_half_uploaded_file_waits_and_the_old_rows_of_a_damaged_one_s
     put("b")
     config = work(incremental=True)
     run_job(config, echo)
-    put("c")
     Storage(place).write("b.parquet", b"PAR1 half")
+    with pytest.raises(UnitsFailed, match="1 whole file failed"):
+        run_job(config, echo)
+    assert Storage(config.output).read("_SUCCESS.json") is None  # of the night before
+    put("c")
     Storage(place).write("d.parquet", b"PAR1 half")
     for _ in range(2):
         with pytest.raises(UnitsFailed, match="2 whole files failed"):

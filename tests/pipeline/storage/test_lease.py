@@ -45,7 +45,13 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(leases, name, seconds)
 
 
-@pytest.mark.usefixtures("short")
+@pytest.fixture
+def lively(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, but no busy machine makes a holder seem dead."""
+    monkeypatch.setattr(leases, "LEASE_S", 60.0)
+
+
+@pytest.mark.usefixtures("lively")
 def test_while_one_holds_it_and_lives_another_is_told_who(storage: Storage, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "pipeline")
     with Lease(storage), pytest.raises(NothingToDo) as refused, Lease(storage):
@@ -80,7 +86,9 @@ def test_a_holder_that_is_silent_for_a_lease_is_dead_and_only_then(
 
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("date", ["2099-01-01 00:00:00+00:00", "1970-01-01 00:00:00+00:00", "yesterday", 7, None])
-def test_no_date_that_stands_in_a_lease_decides_anything(storage: Storage, date: object) -> None:
+def test_no_date_that_stands_in_a_lease_decides_anything(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch, date: object
+) -> None:
     record = {"host": "elsewhere", "pid": 7, "id": "x", "expires_at": date}
     storage.write("_lease/000000001.json", json.dumps(record).encode())
     start = time.monotonic()
@@ -98,6 +106,7 @@ def test_no_date_that_stands_in_a_lease_decides_anything(storage: Storage, date:
     with ThreadPoolExecutor(1) as pool:
         renewing = pool.submit(renews)
         wait_until(lambda: "_lease/000000003.json" in storage.names("_lease"), "a lease that is renewed")
+        monkeypatch.setattr(leases, "LEASE_S", 60.0)
         with pytest.raises(NothingToDo, match="process 7 on elsewhere is doing"), Lease(storage):
             raise AssertionError
         over.set()
@@ -151,7 +160,7 @@ def test_a_damaged_lease_is_watched_as_any_other(
     assert "another job (_lease/000000001.json is damaged) has not renewed" in caplog.text
 
 
-@pytest.mark.usefixtures("short")
+@pytest.mark.usefixtures("lively")
 @pytest.mark.parametrize("damage", [None, b"{"])
 def test_a_lease_that_is_deleted_or_damaged_while_it_is_held_is_written_again(
     storage: Storage, damage: bytes | None
@@ -167,8 +176,10 @@ def test_a_lease_that_is_deleted_or_damaged_while_it_is_held_is_written_again(
             raise AssertionError
 
 
-@pytest.mark.usefixtures("short")
-def test_a_process_that_was_asleep_while_another_took_over_finds_out_at_its_next_check(storage: Storage) -> None:
+@pytest.mark.usefixtures("lively")
+def test_a_process_that_was_asleep_while_another_took_over_finds_out_at_its_next_check(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     holds = """
 import sys, time
 from pipeline.errors import JobStopped
@@ -194,6 +205,7 @@ with leases.Lease(Storage(sys.argv[1])) as lease:
         with pytest.raises(NothingToDo, match=f"process {held.pid} on"), Lease(storage):
             raise AssertionError
         held.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr(leases, "LEASE_S", 1.0)
         with Lease(storage) as lease:
             held.send_signal(signal.SIGCONT)
             _, said = held.communicate(timeout=60)
