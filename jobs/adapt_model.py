@@ -24,7 +24,8 @@ from engine.adaptation.trainer import is_trainable
 from engine.calibration.prompts import check_prompt_layers
 from engine.forward.target import sample_flop_speedup
 from jobs import command_line
-from jobs.adaptation import ANSWERS_FILE, CHECKPOINT_FILE, AdaptModel, Training, train, train_on_cluster
+from jobs.adaptation import CHECKPOINT_FILE, AdaptModel, Training, train, train_on_cluster
+from jobs.answers import ANSWERS_FILE
 from pipeline.evaluation.charts import learning_curve
 from pipeline.evaluation.contender import ending
 from pipeline.preparing.fit import read_schedule, read_schedules, warn_of_another_model

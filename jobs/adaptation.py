@@ -29,7 +29,7 @@ from engine.forward.packing import packs
 from engine.forward.quality import Quality
 from engine.kernels import training_kernels_for
 from engine.memory import free_bytes
-from jobs.answers import PART, AnswersConfig, answer_corpus, with_more_answers
+from jobs.answers import ANSWERS_FILE, PART, AnswersConfig, answer_corpus, with_more_answers
 from pipeline import logs
 from pipeline.errors import JobError, JobStopped
 from pipeline.inputs.sample_prompts import Part
@@ -37,7 +37,7 @@ from pipeline.monitoring.stage_progress import StageProgress
 from pipeline.storage.settings import StorageConfig
 
 CHECKPOINT_FILE = "training.safetensors"
-ANSWERS_FILE, MORE_ANSWERS_FILE = "answers.safetensors", "more_answers.safetensors"
+MORE_ANSWERS_FILE = "more_answers.safetensors"
 DECIDE_NOTHING = {
     *StorageConfig.model_fields,
     *("output", "target_speedup", "device", "batch_size", "threads", "workers", "ray_address", "s3_anonymous_input"),

@@ -27,6 +27,8 @@ PART = (
     "which one it belongs: test and calibrate are an eighth each, train is the rest"
 )
 
+ANSWERS_FILE = "answers.safetensors"  # of an output, that a rerun finds
+
 TargetSpeedup = Annotated[float, Field(gt=1, allow_inf_nan=False)]  # of FLOPs
 
 

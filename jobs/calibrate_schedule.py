@@ -23,7 +23,7 @@ from engine.calibration.calibrate import LEAST_ANSWERS, Calibrated, Calibration,
 from engine.calibration.prompts import check_prompt_layers
 from engine.schedules.schedule_file import SCHEDULE_FILE
 from jobs import command_line
-from jobs.answers import PART, AnswersConfig, TargetSpeedup, answer_corpus
+from jobs.answers import ANSWERS_FILE, PART, AnswersConfig, TargetSpeedup, answer_corpus
 from pipeline.errors import JobError
 from pipeline.inputs.sample_prompts import Part
 from pipeline.monitoring.stage_progress import StageProgress
@@ -85,7 +85,7 @@ def calibrate(config: CalibrateSchedule) -> None:
     if config.prompt_layers is not None:
         check_prompt_layers(config.prompt_layers, shape)
     model = config.load_engine()
-    drawn = answer_corpus(config, model, progress, partial(check_sample, config, shape))
+    drawn = answer_corpus(config, model, progress, partial(check_sample, config, shape), output / ANSWERS_FILE)
     chosen = (config.prompt_layers, config.whole_head, sample_targets)
     calibration = Calibration(model, drawn.answers, targets, progress, *chosen)
     table, maps = Table(*COLUMNS, title="on held-out answers, teacher-forced", title_justify="left"), []

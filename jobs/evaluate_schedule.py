@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Self
+from typing import Any, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -158,18 +158,22 @@ def evaluate(config: EvaluateSchedule) -> None:
         for rival in solved.solve(wanted, config.target_speedups, measure):
             log.info("%s: %s", rival.label, rival.note or "solved")
             contenders.append(rival)
-    write_rivals(config.output / RIVALS_FOLDER, contenders)
+    write_rivals(config, contenders)
     study = Study(config.output / WORK_FOLDER, identity, sampling, config.batch_size, prompts)
     study.run(engine, contenders)
     write_results(config, study, contenders)
 
 
-def write_rivals(folder: Path, contenders: Sequence[Contender]) -> None:
+def write_rivals(config: EvaluateSchedule, contenders: Sequence[Contender]) -> None:
     """A directory for each rival that is a schedule, for jobs to run, and to adapt with the same budget as others."""
+    model = [config.model, model_identity(config.model), config.dtype]
+    fitted_on = {"model": model, "part": "calibrate", "parted_by": config.parted_by}
     for each in contenders:
         if each.is_rival and isinstance(each.method, Schedule):
-            provenance = {"name": each.label, "target_speedup": each.target, "note": each.note}
-            replace(each.method, provenance=provenance).write(folder / each.file_name)
+            provenance: dict[str, Any] = {"name": each.label, "target_speedup": each.target, "note": each.note}
+            if each.method.all_bridges or each.method.prompt_bridge or each.method.head_preview:
+                provenance["calibrated_on"] = fitted_on
+            replace(each.method, provenance=provenance).write(config.output / RIVALS_FOLDER / each.file_name)
 
 
 def write_results(config: EvaluateSchedule, study: Study, contenders: Sequence[Contender]) -> None:

@@ -52,8 +52,8 @@ class CorpusConfig(AnswerConfig, StorageConfig):
 
     @property
     def parted_by(self) -> str:
-        """What the parts of the corpus are told from: "id" or "text"."""
-        return "text" if self.id_column is None else "id"
+        """What the parts of the corpus are told from: the id column, or "text"."""
+        return self.id_column or "text"
 
 
 def draw_rows(

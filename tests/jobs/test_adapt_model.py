@@ -25,8 +25,8 @@ from engine.adaptation.curve import Point
 from engine.forward.quality import Judge
 from engine.forward.teacher_forcing import Answer
 from jobs import adapt_model, answers, calibrate_schedule, command_line
-from jobs.adaptation import ANSWERS_FILE, CHECKPOINT_FILE, AdaptModel, reason_of, settings_of
-from jobs.answers import answer_corpus, with_more_answers
+from jobs.adaptation import CHECKPOINT_FILE, AdaptModel, reason_of, settings_of
+from jobs.answers import ANSWERS_FILE, answer_corpus, with_more_answers
 from pipeline.errors import JobStopped
 from pipeline.evaluation.charts import learning_curve
 from pipeline.preparing.fit import read_schedule

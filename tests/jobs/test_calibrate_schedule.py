@@ -61,7 +61,9 @@ def calibrated(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
 def test_each_target_gets_a_schedule_that_the_engine_runs(model: Path, calibrated: tuple[Path, str]) -> None:
     output, said = calibrated
-    assert sorted(written.name for written in output.iterdir()) == ["1.02x", "1.05x", "_job.json", "schedules.svg"]
+    assert sorted(written.name for written in output.iterdir()) == [
+        "1.02x", "1.05x", "_job.json", answers.ANSWERS_FILE, "schedules.svg",
+    ]  # fmt: skip
     engine = Engine.load(str(model), device="cpu")
     for target in (1.02, 1.05):
         schedule = Schedule.read(output / f"{target}x")
@@ -121,7 +123,7 @@ def test_a_whole_sample_target_is_met_by_both_savings(model: Path, tmp_path: Pat
     )
     less, more = (Schedule.read(tmp_path / name) for name in ("1.15x", "1.4x"))
     for schedule, target in ((less, 1.15), (more, 1.4)):
-        assert target <= schedule.provenance["sample_flop_speedup"] < target + 0.1
+        assert target <= schedule.provenance["sample_flop_speedup"] < target + 0.15  # one layer of 12
         assert schedule.prompt_bridge is not None
         ours = schedule.provenance["target_speedup"], schedule.prompt_bridge.layers
         judged = [((float(m[1]), int(m[3])), float(m[4])) for m in mixes if m[0] == str(target)]
@@ -178,6 +180,33 @@ def test_schedules_for_other_targets_are_not_left_among_the_new_ones(model: Path
     assert "holds schedules for other targets (1.5x)" in refusal("--target-speedups", "1.05", "40")
     assert "other targets (1.5x, 40x)" in refusal("--target-speedups", "1.5", "40", "--target-sample-speedups", "1.1")
     assert "1.5x cannot be met" in refusal("--target-speedups", "1.5", "40")  # those may be written over
+
+
+def test_a_rerun_answers_no_prompt_again_and_makes_the_same_schedules(
+    model: Path, calibrated: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, _ = calibrated
+    before = Schedule.read(output / "1.05x")
+    arguments = [
+        "--input",
+        str(ROOT / CORPUS),
+        "--model",
+        str(model),
+        "--output",
+        str(output),
+        "--threads",
+        "1",
+        *FLAGS,
+    ]
+    config = command_line.parse(
+        calibrate_schedule.CalibrateSchedule,
+        calibrate_schedule.PROGRAM,
+        [*arguments, "--target-speedups", "1.02", "1.05"],
+    )
+    monkeypatch.setattr(answers, "answer_prompts", lambda *_: pytest.fail("prompts are answered"))
+    calibrate_schedule.calibrate(config)
+    after = Schedule.read(output / "1.05x")
+    assert after.provenance["calibrated_on"] == before.provenance["calibrated_on"]
 
 
 def test_progress_says_how_fast_it_goes(calibrated: tuple[Path, str]) -> None:

@@ -20,8 +20,10 @@ from jobs.evaluate_schedule import (
     main,
     read_contenders,
     read_references,
+    warn_of_seen_rows,
     with_reference_column,
 )
+from pipeline.evaluation.contender import Contender
 
 CORPUS = "infra/demo/package_descriptions.parquet"
 
@@ -208,3 +210,28 @@ def test_a_mistake_is_one_line_before_any_model_is_loaded(
     errors = [line for line in capsys.readouterr().err.splitlines() if ": error: " in line]
     assert len(errors) == 1
     assert said in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("made", "judged", "id_column", "is_warned"),
+    [
+        ({"part": "calibrate", "parted_by": "id"}, "test", "id", False),
+        ({"part": "calibrate", "parted_by": "id"}, "calibrate", "id", True),
+        ({"part": "all", "parted_by": "id"}, "test", "id", True),
+        ({"part": "calibrate", "parted_by": "id"}, "all", "id", True),
+        ({"part": "calibrate", "parted_by": "sku"}, "test", "id", True),
+        ({"part": "calibrate", "parted_by": "text"}, "test", None, False),
+        ({"part": "calibrate", "parted_by": "id"}, "test", None, True),
+    ],
+)
+@pytest.mark.parametrize("how", ["calibrated_on", "adapted_on"])
+def test_a_schedule_that_may_have_seen_what_it_is_judged_on_is_named(
+    how: str, made: dict[str, str], judged: str, id_column: str | None, is_warned: bool, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    config = EvaluateSchedule(
+        input=CORPUS, schedules=["x"], output=str(tmp_path), part=judged, id_column=id_column, rivals=[]
+    )
+    schedule = replace(recipes.skipdecode(30, 4, 14, 14, 1), provenance={how: made})
+    warn_of_seen_rows(config, [Contender("one of ours", 1.6, schedule)])
+    assert ("one of ours" in caplog.text) == is_warned
