@@ -110,7 +110,7 @@ def check_sample(config: CalibrateSchedule, shape: ModelShape, prompts: Sequence
             f"calibration needs {LEAST_ANSWERS} prompts, and {drawn_from} of {config.input!r} makes {len(prompts)}: "
             "give a larger input, or another part (--part)"
         )
-    check_targets(config.target_speedups, shape, prompts, config.max_new_tokens)
+    check_targets(config.target_speedups, shape, prompts, config.max_new_tokens, config.whole_head)
 
 
 def _name(target: float) -> str:

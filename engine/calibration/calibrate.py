@@ -24,7 +24,7 @@ import torch
 from engine.calibration.bridged import Bridges, Candidate
 from engine.calibration.collect import Progress, collect_moments
 from engine.calibration.growth import Lengths
-from engine.calibration.head import HeadStates, counted_preview
+from engine.calibration.head import HeadStates, counted_preview, ranks_of
 from engine.calibration.own_states import OwnStates
 from engine.calibration.prompts import PromptCut, check_prompt_layers, fit_prompt_bridge, prompt_cut, prompt_cut_for
 from engine.calibration.search import DEEPER, DEPTH_STEP, FIRST, MOST_APART, WARMUPS, Found, Search
@@ -94,7 +94,7 @@ class Calibration:
         self._targets = targets
         head = None if whole_head else HeadStates(engine.decoder)
         counted = [None, *(counted_preview(rank, shape, head.width) for rank in head.ranks)] if head else [None]
-        least = [_fewest_layers(target, shape, self._lengths, preview) for target in targets for preview in counted]
+        least = [layers for target in targets for layers in _fewest_layers(target, shape, self._lengths, counted)]
         deepest = min(max(least) + DEEPER, shape.layers - min(WARMUPS) - 1)
         depths = {*range(DEPTH_STEP, deepest + 1, DEPTH_STEP)}
         depths |= {layers - fewer for layers in least for fewer in range(min(MOST_APART + 1, layers))}
@@ -231,27 +231,42 @@ class Calibration:
 
 
 def check_targets(
-    targets: Sequence[float], shape: ModelShape, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    targets: Sequence[float],
+    shape: ModelShape,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    whole_head: bool = False,
 ) -> None:
     """Raises ScheduleError for a decode FLOP speed-up that no answers to these prompts can have, whatever they are."""
+    width = shape.head_parameters // shape.vocab
+    preview = None if whole_head else counted_preview(min(ranks_of(width)), shape, width)
     first, last = min(map(len, prompts)), max(map(len, prompts)) + max_new_tokens - 2
     # No answers save more than the token that saves most, which is the first, the last, or where a window fills.
     windows = [shape.attention_kind(layer).window for layer in range(shape.layers)]
     filled = [window - 1 for window in windows if window is not None and first < window - 1 < last]
-    speedups = [_speedups(shape, [(context, 2)]) for context in {first, last, *filled}]
+    speedups = [_speedups(shape, [(context, 2)], preview) for context in {first, last, *filled}]
     most = max((speedup for by_depth in speedups for speedup in by_depth), default=1.0)
     for target in targets:
         if target > most:
             raise _out_of_reach(target, most)
 
 
-def _fewest_layers(target: float, shape: ModelShape, lengths: Lengths, preview: HeadPreview | None) -> int:
-    """To skip at every step, behind one bridge as low as possible. Raises ScheduleError."""
-    speedup = 1.0
-    for depth, speedup in enumerate(_speedups(shape, lengths, preview), 1):
-        if speedup >= target:
-            return depth
-    raise _out_of_reach(target, speedup)
+def _fewest_layers(
+    target: float, shape: ModelShape, lengths: Lengths, previews: Sequence[HeadPreview | None]
+) -> list[int]:
+    """To skip at every step, behind one bridge as low as possible, with each head preview that the target can be met
+    with. Raises ScheduleError where it can't with any.
+    """
+    least, most = [], 1.0
+    for preview in previews:
+        for depth, speedup in enumerate(_speedups(shape, lengths, preview), 1):
+            most = max(most, speedup)
+            if speedup >= target:
+                least.append(depth)
+                break
+    if not least:
+        raise _out_of_reach(target, most)
+    return least
 
 
 def _speedups(shape: ModelShape, lengths: Lengths, preview: HeadPreview | None = None) -> Iterator[float]:

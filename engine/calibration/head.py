@@ -41,7 +41,7 @@ class HeadStates:
     @property
     def ranks(self) -> list[int]:
         """Those worth trying."""
-        return sorted({max(1, round(share * self.width)) for share in RANKS})
+        return ranks_of(self.width)
 
     def add(self, x: Tensor) -> None:
         """Count in hidden states [N, hidden] after the last layer."""
@@ -78,6 +78,11 @@ class HeadStates:
                 HeadPreview(_candidates(len(weight)), {role: rounded(tensor).cpu() for role, tensor in tensors})
             )
         return previews
+
+
+def ranks_of(width: int) -> list[int]:
+    """Of previews worth trying for a head of some width."""
+    return sorted({max(1, round(share * width)) for share in RANKS})
 
 
 def counted_preview(rank: int, shape: ModelShape, width: int) -> HeadPreview:

@@ -74,9 +74,13 @@ class Search:
 
     def best(self, target: float) -> Found:
         """The best candidate for a decode FLOP speed-up. Raises ScheduleError."""
-        plain = (Candidate.constant(warmup, 0, *FIRST) for warmup in self._depths)
-        deep = list(filter(None, (self._as_deep_as_need_be(each, target) for each in plain)))
-        if not deep:
+        plain = [Candidate.constant(warmup, 0, *FIRST) for warmup in self._depths]
+        deep: list[Candidate] = []
+        for head in (None, *reversed(self._previews)):  # a preview first, the best one, if no depth will do without
+            headed = (self._as_deep_as_need_be(replace(each, head=head), target) for each in plain)
+            if deep := list(filter(None, headed)):
+                break
+        else:
             raise ScheduleError(f"a decode FLOP speed-up of {target:g}x cannot be met: ask for less")
         one = self._tuned(deep)
         constant = self._with_more_bridges(self._with_preview(one, target), target)
@@ -111,7 +115,7 @@ class Search:
         """With the head preview, if any, behind which fewer skipped layers meet the target best, tuned again."""
         headed = (self._as_deep_as_need_be(replace(one, head=preview), target) for preview in self._previews)
         best = min((one, *filter(None, headed)), key=self._choose_kl)
-        if best.head is None:
+        if best.head == one.head:
             return one
         moved = (self._as_deep_as_need_be(replace(best, warmup=warmup), target) for warmup in self._depths)
         return self._tuned([best, *filter(None, moved)])

@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import AttentionGroup
 
 from engine.schedules.schedule import Schedule
-from engine.vllm.plugin import ATTENTION, FULL_DEPTH, shared_tokens
+from engine.vllm.plugin import ATTENTION, FULL_DEPTH, shared_of
 
 # Groups of rows, each further plateau the next one. Prompts that begin stand side by side, and so do those that end.
 GOES_ON, BEGINS, BEGINS_AND_ENDS, ENDS, WHOLE, PLATEAU = range(6)
@@ -103,7 +103,7 @@ def groups_of(schedule: Schedule, batch: Any, scheduled: Sequence[int], requests
     for row, (request, count) in enumerate(zip(batch.req_ids, scheduled, strict=True)):
         computed, prompt = int(batch.num_computed_tokens_cpu[row]), int(batch.num_prompt_tokens[row])
         params = requests[request].sampling_params
-        shared = shared_tokens(params)
+        shared = shared_of(params)
         if any(computed < end < computed + count for end in (shared, prompt)):
             raise RuntimeError(f"a pass takes {count} tokens of row {request}, that do not run alike")
         if computed < shared or (params.extra_args or {}).get(FULL_DEPTH):

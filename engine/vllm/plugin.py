@@ -149,7 +149,7 @@ def _attention_backend(config: Any) -> Any:
     return AttentionBackendEnum.FLASH_ATTN if is_flash else AttentionBackendEnum.TRITON_ATTN
 
 
-def shared_tokens(params: Any) -> int:
+def shared_of(params: Any) -> int:
     """Of a request's prompt, by its sampling parameters, once it is admitted."""
     shared: int = (params.extra_args or {}).get(SHARED, 0)
     return shared
@@ -200,9 +200,8 @@ def _look_at_requests() -> None:
         if not processor.has_schedule:
             return request
         tokens = request.prompt_token_ids if request.prompt_embeds is None else request.prompt_embeds
-        shared = min(shared, len(tokens) - 1) if processor.changes_prompts else 0
-        if processor.changes_prompts and (full_depth or shared):
-            # What is cached of a prompt depends on it.
+        shared = min(shared, len(tokens) - 1) if processor.changes_prompts and not full_depth else 0
+        if shared or (full_depth and processor.changes_prompts):  # what is cached of a prompt depends on it
             request.cache_salt = f"{request.cache_salt or ''} {FULL_DEPTH if full_depth else f'{SHARED} {shared}'}"
         request.sampling_params.extra_args = {**extra, SHARED: shared}  # vLLM's own copy
         return request

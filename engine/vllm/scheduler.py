@@ -13,7 +13,7 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from engine.vllm.plugin import shared_tokens
+from engine.vllm.plugin import shared_of
 
 
 class _Keeper:
@@ -36,7 +36,7 @@ class _Keeper:
 
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         """How many of a row's tokens a pass takes: tokens of its prompt that run alike, or one generated token."""
-        ends = (shared_tokens(request.sampling_params), request.num_prompt_tokens)
+        ends = (shared_of(request.sampling_params), request.num_prompt_tokens)
         most = next((end - num_computed_tokens for end in ends if end > num_computed_tokens), 1)
         wanted: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)  # type: ignore[misc]
         return min(wanted, most)

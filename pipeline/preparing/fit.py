@@ -58,20 +58,20 @@ def read_schedule(path: str, target: float | None, settings: StorageConfig | Non
             f"{path!r} holds schedules that make the whole sample cheaper ({', '.join(sorted(whole))}) and others: "
             "target_speedup could mean either, so name one of them"
         )
-    # Made for just this, whatever other lengths have made of it since.
-    made_for = "target_sample_speedup" if whole else "target_speedup"
-    if target is not None:
-        for name, schedule in schedules.items():
-            if schedule.provenance.get(made_for) == target:
-                log.info("the schedule %s, made for %gx", name, target)
-                return schedule
-    figure = "sample_flop_speedup" if whole else "decode_flop_speedup"
-    speedups = {name: float(it.provenance[figure]) for name, it in schedules.items() if figure in it.provenance}
+    made_for, figure = "target_speedup", "decode_flop_speedup"
+    if whole:
+        made_for, figure = "target_sample_speedup", "sample_flop_speedup"
+    told = {name: it.provenance for name, it in schedules.items() if figure in it.provenance}
+    speedups = {name: float(provenance[figure]) for name, provenance in told.items()}
     if not speedups:
         raise ScheduleError(f"{path!r} holds several schedules that do not say how fast they are: name one of them")
     offered = ", ".join(f"{speedup:.2f}x" for speedup in sorted(speedups.values()))
     if target is None:
         raise ScheduleError(f"{path!r} holds several schedules: choose one with target_speedup, among {offered}")
+    for name, provenance in told.items():
+        if provenance.get(made_for) == target:  # whatever other lengths have made of it since
+            log.info("the schedule %s, made for %gx", name, target)
+            return schedules[name]
     enough = [name for name, speedup in speedups.items() if speedup >= target]
     if not enough:
         raise ScheduleError(f"{path!r} holds no schedule of {target:g}x, only {offered}: calibrate one or ask for less")

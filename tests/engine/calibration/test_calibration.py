@@ -312,9 +312,23 @@ def test_a_target_is_refused_before_answers_are_there_only_if_none_could_meet_it
     shape, prompts = replace(tiny.shape, attention_kinds=kinds), [[1] * 3, [1] * 19]
     for lengths in ([(3, 2)], [(3, 9)], [(19, 24)], [(3, 24), (19, 2)], [(3, 2), (19, 24)]):
         met = max(Candidate.constant(2, depth, 1e-2, 1.2).speedup(shape, lengths) for depth in range(1, LAYERS - 2))
-        check_targets([1.01, met], shape, prompts, 24)
+        check_targets([1.01, met], shape, prompts, 24, whole_head=True)
     with pytest.raises(ScheduleError, match="of 9x cannot be met"):
         check_targets([1.01, 9.0], shape, prompts, 24)
+
+
+def test_a_target_that_needs_a_head_preview_is_met_with_one(tiny: Engine, answers: list[Answer]) -> None:
+    lengths = [(len(answer.prompt), len(answer.tokens)) for answer in answers]
+    depths = range(1, LAYERS - 2)
+    most = max(Candidate.constant(2, depth, 1e-2, 1.2).speedup(tiny.shape, lengths) for depth in depths)
+    target = most + 0.01
+    prompts = [answer.prompt for answer in answers]
+    check_targets([target], tiny.shape, prompts, 24)
+    [found] = Calibration(tiny, answers, [target], quiet).run()
+    assert found.schedule.head_preview is not None
+    assert found.schedule.provenance["decode_flop_speedup"] >= target
+    with pytest.raises(ScheduleError, match="cannot be met"):
+        Calibration(tiny, answers, [target], quiet, whole_head=True)
 
 
 def test_bridges_above_the_first_are_fitted_to_what_reaches_them(tiny: Engine, answers: list[Answer]) -> None:

@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.engine.input_processor import InputProcessor
 
 from engine.vllm.engine import VllmEngine
-from engine.vllm.plugin import FULL_DEPTH, SETTING, SHARED, apply, register, shared_tokens
+from engine.vllm.plugin import FULL_DEPTH, SETTING, SHARED, apply, register, shared_of
 from tests.engine.vllm.both_engines import VARIANTS, schedule, whole
 
 
@@ -166,14 +166,14 @@ def test_prompts_whose_first_tokens_run_otherwise_find_no_blocks_of_each_others(
         return admit(config, under, tmp_path / "under", SamplingParams(extra_args=extra), shared=1)
 
     requests = [request(**{SHARED: 0}), request(), request(**{SHARED: 9}), request(**{FULL_DEPTH: True})]
-    assert [shared_tokens(each.sampling_params) for each in requests[:3]] == [0, 1, 2]  # never a prompt's last one
+    assert [shared_of(each.sampling_params) for each in requests[:3]] == [0, 1, 2]  # never a prompt's last one
     assert requests[0].cache_salt is None
     assert len({each.cache_salt for each in requests}) == len(requests)
     # Where prompts are as at full depth it does not matter.
     plain = SamplingParams(extra_args={FULL_DEPTH: True, SHARED: 200})
     admitted = admit(config, schedule(), tmp_path / "plain", plain, shared=1)
     assert admitted.cache_salt is None
-    assert shared_tokens(admitted.sampling_params) == 0
+    assert shared_of(admitted.sampling_params) == 0
 
 
 def test_streaming_input_is_refused_under_a_schedule(config: Any, tmp_path: Path) -> None:
