@@ -122,7 +122,8 @@ def _table(points: list[Point]) -> Table:
 
 def _card(config: AdaptModel, names: Sequence[str], done: Training) -> str:
     """A model card: what this is, and what training changed of each schedule."""
-    what = f"bridges and an adapter of rank {config.adapter_rank}" if config.adapter_rank else "bridges"
+    rank = max((schedule.adapter.rank for schedule, _ in done.trained if schedule.adapter), default=0)
+    what = f"bridges and an adapter of rank {rank}" if rank else "bridges"
     rows = "\n".join(
         f"| {f'{name}, ' if name else ''}{when} | {quality.mean_kl:.3f} | {quality.agreement:.3f} |"
         for name, before, (_, after) in zip(names, done.untrained, done.trained, strict=True)

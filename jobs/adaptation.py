@@ -62,7 +62,7 @@ class AdaptModel(AnswersConfig):
         "run: where these are long, they are all that counts",
     )
     target_speedup: float | None = Field(
-        None, ge=1, description="train one of several schedules alone, the one that just reaches this"
+        None, ge=1, description="train one of several schedules alone, the one made for this or that just reaches it"
     )
     output: str = Field(description="local directory for what is trained, like that of schedule; a rerun goes on there")
     part: Part = Field("train", description=PART)

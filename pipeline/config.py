@@ -98,9 +98,9 @@ class GenerationConfig(AnswerConfig):
     target_speedup: float | None = Field(
         None,
         ge=1.0,
-        description="FLOP speed-up, such as 1.5: of the schedules in --schedule the one that just reaches it, with the "
-        "whole sample where they skip layers of prompts, in decoding elsewhere; without --schedule a plain SkipDecode "
-        "schedule that does in decoding; default full depth",
+        description="FLOP speed-up, such as 1.5: of the schedules in --schedule the one made for it, else the one that "
+        "just reaches it, with the whole sample where they skip layers of prompts, in decoding elsewhere; without "
+        "--schedule a plain SkipDecode schedule that does in decoding; default full depth",
     )
     schedule: str | None = Field(
         None,

@@ -238,7 +238,8 @@ def check_targets(
     whole_head: bool = False,
 ) -> None:
     """Raises ScheduleError for a decode FLOP speed-up that no answers to these prompts can have, whatever they are."""
-    width = shape.head_parameters // shape.vocab
+    narrow = shape.head_parameters != shape.vocab * shape.hidden  # with a projection to the head's own width
+    width = shape.head_parameters // (shape.vocab + shape.hidden * narrow)
     preview = None if whole_head else counted_preview(min(ranks_of(width)), shape, width)
     first, last = min(map(len, prompts)), max(map(len, prompts)) + max_new_tokens - 2
     # No answers save more than the token that saves most, which is the first, the last, or where a window fills.

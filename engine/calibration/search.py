@@ -40,7 +40,7 @@ class Found:
 
     best: Candidate
     constant: Candidate  # the same bridges and head at one depth
-    one: Candidate  # one bridge at one depth, the whole head
+    one: Candidate  # one bridge at one depth, the whole head where that will do
 
 
 class Search:

@@ -134,15 +134,16 @@ def _unsupported(config: Any, schedule: Schedule) -> dict[str, bool]:
 
 
 def _attention_backend(config: Any) -> Any:
-    """On CUDA one that takes rows in any order, which vLLM's own choice may not; None leaves the choice to it."""
+    """On GPUs one that takes rows in any order, which vLLM's own choice may not; None leaves the choice to it."""
     from vllm.platforms import current_platform
     from vllm.utils.torch_utils import is_quantized_kv_cache
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    if not current_platform.is_cuda():
+    if not current_platform.is_cuda_alike():
         return None
     is_flash = (
-        current_platform.has_device_capability(80)
+        current_platform.is_cuda()
+        and current_platform.has_device_capability(80)
         and config.model_config.dtype in (torch.float16, torch.bfloat16)
         and not is_quantized_kv_cache(config.cache_config.cache_dtype)
     )

@@ -35,7 +35,8 @@ def choose_schedule(config: GenerationConfig, shape: ModelShape, settings: Stora
 
 
 def read_schedule(path: str, target: float | None, settings: StorageConfig | None = None) -> Schedule:
-    """A schedule, or of several calibrated ones below a directory the one whose speed-up just reaches the target.
+    """A schedule, or of several calibrated ones below a directory the one made for the target, else the one that
+    just reaches it.
 
     Raises ScheduleError if there is none that can be read, none that fast, or no telling which; JobError as
     `read_schedules`.
@@ -69,8 +70,8 @@ def read_schedule(path: str, target: float | None, settings: StorageConfig | Non
     if target is None:
         raise ScheduleError(f"{path!r} holds several schedules: choose one with target_speedup, among {offered}")
     for name, provenance in told.items():
-        if provenance.get(made_for) == target:  # whatever other lengths have made of it since
-            log.info("the schedule %s, made for %gx", name, target)
+        if provenance.get(made_for) == target:  # whatever other lengths, or training, have made of it since
+            log.info("the schedule %s, made for %gx, of %.2fx", name, target, speedups[name])
             return schedules[name]
     enough = [name for name, speedup in speedups.items() if speedup >= target]
     if not enough:

@@ -118,6 +118,7 @@ def test_without_a_schedule_prompts_alone_run_fewer_layers(
     further = Schedule.read(tmp_path / "again").adapter
     assert further is not None
     assert further.rank == adapted.adapter.rank != 3
+    assert f"an adapter of rank {further.rank}" in (tmp_path / "again" / adapt_model.CARD_FILE).read_text()
     replace(adapted, prompt_bridge=None, adapter=replace(adapted.adapter, changes_prompts=False)).write(
         tmp_path / "decoding"
     )

@@ -92,16 +92,23 @@ def test_on_cuda_attention_takes_rows_in_any_order(
 ) -> None:
     config.model_config.dtype, config.cache_config.cache_dtype = dtype, cache
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: True)
+    monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda _: True)
     monkeypatch.setattr(type(current_platform), "has_device_capability", lambda _, least: capability >= least)
     apply(config)
     assert config.attention_config.backend == AttentionBackendEnum[backend]
 
 
-def test_on_cuda_an_attention_backend_of_your_own_stays(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: True)
-    config.attention_config.backend = AttentionBackendEnum.TRITON_ATTN
+def test_on_rocm_attention_takes_rows_in_any_order(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda _: True)
     apply(config)
     assert config.attention_config.backend == AttentionBackendEnum.TRITON_ATTN
+
+
+def test_on_cuda_an_attention_backend_of_your_own_stays(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda _: True)
+    config.attention_config.backend = AttentionBackendEnum.FLASH_ATTN  # for float32 it would choose Triton's
+    apply(config)
+    assert config.attention_config.backend == AttentionBackendEnum.FLASH_ATTN
 
 
 def test_an_attention_backend_that_has_not_been_proven_is_refused(config: Any) -> None:
