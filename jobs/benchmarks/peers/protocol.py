@@ -63,12 +63,11 @@ class Peer(ABC):
     def answer(self, prompts: Prompts) -> Run:
         """The whole job on these prompts."""
 
-    def first_tokens(self, prompts: Prompts) -> bool:
-        """The job with answers of one token, if it can't tell what of a run prompts took; whether it has done so.
-
-        What the whole job takes beyond is decoding's then. It is asked after `renew`.
+    def prompt_seconds(self, prompts: Prompts) -> float | None:
+        """How long the job takes with answers of one token, measured by one whose `Run` can't tell what prompts took:
+        what the whole job takes beyond is decoding's then.
         """
-        return False
+        return None
 
 
 def serve(load: Callable[[Job], Peer]) -> None:
@@ -90,10 +89,7 @@ def serve(load: Callable[[Job], Peer]) -> None:
         start = time.perf_counter()
         run = contender.answer(job.prompts)
         seconds = time.perf_counter() - start
-        contender.renew()
-        start = time.perf_counter()
-        if contender.first_tokens(job.prompts):
-            prompt_seconds = time.perf_counter() - start
+        if (prompt_seconds := contender.prompt_seconds(job.prompts)) is not None:
             run = replace(run, prompt_seconds=prompt_seconds, decode_seconds=seconds - prompt_seconds)
         say(seconds=seconds, **asdict(run))
 

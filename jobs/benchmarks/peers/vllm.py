@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 from jobs.benchmarks.peers.protocol import Job, Peer, Prompts, Run, serve
@@ -46,12 +47,14 @@ class Vllm(Peer):
     def answer(self, prompts: Prompts) -> Run:
         return Run([list(result.outputs[0].token_ids) for result in self._generate(prompts, self._settings)])
 
-    def first_tokens(self, prompts: Prompts) -> bool:
+    def prompt_seconds(self, prompts: Prompts) -> float:
         """Its passes take prompts and decode tokens together."""
         settings = self._settings.clone()
         settings.max_tokens, settings.min_tokens = 1, min(1, settings.min_tokens)
+        self.renew()
+        start = time.perf_counter()
         self._generate(prompts, settings)
-        return True
+        return time.perf_counter() - start
 
     def _generate(self, prompts: Prompts, settings: Any) -> list[Any]:
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
