@@ -113,8 +113,9 @@ class VllmEngine:
         self._model, self._directory = model, directory
         self._device, self._dtype = resolve_device(device).type, resolve_dtype(device, dtype)
         # On CPUs blocks have 128 tokens by default, and an instruction that prompts share is found in whole ones alone.
-        blocks = {"block_size": CPU_BLOCK} if self._device == "cpu" else {}
-        self._options: dict[str, Any] = {"max_model_len": self.shape.context, **blocks, **options}
+        # Compiling wants a C++ compiler there.
+        on_cpu = {"block_size": CPU_BLOCK, "enforce_eager": True} if self._device == "cpu" else {}
+        self._options: dict[str, Any] = {"max_model_len": self.shape.context, **on_cpu, **options}
         self.tokenizer = Tokenizer(directory)
         self._running: _Running | None = None
         self._prefix: tuple[int, ...] = ()
@@ -215,7 +216,6 @@ class VllmEngine:
                 async_scheduling=False,  # penalties look at tokens that a pass prepared ahead does not know yet
                 logits_processors=["engine.vllm.sampling:OurSampling"],
                 disable_log_stats=True,
-                enforce_eager=self._device == "cpu",  # compiling wants a C++ compiler there
                 **(self._options | setting),
             )
             return LLMEngine.from_engine_args(args)

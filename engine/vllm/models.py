@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -29,8 +30,22 @@ from engine.parts.unit import Unit
 from engine.vllm.adapted import adapted_layers
 from engine.vllm.passes import BEGINS, ENDS, PLATEAU, WHOLE, Pass, Rows, install
 from engine.vllm.plugin import schedule_of
+from engine.vllm.segments import Compiled, Graphs, compiled
 
 install()
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Units that the same rows of any pass run."""
+
+    first: Unit
+    own: Compiled  # with the model's weights
+    adapted: Compiled  # with the adapter's changes, where it makes any
+
+    @property
+    def variants(self) -> tuple[Compiled, ...]:
+        return (self.own,) if self.adapted is self.own else (self.adapted, self.own)
 
 
 class Skipping:
@@ -49,7 +64,6 @@ class Skipping:
         where = (Kernels(), model.dtype, self._device)
         self._bridges = {bridge: compile_bridge(bridge, *where) for bridge in schedule.all_bridges}
         self._adapted: dict[Unit, Any] = {}  # a unit's layer with the adapter's changes
-        self._adapted_for_prompts: dict[Unit, Any] = {}
         plans = unit_plans(schedule)
         # How many plateaus, the first ones, run each unit; and which bridges stand before it, on which plateau.
         self._running = {run.unit: plateaus for run, plateaus, _ in plans}
@@ -63,13 +77,14 @@ class Skipping:
             self._maps = compile_prompt_bridge(schedule.prompt_bridge, self.shape, *where)
             self._skips = schedule.prompt_bridge.skips
         self._skipped_by_prompts = frozenset(self._skips.block.units if self._skips else ())
+        self.graphs = Graphs(vllm_config, self.shape.hidden, model.dtype, self._device)
+        self._segments = [self._segment(units, vllm_config) for units in self._alike()]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """As vLLM's, and the adapter's copies of what it changes."""
         loaded: set[str] = super().load_weights(weights)  # type: ignore[misc]
         if self.schedule.adapter is not None:
             self._adapted, copies = adapted_layers(self.schedule.adapter, self.decoder_layers)
-            self._adapted_for_prompts = self._adapted if self.schedule.adapter.changes_prompts else {}
             self.adapted_modules = copies  # registered, so that vLLM prepares them as it does its own
         return loaded
 
@@ -78,7 +93,7 @@ class Skipping:
         ends = [sum(group <= last for group in groups) for last in range(PLATEAU + len(self.schedule.plateaus))]
         starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
         current = self.current = Pass(tuple(ends), starts, self._device)
-        wanted = {rows: None for unit in self._running if unit.kind == "a" for rows, _ in self._spans(unit, current)}
+        wanted = {rows: None for segment in self._segments for rows, _ in self._spans(segment, current)}
         if self._maps is not None and current.beginning.first < current.beginning.end:
             wanted[current.beginning] = None
         whole = Rows(0, ends[-1])
@@ -96,43 +111,44 @@ class Skipping:
         x = self.embedded(input_ids, positions, inputs_embeds)
         current = self.current
         if get_forward_context().attn_metadata is None or current is None:
-            for unit in self._running:
-                x = self.run(unit, self.decoder_layers[unit.layer], positions, x)
+            for segment in self._segments:
+                for run in segment.variants:  # all that passes will run: vLLM compiles, or records, what it sees here
+                    after = self.graphs.call(run, positions, x, {})
+                x = after
         elif self._maps is None:
-            x = self._run(self._running, current, positions, x)
+            x = self._run(self._segments, current, positions, x)
         else:
             first = self._maps.first
-            below = [unit for unit in self._running if unit.layer < first]
+            below = [segment for segment in self._segments if segment.first.layer < first]
             x = self._run(below, current, positions, x)
             kept, stopped = current.kept(), current.stopped()
             states, places = x[stopped], positions[stopped]
             if len(stopped):
                 for layer in range(first, self.shape.layers):
                     self._write(layer, states, places, stopped)
-            above = [unit for unit in self._running if unit.layer >= first]
+            above = self._segments[len(below) :]
             begins = current.begins()  # after what was written, which was not for them
             x[begins] = self._run_first(above, current, positions[begins], x[begins])
             if len(kept):
                 x[kept] = self._run(above, current, positions[kept], x[kept])
         return self.normed(x)
 
-    def _run(self, units: Iterable[Unit], current: Pass, positions: Tensor, x: Tensor) -> Tensor:
-        """Hidden states of the tokens of a pass, each through those of these units and bridges that it runs."""
-        for unit in units:
-            above = self._is_above(unit)
-            if self._skips is not None and unit == self._skips.block.first:
+    def _run(self, segments: Iterable[Segment], current: Pass, positions: Tensor, x: Tensor) -> Tensor:
+        """Hidden states of the tokens of a pass, each through those of these segments and bridges that it runs."""
+        for segment in segments:
+            above = self._is_above(segment.first)
+            if self._skips is not None and segment.first == self._skips.block.first:
                 prompts = slice(0, current.token(current.rows[ENDS]))
                 if prompts.stop:
                     self._skip_block(self._skips, current, prompts, positions, x)
-            for plateau, bridge in self._standing[unit]:
+            for plateau, bridge in self._standing[segment.first]:
                 first, end = current.rows[PLATEAU + plateau - 1 : PLATEAU + plateau + 1]
                 tokens = current.tokens(Rows(first, end, above))
                 if tokens.stop > tokens.start:
                     x[tokens] = bridge(x[tokens])
-            for rows, layer in self._spans(unit, current):
+            for rows, run in self._spans(segment, current):
                 tokens = current.tokens(rows)
-                with current.attending(rows):
-                    part = self.run(unit, layer, positions[tokens], x[tokens])
+                part = self.graphs.call(run, positions[tokens], x[tokens], current.attention(rows))
                 if len(part) == len(x):
                     x = part
                 else:
@@ -146,42 +162,65 @@ class Skipping:
         for layer in self._maps.within:
             self._write(layer, x[prompts], positions[prompts], prompts)
         # After what was written, which was not for them.
-        whole = self._run_first(skips.block.units, current, positions[begins], x[begins])
+        inside = [segment for segment in self._segments if segment.first in self._skipped_by_prompts]
+        whole = self._run_first(inside, current, positions[begins], x[begins])
         x[prompts] = self._bridges[skips](x[prompts])
         x[begins] = whole
 
-    def _run_first(self, units: Iterable[Unit], current: Pass, positions: Tensor, x: Tensor) -> Tensor:
+    def _run_first(self, segments: Iterable[Segment], current: Pass, positions: Tensor, x: Tensor) -> Tensor:
         """Hidden states of the first tokens of prompts that begin, which run every layer, by themselves."""
         if len(x):
-            for unit in units:
-                with current.attending(current.beginning):
-                    x = self.run(unit, self._layer_of_prompts(unit), positions, x)
+            for segment in segments:
+                x = self.graphs.call(self._of_prompts(segment), positions, x, current.attention(current.beginning))
         return x
 
-    def _spans(self, unit: Unit, current: Pass) -> list[tuple[Rows, Any]]:
-        """Rows that run a unit, and whose it is: with an adapter decode tokens run a layer of their own."""
-        above = self._is_above(unit)
+    def _alike(self) -> list[list[Unit]]:
+        """All units in order, in segments: parts that the same rows run, with bridges before their first ones alone."""
+        parts: list[list[Unit]] = []
+        last: Any = None
+        for unit, plateaus in self._running.items():
+            kind = (plateaus, unit in self._skipped_by_prompts, self._is_above(unit))
+            if kind != last or self._standing[unit]:
+                parts.append([])
+            parts[-1].append(unit)
+            last = kind
+        return parts
+
+    def _segment(self, units: Sequence[Unit], config: VllmConfig) -> Segment:
+        def own(unit: Unit, positions: Tensor, x: Tensor) -> Tensor:
+            return self.run(unit, self.decoder_layers[unit.layer], positions, x)
+
+        def adapted(unit: Unit, positions: Tensor, x: Tensor) -> Tensor:
+            return self.run(unit, self._adapted.get(unit, self.decoder_layers[unit.layer]), positions, x)
+
+        adapter, base = self.schedule.adapter, compiled(own, units, "own", config)
+        changes = adapter is not None and not adapter.changes.keys().isdisjoint(units)
+        return Segment(units[0], base, compiled(adapted, units, "adapted", config) if changes else base)
+
+    def _spans(self, segment: Segment, current: Pass) -> list[tuple[Rows, Compiled]]:
+        """Rows that run a segment, and how: with an adapter decode tokens have weights of their own."""
+        above = self._is_above(segment.first)
         # Prompts: above a prompt bridge those that end, in a block that they skip none.
-        first = current.rows[ENDS] if unit in self._skipped_by_prompts else current.rows[BEGINS] if above else 0
-        end = current.rows[PLATEAU - 1 + self._running[unit]]
-        layer = self.decoder_layers[unit.layer]
+        is_skipped = segment.first in self._skipped_by_prompts
+        first = current.rows[ENDS] if is_skipped else current.rows[BEGINS] if above else 0
+        end = current.rows[PLATEAU - 1 + self._running[segment.first]]
         ends, whole = current.rows[ENDS], current.rows[WHOLE]
         # Rows at full depth stand between prompts and decode tokens.
-        parts = [(first, ends, self._layer_of_prompts(unit)), (ends, whole, layer)]
-        parts.append((whole, end, self._adapted.get(unit, layer)))
-        spans: list[tuple[Rows, Any]] = []
-        for start, stop, runs in parts:
+        parts = [(first, ends, self._of_prompts(segment)), (ends, whole, segment.own), (whole, end, segment.adapted)]
+        spans: list[tuple[Rows, Compiled]] = []
+        for start, stop, run in parts:
             if stop <= start:
                 continue
-            if spans and spans[-1][1] is runs:  # in one
+            if spans and spans[-1][1] is run:  # in one
                 start = spans.pop()[0].first
-            spans.append((Rows(start, stop, above), runs))
+            spans.append((Rows(start, stop, above), run))
         # What prompts share first: those of the same pass that find it in the cache attend to it.
         return sorted(spans, key=lambda span: span[0].first != ends)
 
-    def _layer_of_prompts(self, unit: Unit) -> Any:
+    def _of_prompts(self, segment: Segment) -> Compiled:
         """With the adapter's changes, if it changes prompts."""
-        return self._adapted_for_prompts.get(unit, self.decoder_layers[unit.layer])
+        adapter = self.schedule.adapter
+        return segment.adapted if adapter is not None and adapter.changes_prompts else segment.own
 
     def _is_above(self, unit: Unit) -> bool:
         return self._maps is not None and unit.layer >= self._maps.first

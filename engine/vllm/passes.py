@@ -11,14 +11,12 @@ them built beside those of the whole pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from vllm.forward_context import get_forward_context, override_forward_context
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import AttentionGroup
 
@@ -84,17 +82,11 @@ class Pass:
         first, ends = self.rows[BEGINS], self.rows[ENDS]
         return row - first if row <= ends else ends - first + self.token(row) - self.token(ends)
 
-    @contextmanager
-    def attending(self, rows: Rows) -> Iterator[None]:
-        """Attention layers see these rows alone."""
+    def attention(self, rows: Rows) -> dict[str, Any]:
+        """What vLLM's context of the pass says differently where attention layers see these rows alone."""
         if rows not in self.metadata:
-            yield
-            return
-        context = get_forward_context()
-        with override_forward_context(
-            replace(context, attn_metadata=self.metadata[rows], slot_mapping=self.slots[rows])
-        ):
-            yield
+            return {}
+        return {"attn_metadata": self.metadata[rows], "slot_mapping": self.slots[rows]}
 
 
 def groups_of(schedule: Schedule, batch: Any, scheduled: Sequence[int], requests: Any) -> list[int]:
@@ -192,6 +184,7 @@ def install() -> None:
             raise RuntimeError("a schedule runs on blocks that are as attention has them: choose another --block-size")
         batch = runner.input_batch
         scheduled = [scheduler_output.num_scheduled_tokens[request] for request in batch.req_ids]
+        model.graphs.dispatch = runner.cudagraph_dispatcher.dispatch
         runner.row_groups = sort_rows(batch, groups_of(model.schedule, batch, scheduled, runner.requests))
 
     def built_by_depth(runner: Any, *args: Any, **kwargs: Any) -> Any:

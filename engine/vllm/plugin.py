@@ -88,8 +88,7 @@ def apply(config: Any) -> None:
     for what, used in _unsupported(config, schedule).items():
         if used:
             raise ScheduleError(f"a schedule does not run together with {what}")
-    # Which tokens run a layer changes from pass to pass: a recorded graph would have it frozen.
-    model.enforce_eager = True
+    _record_in_pieces(config.compilation_config)
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if config.use_v2_model_runner:  # a watermark wants it, or vLLM has read its environment before
         raise ScheduleError(
@@ -105,9 +104,21 @@ def apply(config: Any) -> None:
     log.info("decoding under the schedule %s", config.additional_config[SETTING])
 
 
+def _record_in_pieces(compilation: Any) -> None:
+    """Which tokens run a layer changes from pass to pass: a graph of a whole pass would have it frozen."""
+    from vllm.config import CUDAGraphMode
+
+    if compilation.cudagraph_mode != CUDAGraphMode.NONE:
+        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
+    # These move parts of a layer's work into the next layer, which other tokens may run.
+    compilation.pass_config.enable_sp = compilation.pass_config.fuse_gemm_comms = False
+
+
 def _unsupported(config: Any, schedule: Schedule) -> dict[str, bool]:
     """What has not been proven to give the schedule's tokens, and whether this configuration asks for it."""
     from vllm import envs
+    from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
+    from vllm.config import CompilationMode
 
     parallel, scheduler, model = config.parallel_config, config.scheduler_config, config.model_config
     adapter, bridge = schedule.adapter is not None, schedule.prompt_bridge is not None
@@ -122,6 +133,8 @@ def _unsupported(config: Any, schedule: Schedule) -> dict[str, bool]:
         "a cache offloaded to the host": config.cache_config.kv_offloading_size is not None,
         "sleep mode": model.enable_sleep_mode,
         "pooling": model.runner_type != "generate",
+        "compilation by PyTorch alone": config.compilation_config.mode == CompilationMode.STOCK_TORCH_COMPILE,
+        "breakable graphs": is_breakable_cudagraph_enabled(),
         "a scheduler class of your own": scheduler.scheduler_cls is not None,
         # Blocks of a row that is preempted by another of its pass stay in the cache, and are not computed.
         "priorities": scheduler.policy == "priority",

@@ -1,0 +1,90 @@
+"""Segments: units that the same rows of any pass run. vLLM compiles each by itself, and on GPUs records its graphs.
+
+Which tokens run a layer changes from pass to pass, so it is decided between segments; what is compiled, or recorded for
+a number of tokens, has no branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.compilation.backends import set_model_tag
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.forward_context import get_forward_context, override_forward_context
+
+from engine.parts.unit import Unit
+
+Run = Callable[[Unit, Tensor, Tensor], Tensor]  # a unit, positions [n], hidden states [n, hidden] -> those after it
+Compiled = Callable[[Tensor, Tensor], Tensor]  # positions and hidden states -> those after a segment
+
+
+class _Units(nn.Module):
+    """Hidden states [n, hidden] of tokens at positions [n] after units."""
+
+    def __init__(self, *, run: Run, units: Sequence[Unit], vllm_config: VllmConfig) -> None:
+        super().__init__()
+        self._run, self._units = run, units
+
+    def forward(self, positions: Tensor, x: Tensor) -> Tensor:
+        for unit in self._units:
+            x = self._run(unit, positions, x)
+        return x
+
+
+def compiled(run: Run, units: Sequence[Unit], name: str, config: VllmConfig) -> Compiled:
+    """What takes tokens through units, compiled at its first call if vLLM compiles at all.
+
+    A class and a code of its own for each: by these, and not by what a module holds, vLLM and PyTorch know what they
+    have compiled already, in this process and in caches on disk.
+    """
+    name = f"{name}_{'_'.join(map(str, units))}"
+    code = _Units.forward.__code__.replace(co_name=name)
+    forward = FunctionType(code, _Units.forward.__globals__, name)
+    forward.__qualname__ = f"{_Units.__qualname__}.{name}"
+    kind = type(name, (_Units,), {"forward": forward})
+    kind = support_torch_compile(dynamic_arg_dims={"positions": 0, "x": 0})(kind)
+    with set_model_tag(name):
+        module: Compiled = kind(run=run, units=tuple(units), vllm_config=config)
+    return module
+
+
+class Graphs:
+    """Calls segments so that vLLM's recorded graphs serve: for a number of tokens that it has recorded one of, and at
+    the addresses that it was recorded at. Where vLLM records none, calls pass through."""
+
+    def __init__(self, config: VllmConfig, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        """For hidden states of a width. The dispatcher, of the runner, comes later."""
+        self.dispatch: Callable[[int], tuple[CUDAGraphMode, Any]] | None = None
+        compilation = config.compilation_config
+        recorded = compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE)
+        most = (compilation.max_cudagraph_capture_size or 0) if recorded else 0
+        self._x = torch.zeros(most, width, dtype=dtype, device=device)
+        self._positions = torch.zeros(most, dtype=torch.int64, device=device)
+
+    def call(self, segment: Compiled, positions: Tensor, x: Tensor, attention: dict[str, Any]) -> Tensor:
+        """Hidden states [n, hidden] after a segment.
+
+        Args:
+            segment: as `compiled` gives it.
+            positions, x: of n tokens.
+            attention: what vLLM's context of the pass says differently of these tokens.
+        """
+        context = get_forward_context()
+        mode, batch = context.cudagraph_runtime_mode, context.batch_descriptor
+        if context.attn_metadata is not None and self.dispatch is not None:  # else: a dummy pass, or it records
+            mode, batch = self.dispatch(len(x))
+        changed = replace(context, cudagraph_runtime_mode=mode, batch_descriptor=batch, **attention)
+        with override_forward_context(changed):
+            if mode == CUDAGraphMode.NONE:
+                return segment(positions, x)
+            n, padded = len(x), batch.num_tokens  # what stands behind them runs too, and is seen by no one
+            self._x[:n].copy_(x)
+            self._positions[:n].copy_(positions)
+            # Of memory that the next graph writes to.
+            return segment(self._positions[:padded], self._x[:padded])[:n].clone()
