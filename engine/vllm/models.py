@@ -56,6 +56,11 @@ class Skipping:
         schedule = schedule_of(vllm_config)
         if schedule is None:
             raise ScheduleError("no schedule is named")
+        if vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+            raise ScheduleError(
+                "a schedule runs with graphs of parts of a pass alone, which vLLM splits around attention: leave "
+                "--compilation-config to it, or take --enforce-eager"
+            )
         config, model = vllm_config.model_config.hf_config, vllm_config.model_config
         self.schedule, self.shape = schedule, family_of(config).shape(config)
         schedule.check_fits(self.shape)
@@ -92,7 +97,7 @@ class Skipping:
         """The pass over rows sorted by their groups, each with so many tokens: what its attention needs to know."""
         ends = [sum(group <= last for group in groups) for last in range(PLATEAU + len(self.schedule.plateaus))]
         starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
-        current = self.current = Pass(tuple(ends), starts, self._device)
+        current = self.current = Pass(tuple(ends), starts, self._device, self.graphs)
         wanted = {rows: None for segment in self._segments for rows, _ in self._spans(segment, current)}
         if self._maps is not None and current.beginning.first < current.beginning.end:
             wanted[current.beginning] = None

@@ -22,6 +22,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from engine.schedules.schedule import Schedule
 from engine.vllm.plugin import ATTENTION, FULL_DEPTH, shared_of
+from engine.vllm.segments import Graphs
 
 # Groups of rows, each further plateau the next one. Prompts that begin stand side by side, and so do those that end.
 GOES_ON, BEGINS, BEGINS_AND_ENDS, ENDS, WHOLE, PLATEAU = range(6)
@@ -43,6 +44,7 @@ class Pass:
     rows: tuple[int, ...]  # where each group of rows ends
     starts: Tensor  # [rows + 1] where each row's tokens start, on the host
     device: torch.device
+    graphs: Graphs
     wanted: tuple[Rows, ...] = ()  # those that attention needs metadata of
     metadata: dict[Rows, dict[str, Any]] = field(default_factory=dict)  # by layer's name
     slots: dict[Rows, dict[str, Tensor]] = field(default_factory=dict)
@@ -209,9 +211,10 @@ def install() -> None:
             group.get_metadata_builder(0).supports_update_block_table = False
             for rows in _building.wanted:
                 part = part_of(common, rows, _building)
+                slots = _building.graphs.padded(part.slot_mapping)
                 built = build_group(group, part, *args, **kwargs)
                 _building.metadata.setdefault(rows, {}).update(dict.fromkeys(group.layer_names, built))
-                _building.slots.setdefault(rows, {}).update(dict.fromkeys(group.layer_names, part.slot_mapping))
+                _building.slots.setdefault(rows, {}).update(dict.fromkeys(group.layer_names, slots))
         return whole
 
     GPUModelRunner._may_reorder_batch = sorted_by_depth

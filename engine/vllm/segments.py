@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from vllm.compilation.backends import set_model_tag
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import get_forward_context, override_forward_context
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
 from engine.parts.unit import Unit
 
@@ -59,13 +61,21 @@ class Graphs:
     the addresses that it was recorded at. Where vLLM records none, calls pass through."""
 
     def __init__(self, config: VllmConfig, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        """For hidden states of a width. The dispatcher, of the runner, comes later."""
-        self.dispatch: Callable[[int], tuple[CUDAGraphMode, Any]] | None = None
+        """For hidden states of a width."""
+        # The graph for a number of tokens, if there is one: the runner's, before its first pass.
+        self.dispatch: Callable[[int], tuple[CUDAGraphMode, Any]] = lambda tokens: (CUDAGraphMode.NONE, None)
         compilation = config.compilation_config
         recorded = compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE)
         most = (compilation.max_cudagraph_capture_size or 0) if recorded else 0
         self._x = torch.zeros(most, width, dtype=dtype, device=device)
         self._positions = torch.zeros(most, dtype=torch.int64, device=device)
+
+    def padded(self, slots: Tensor) -> Tensor:
+        """Slots [n] of the cache for tokens of one call, and none for what runs behind them."""
+        mode, batch = self.dispatch(len(slots))
+        if mode == CUDAGraphMode.NONE:
+            return slots
+        return pad(slots, (0, batch.num_tokens - len(slots)), value=PAD_SLOT_ID)
 
     def call(self, segment: Compiled, positions: Tensor, x: Tensor, attention: dict[str, Any]) -> Tensor:
         """Hidden states [n, hidden] after a segment.
@@ -76,8 +86,9 @@ class Graphs:
             attention: what vLLM's context of the pass says differently of these tokens.
         """
         context = get_forward_context()
-        mode, batch = context.cudagraph_runtime_mode, context.batch_descriptor
-        if context.attn_metadata is not None and self.dispatch is not None:  # else: a dummy pass, or it records
+        if context.attn_metadata is None:  # a dummy pass, or one that records
+            mode, batch = context.cudagraph_runtime_mode, context.batch_descriptor
+        else:
             mode, batch = self.dispatch(len(x))
         changed = replace(context, cudagraph_runtime_mode=mode, batch_descriptor=batch, **attention)
         with override_forward_context(changed):
