@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,12 +11,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from engine.checkpoints import checkpoint
+from engine.checkpoints.digests import cache_directory
 from engine.checkpoints.tokenizer import Tokenizer
 from engine.decoding.feeding import feed, named
 from engine.decoding.generation import Generation, Sample, generation_of, samples_of
@@ -201,24 +204,38 @@ class VllmEngine:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         register()  # vLLM's own look at entry points misses it where the project is not installed, but imported
-        with TemporaryDirectory() as directory:
-            setting: dict[str, Any] = {}
-            if not schedule.is_full_depth:
-                schedule.write(directory)
-                setting = {"additional_config": {SETTING: directory}}
-            if rows > (self._options.get("max_num_batched_tokens") or PASS_TOKENS):
-                setting["max_num_batched_tokens"] = rows  # vLLM wants room for a token of each in a pass
-            args = EngineArgs(
-                model=str(self._directory),
-                skip_tokenizer_init=True,
-                dtype=self._dtype,
-                max_num_seqs=rows,
-                async_scheduling=False,  # penalties look at tokens that a pass prepared ahead does not know yet
-                logits_processors=["engine.vllm.sampling:OurSampling"],
-                disable_log_stats=True,
-                **(self._options | setting),
-            )
-            return LLMEngine.from_engine_args(args)
+        setting: dict[str, Any] = {}
+        if not schedule.is_full_depth:
+            setting = {"additional_config": {SETTING: str(_kept(schedule))}}
+        if rows > (self._options.get("max_num_batched_tokens") or PASS_TOKENS):
+            setting["max_num_batched_tokens"] = rows  # vLLM wants room for a token of each in a pass
+        args = EngineArgs(
+            model=str(self._directory),
+            skip_tokenizer_init=True,
+            dtype=self._dtype,
+            max_num_seqs=rows,
+            async_scheduling=False,  # penalties look at tokens that a pass prepared ahead does not know yet
+            logits_processors=["engine.vllm.sampling:OurSampling"],
+            disable_log_stats=True,
+            **(self._options | setting),
+        )
+        return LLMEngine.from_engine_args(args)
+
+
+def _kept(schedule: Schedule) -> Path:
+    """A directory with a schedule, named by its content: by that name vLLM finds again what it has compiled for it."""
+    place = cache_directory() / "schedules"
+    place.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=place) as scratch:
+        written = Path(scratch) / "schedule"
+        schedule.write(written)
+        digest = hashlib.sha256()
+        for file in sorted(written.iterdir()):
+            digest.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
+        target = place / digest.hexdigest()[:16]
+        with suppress(OSError):  # it is there
+            os.rename(written, target)
+    return target
 
 
 class VllmDecoding:

@@ -56,10 +56,12 @@ class Skipping:
         schedule = schedule_of(vllm_config)
         if schedule is None:
             raise ScheduleError("no schedule is named")
-        if vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+        compilation = vllm_config.compilation_config  # by now what it will be
+        graphs = compilation.cudagraph_mode
+        if graphs.has_full_cudagraphs() or (graphs and not compilation.splitting_ops_contain_kv_cache_update()):
             raise ScheduleError(
-                "a schedule runs with graphs of parts of a pass alone, which vLLM splits around attention: leave "
-                "--compilation-config to it, or take --enforce-eager"
+                "a schedule runs with graphs that hold neither attention nor what is written to its cache: leave "
+                "--compilation-config to vLLM, or take --enforce-eager"
             )
         config, model = vllm_config.model_config.hf_config, vllm_config.model_config
         self.schedule, self.shape = schedule, family_of(config).shape(config)
@@ -198,9 +200,10 @@ class Skipping:
         def adapted(unit: Unit, positions: Tensor, x: Tensor) -> Tensor:
             return self.run(unit, self._adapted.get(unit, self.decoder_layers[unit.layer]), positions, x)
 
-        adapter, base = self.schedule.adapter, compiled(own, units, "own", config)
-        changes = adapter is not None and not adapter.changes.keys().isdisjoint(units)
-        return Segment(units[0], base, compiled(adapted, units, "adapted", config) if changes else base)
+        base, changes = compiled(own, units, "own", (), config), self.schedule.adapter and self.schedule.adapter.changes
+        if not changes or changes.keys().isdisjoint(units):
+            return Segment(units[0], base, base)
+        return Segment(units[0], base, compiled(adapted, units, "adapted", changes, config))
 
     def _spans(self, segment: Segment, current: Pass) -> list[tuple[Rows, Compiled]]:
         """Rows that run a segment, and how: with an adapter decode tokens have weights of their own."""

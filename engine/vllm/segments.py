@@ -6,7 +6,8 @@ a number of tokens, has no branch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
@@ -39,20 +40,21 @@ class _Units(nn.Module):
         return x
 
 
-def compiled(run: Run, units: Sequence[Unit], name: str, config: VllmConfig) -> Compiled:
+def compiled(run: Run, units: Sequence[Unit], kind: str, depends_on: Iterable[Unit], config: VllmConfig) -> Compiled:
     """What takes tokens through units, compiled at its first call if vLLM compiles at all.
 
     A class and a code of its own for each: by these, and not by what a module holds, vLLM and PyTorch know what they
-    have compiled already, in this process and in caches on disk.
+    have compiled already, in this process and in caches on disk. So its name says all that `run` looks at but weights:
+    of which kind it is, and further units that it depends on.
     """
-    name = f"{name}_{'_'.join(map(str, units))}"
+    said = f"{' '.join(map(str, units))}; {' '.join(map(str, depends_on))}"
+    name = f"{kind}_{units[0]}_{units[-1]}_{hashlib.sha256(said.encode()).hexdigest()[:12]}"
     code = _Units.forward.__code__.replace(co_name=name)
     forward = FunctionType(code, _Units.forward.__globals__, name)
     forward.__qualname__ = f"{_Units.__qualname__}.{name}"
-    kind = type(name, (_Units,), {"forward": forward})
-    kind = support_torch_compile(dynamic_arg_dims={"positions": 0, "x": 0})(kind)
+    own = support_torch_compile(dynamic_arg_dims={"positions": 0, "x": 0})(type(name, (_Units,), {"forward": forward}))
     with set_model_tag(name):
-        module: Compiled = kind(run=run, units=tuple(units), vllm_config=config)
+        module: Compiled = own(run=run, units=tuple(units), vllm_config=config)
     return module
 
 
@@ -96,6 +98,7 @@ class Graphs:
                 return segment(positions, x)
             n, padded = len(x), batch.num_tokens  # what stands behind them runs too, and is seen by no one
             self._x[:n].copy_(x)
+            self._x[n:padded].zero_()
             self._positions[:n].copy_(positions)
             # Of memory that the next graph writes to.
             return segment(self._positions[:padded], self._x[:padded])[:n].clone()

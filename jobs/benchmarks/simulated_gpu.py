@@ -4,8 +4,7 @@
 
 vLLM's own scheduler, held to our rules, decides what each pass takes; a clock of ours says how long the pass lasts.
 Each unit takes as long as its slice of the tokens needs of arithmetic or of memory, whichever is more, at published
-shares of the card's rates. Without recorded graphs, as a schedule runs today, a pass lasts no less than the host takes
-to start its kernels.
+shares of the card's rates. Without recorded graphs a pass lasts no less than the host takes to start its kernels.
 """
 
 from __future__ import annotations

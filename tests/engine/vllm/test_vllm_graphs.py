@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from shutil import which
 from typing import Any, ClassVar
@@ -18,15 +19,20 @@ from torch import Tensor
 
 from engine import Sampling
 from engine.errors import ScheduleError
+from engine.parts.unit import Unit
+from tests.engine.adapters import random_adapter
 from tests.engine.prompts import random_prompts
 
 pytest.importorskip("vllm.config", exc_type=ImportError)
 
+from vllm.compilation.counter import compilation_counter
+from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
+from vllm.config import CompilationConfig
 from vllm.forward_context import get_forward_context
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from tests.engine.vllm.both_engines import LENGTHS, VARIANTS, generations, pair, schedule, whole
+from tests.engine.vllm.both_engines import LENGTHS, VARIANTS, generations, pair, whole
 
 SAMPLING = Sampling(max_new_tokens=14)
 SIZES = [1, 2, 4, 8, 16]  # tokens that graphs are recorded of; passes take up to 48
@@ -77,9 +83,14 @@ def _tensors(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else list(value)
 
 
+needs_compiler = pytest.mark.skipif(which("g++") is None, reason="compiling for a CPU takes a C++ compiler")
+
+
 @pytest.fixture
-def with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's CPU compiles as a GPU does, in pieces around attention, and records each."""
+def with_graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's CPU compiles as a GPU does, in pieces around attention, and records each. Without a C++ compiler, unless
+    the parameter names one of PyTorch's that takes it."""
+    backend = getattr(request, "param", "eager")
     check, warm_up = CpuPlatform.check_and_update_config.__func__, CPUWorker.compile_or_warm_up_model  # type: ignore[attr-defined]
 
     def checked(cls: Any, config: Any) -> None:
@@ -88,7 +99,7 @@ def with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         check(cls, config)
         for name, value in kept.items():
             setattr(compilation, name, value)
-        compilation.backend = "eager"  # no C++ compiler
+        compilation.backend = backend
 
     def warmed_up(worker: Any) -> Any:
         monkeypatch.setattr(Recorded, "recording", True)
@@ -101,6 +112,8 @@ def with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuPlatform, "support_static_graph_mode", classmethod(lambda cls: True))
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(checked))
     monkeypatch.setattr(CpuPlatform, "get_static_graph_wrapper_cls", classmethod(lambda cls: f"{__name__}.Recorded"))
+    # It looks for operations that the CPU build lacks; PyTorch does without what it spares.
+    monkeypatch.setattr(FixFunctionalizationPass, "__call__", lambda self, graph: None)
     monkeypatch.setattr(CPUWorker, "compile_or_warm_up_model", warmed_up)
     Recorded.replays.clear()
 
@@ -120,18 +133,51 @@ def test_graphs_that_are_replayed_give_our_own_engines_tokens(
     vllm.close()
 
 
-@pytest.mark.skipif(which("g++") is None, reason="compiling for a CPU takes a C++ compiler")
+@needs_compiler
 def test_compiled_passes_give_our_own_engines_tokens(make_checkpoint: Callable[..., Path]) -> None:
     own, vllm = pair(make_checkpoint(**VARIANTS["llama"]), enforce_eager=False)
-    prompts = random_prompts(LENGTHS, seed=2)
-    for under in (schedule(), whole(own), None):
-        assert generations(vllm, prompts, SAMPLING, under) == generations(own, prompts, SAMPLING, under)
+    prompts, under = random_prompts(LENGTHS, seed=2), whole(own)
+    assert generations(vllm, prompts, SAMPLING, under) == generations(own, prompts, SAMPLING, under)
     vllm.close()
 
 
-def test_graphs_of_whole_passes_are_refused(with_graphs: None, make_checkpoint: Callable[..., Path]) -> None:
-    """They would have it frozen which tokens run a layer."""
-    fused: dict[str, Any] = {**GRAPHS, "pass_config": {"fuse_attn_quant": True}}
-    own, vllm = pair(make_checkpoint(**VARIANTS["llama"]), enforce_eager=False, compilation_config=fused)
-    with pytest.raises(ScheduleError, match="graphs of parts of a pass alone"):
+@needs_compiler
+@pytest.mark.parametrize("with_graphs", ["inductor"], indirect=True)
+def test_what_was_compiled_is_found_again_by_what_it_runs(
+    with_graphs: None, make_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by the schedule's path: there an adapter may be trained anew."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "compiled"))
+    monkeypatch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", "0")  # which fails on CPUs, without a schedule too
+    own, vllm = pair(make_checkpoint(**VARIANTS["llama"]), enforce_eager=False, compilation_config=GRAPHS)
+    prompts, first = random_prompts(LENGTHS, seed=2), whole(own)
+    second = replace(first, adapter=random_adapter(own.decoder, [Unit("m", 0), Unit("a", 4)]))
+    found = []
+    for under in (first, first, second):
+        kept = tmp_path / "schedule"
+        under.write(kept)
+        monkeypatch.setattr("engine.vllm.engine._kept", lambda schedule, kept=kept: kept)
+        before = compilation_counter.num_aot_artifacts_loaded
+        assert generations(vllm, prompts, SAMPLING, under) == generations(own, prompts, SAMPLING, under)
+        assert generations(vllm, prompts, SAMPLING) == generations(own, prompts, SAMPLING)
+        found.append(compilation_counter.num_aot_artifacts_loaded - before)
+        vllm.close()
+    at_first, everything, of_the_model = found
+    assert at_first == 0 < of_the_model < everything
+
+
+@pytest.mark.parametrize(
+    "compilation",
+    [
+        {"pass_config": {"fuse_attn_quant": True}},  # graphs of whole passes
+        {"splitting_ops": list(CompilationConfig._attention_ops)},  # with what is written to the cache
+    ],
+)
+def test_graphs_that_would_freeze_who_runs_a_layer_are_refused(
+    compilation: dict[str, Any], with_graphs: None, make_checkpoint: Callable[..., Path]
+) -> None:
+    own, vllm = pair(
+        make_checkpoint(**VARIANTS["llama"]), enforce_eager=False, compilation_config={**GRAPHS, **compilation}
+    )
+    with pytest.raises(ScheduleError, match="neither attention nor what is written to its cache"):
         generations(vllm, random_prompts(LENGTHS), SAMPLING, whole(own))

@@ -397,6 +397,7 @@ ALLOWED = {
     },  # likewise, and scratch files
     "engine/checkpoints/digests.py": {"os.replace"},  # kept digests, in the user's cache
     "engine/checkpoints/checkpoint.py": {"os.rename"},  # a converted checkpoint, in the user's cache
+    "engine/vllm/engine.py": {"os.rename"},  # a schedule, likewise
     "engine/adaptation/checkpoint.py": {"os.replace"},  # of its own unfinished file, in a claimed directory
     "engine/calibration/answer_file.py": {"os.replace"},  # likewise
     "pipeline/evaluation/solved.py": {"scratch.replace"},  # likewise
