@@ -34,7 +34,7 @@ from pipeline import logs
 from pipeline.errors import JobError, JobStopped
 from pipeline.inputs.sample_prompts import Part
 from pipeline.monitoring.stage_progress import StageProgress
-from pipeline.storage.settings import StorageConfig
+from pipeline.storage.settings import Place, StorageConfig
 
 CHECKPOINT_FILE = "training.safetensors"
 MORE_ANSWERS_FILE = "more_answers.safetensors"
@@ -55,7 +55,7 @@ class AdaptModel(AnswersConfig):
     prompts are bridged, of all layers for prompts too.
     """
 
-    schedule: str | None = Field(
+    schedule: Place | None = Field(
         None,
         description="directory or URL of a calibrated schedule, or of several: these are trained together, with one "
         "adapter that serves all of them; without any, answers run every layer, and --prompt-layers says what prompts "
@@ -64,7 +64,9 @@ class AdaptModel(AnswersConfig):
     target_speedup: float | None = Field(
         None, ge=1, description="train one of several schedules alone, the one made for this or that just reaches it"
     )
-    output: str = Field(description="local directory for what is trained, like that of schedule; a rerun goes on there")
+    output: Place = Field(
+        description="local directory for what is trained, like that of schedule; a rerun goes on there"
+    )
     part: Part = Field("train", description=PART)
     prompts: int = Field(1500, ge=20, description="prompts to draw, by the seed; the model answers each of them")
     answers_per_prompt: int = Field(

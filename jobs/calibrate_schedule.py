@@ -29,6 +29,7 @@ from pipeline.inputs.sample_prompts import Part
 from pipeline.monitoring.stage_progress import StageProgress
 from pipeline.reporting.schedule_maps import schedule_maps
 from pipeline.storage.ownership import claim_directory
+from pipeline.storage.settings import Place
 
 PROGRAM = "calibrate_schedule.py"
 MAPS_FILE = "schedules.svg"
@@ -43,7 +44,7 @@ class CalibrateSchedule(AnswersConfig):
     """Fit and choose bridged schedules on a sample of your prompts; writes a directory for each, and draws them."""
 
     part: Part = Field("calibrate", description=PART)
-    output: str = Field(description="local directory to write the schedules to, one below it for each target")
+    output: Place = Field(description="local directory to write the schedules to, one below it for each target")
     prompts: int = Field(500, ge=LEAST_ANSWERS, description="prompts to draw, by the seed")
     max_new_tokens: int = Field(64, ge=2, description="longest answer")
     target_speedups: list[TargetSpeedup] = Field([1.25, 1.45, 1.65], min_length=1, description="decode FLOP speed-ups")

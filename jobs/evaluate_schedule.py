@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -45,7 +45,7 @@ from pipeline.preparing.fit import longest_prompt, read_schedules, warn_of_anoth
 from pipeline.reporting.page import REPORT_FILE
 from pipeline.rows.rows import TOKENS
 from pipeline.storage.ownership import claim_directory
-from pipeline.storage.settings import StorageConfig
+from pipeline.storage.settings import Place, StorageConfig
 from pipeline.storage.storage import Storage
 from pipeline.values.show import names, texts
 
@@ -60,8 +60,10 @@ RIVALS_FOLDER = "rivals"  # in the work folder as they were solved, beside it as
 class EvaluateSchedule(CorpusConfig):
     """Judge schedules and rivals against full depth: quality with intervals, FLOPs and speed. Rerun to resume."""
 
-    output: Path = Field(description="directory to write to; outputs found there are not computed again")
-    schedules: list[str] = Field(
+    output: Annotated[Path, AfterValidator(Path.expanduser)] = Field(
+        description="directory to write to; outputs found there are not computed again"
+    )
+    schedules: list[Place] = Field(
         [],
         description="schedule files, their directories, or directories of such directories (as calibrating writes): "
         "paths or URLs",

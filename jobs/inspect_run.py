@@ -20,7 +20,7 @@ from pipeline.errors import JobError
 from pipeline.inspection import Inspection, inspect, verify
 from pipeline.preparing.run_record import read_run
 from pipeline.reporting.report import summary
-from pipeline.storage.settings import StorageConfig
+from pipeline.storage.settings import Place, StorageConfig
 from pipeline.storage.storage import Storage
 
 PROGRAM = "inspect_run.py"
@@ -30,7 +30,7 @@ MOST_SHOWN = 10  # of failed units, and of damages
 class InspectRun(StorageConfig):
     """Say how far the run in an output is, what it has cost, what failed and how to go on."""
 
-    output: str = Field(description="output of a job, or a data set: a local directory or any fsspec URL")
+    output: Place = Field(description="output of a job, or a data set: a local directory or any fsspec URL")
     verify: bool = Field(False, description="read every file: check sums, row counts, and that each row is there once")
 
 

@@ -5,6 +5,7 @@ python jobs/summarize_corpus.py --input corpus/ --output out/ --id-column id --t
 
 from __future__ import annotations
 
+import shlex
 import sys
 
 from pydantic import Field
@@ -13,6 +14,7 @@ from jobs import command_line, job_output
 from jobs.prompts import SUMMARIZE
 from pipeline.config import JobConfig
 from pipeline.run import run_job
+from pipeline.storage.settings import StorageConfig
 
 PROGRAM = "summarize_corpus.py"
 
@@ -38,7 +40,9 @@ def summarize(config: SummarizeCorpus) -> None:
     result = run_job(config)
     job_output.show_result(config, result)
     print(f"report: {result.report}")
-    print(f"look into it with: {sys.executable} jobs/inspect_run.py {result.output}")
+    reached = config.model_dump(include=set(StorageConfig.model_fields), exclude_defaults=True)
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in reached.items()]
+    print(f"look into it with: {shlex.join([sys.executable, 'jobs/inspect_run.py', result.output, *flags])}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from engine import Sampling
 from pipeline.logs import LogFormat
 from pipeline.rows.template import PromptTemplate
-from pipeline.storage.settings import StorageConfig
+from pipeline.storage.settings import Place, StorageConfig
 from pipeline.storage.storage import Storage
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -102,7 +102,7 @@ class GenerationConfig(AnswerConfig):
         "just reaches it, with the whole sample where they skip layers of prompts, in decoding elsewhere; without "
         "--schedule a plain SkipDecode schedule that does in decoding; default full depth",
     )
-    schedule: str | None = Field(
+    schedule: Place | None = Field(
         None,
         description="schedule to run: path or URL of a schedule.json, of its directory, or of several to choose from",
     )
@@ -140,8 +140,10 @@ class JobConfig(GenerationConfig, StorageConfig):
         None, ge=0, description="what a GPU costs per hour, for the bill; without GPUs, what a replica costs"
     )
 
-    input: str = Field(description="Parquet file, directory or glob: a local path or any fsspec URL such as s3://")
-    output: str = Field(description="directory to write to; an unfinished run found there is resumed")
+    input: Place = Field(
+        min_length=1, description="Parquet file, directory or glob: a local path or any fsspec URL such as s3://"
+    )
+    output: Place = Field(description="directory to write to; an unfinished run found there is resumed")
     fresh: bool = Field(False, description="delete the run found in the output and start anew, instead of resuming it")
     incremental: bool = Field(
         False,

@@ -8,9 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from engine.checkpoints import checkpoint
 from engine.checkpoints.control_tokens import ControlTokens, is_marked
-from engine.errors import ModelError
+from engine.errors import ModelError, PromptError
 
 
 class Tokenizer:
@@ -74,15 +76,24 @@ class Tokenizer:
         return [*before, *self._control_tokens.encode(text), *after]
 
     def encode_chat(self, user: str, system: str | None = None) -> list[int]:
-        """A chat of one user turn, ready for the assistant's. Raises ModelError without a chat template."""
+        """A chat of one user turn, ready for the assistant's. Raises as `encode_messages`."""
         messages = [{"role": "system", "content": system}] if system is not None else []
         return self.encode_messages([*messages, {"role": "user", "content": user}])
 
     def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """A chat of messages with role and content, ready for the assistant's next. Raises as `encode_chat`."""
+        """A chat of messages with role and content, ready for the assistant's next.
+
+        Raises ModelError without a chat template; PromptError if the template refuses the chat, as some do a system
+        message.
+        """
         if not self.has_chat_template:
             raise ModelError("the model has no chat template: use raw prompts, or an instruction-tuned model")
-        return self.encode_plain(self._rendered(messages))
+        try:
+            rendered = self._rendered(messages)
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise PromptError(f"the model's chat template refuses a chat of {roles} ({error})") from None
+        return self.encode_plain(rendered)
 
     @cached_property
     def _control_tokens(self) -> ControlTokens:

@@ -26,7 +26,7 @@ from engine.decoding.sampling import Sampling
 from engine.decoding.stats import BatchStats
 from engine.decoding.stopping import Stopping
 from engine.engine import Engine, check_device, resolve_device, resolve_dtype
-from engine.errors import ModelError
+from engine.errors import ModelError, ScheduleError
 from engine.forward.ledger import Ledger
 from engine.forward.prompt_pass import shared_tokens
 from engine.forward.quality import Scores
@@ -153,7 +153,8 @@ class VllmEngine:
         """An open stream, as `Engine.decoding`; another may be open if it is at full depth. vLLM starts anew, and rows
         under way are lost, under another schedule or with more rows than it was started for.
 
-        Raises ScheduleError if the schedule does not fit the model; ValueError for a batch_size below 1.
+        Raises ScheduleError if the schedule does not fit the model, ModelError if vLLM does not start; ValueError for
+        a batch_size below 1.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size must be >= 1, got {batch_size}")
@@ -164,7 +165,12 @@ class VllmEngine:
             batch_size = min(batch_size, running.seats)  # beside rows under a schedule: no reason to start anew
         if self._running is None or not self._running.can(schedule, batch_size):
             self.close()
-            self._running = _Running(self._start(schedule, batch_size), schedule, batch_size)
+            try:
+                self._running = _Running(self._start(schedule, batch_size), schedule, batch_size)
+            except ScheduleError:
+                raise
+            except Exception as error:  # vLLM's own and its libraries', which name what is wrong in their words
+                raise ModelError(f"vLLM does not start with model {self._model!r}: {error}") from error
         stopping = Stopping(sampling or Sampling(), self.tokenizer)
         ledger, context = Ledger(self.shape, schedule), self._options["max_model_len"]
         return VllmDecoding(self._running, stopping, ledger, context, self._prefix)
@@ -225,7 +231,11 @@ class VllmEngine:
 def _kept(schedule: Schedule) -> Path:
     """A directory with a schedule, named by its content: by that name vLLM finds again what it has compiled for it."""
     place = cache_directory() / "schedules"
-    place.mkdir(parents=True, exist_ok=True)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        way_out = "set SKIPDECODE_CACHE to a directory that can"
+        raise ScheduleError(f"{str(place)!r} cannot be written ({error}): {way_out}") from None
     with TemporaryDirectory(dir=place) as scratch:
         written = Path(scratch) / "schedule"
         schedule.write(written)

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from pipeline.config import JobConfig
 from pipeline.dataset.patterns import finder
+from pipeline.storage.settings import Place
 
 SAMPLE = "sample"  # the column of a sample's number
 GENERATION = "_generation"  # the run's own output, below the data set's directory
@@ -25,7 +26,7 @@ class FilterConfig(BaseModel):
     max_chars: int | None = Field(None, ge=1, description="drop longer generations")
     require_pattern: str | None = Field(None, description="keep generations in which this RE2 expression is found")
     forbid_pattern: str | None = Field(None, description="drop generations in which this RE2 expression is found")
-    json_schema: str | None = Field(
+    json_schema: Place | None = Field(
         None, description="JSON Schema file: keep generations that are JSON and valid under it"
     )
     max_repetition: float | None = Field(

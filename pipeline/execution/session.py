@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import ray
 from ray.exceptions import RayError, UserCodeException
 
-from engine import ModelError
+from engine import ModelError, ScheduleError
 from pipeline.commits.commit import SNAPSHOT_EVERY, Commit, total, write_snapshot
 from pipeline.commits.failed import FailedUnit, record_failure
 from pipeline.errors import JobError, JobStopped
@@ -226,16 +226,19 @@ class Session:
             self._board.stop()
 
 
+_TOLD = (ModelError, ScheduleError, JobError, JobStopped)  # what says itself how to go on
+
+
 def _ended(error: Exception) -> Exception:
     """What the user is told when Ray ends a pass: a replica that can't load its model, or a cluster that is gone."""
     cause: BaseException | None = error
     while cause is not None:
         inner = getattr(cause, "cause", None)
-        if isinstance(inner, ModelError | JobError | JobStopped):
+        if isinstance(inner, _TOLD):
             return inner
         cause = inner if isinstance(inner, BaseException) else cause.__cause__
     last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-    for kind in (ModelError, JobError, JobStopped):  # of what ends an actor as it starts, Ray keeps the text alone
+    for kind in _TOLD:  # of what ends an actor as it starts, Ray keeps the text alone
         name = f"{kind.__module__}.{kind.__name__}: "
         if last.startswith(name):
             return kind(last.removeprefix(name))

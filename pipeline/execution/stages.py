@@ -113,6 +113,7 @@ class UnitGenerator:
         self._generator = RowGenerator(engine, config.sampling(), schedule, config.batch_size)
         shape, size, fraction = task.backend.shape(config), config.batch_size, config.audit_fraction
         self._auditor = Auditor(engine, tokenizer, shape, config.sampling(), schedule, size, fraction)
+        engine.begin(config.sampling(), schedule, config.batch_size)
         board.ready()
 
     def run(self, unit: WorkUnit, prepared: pa.Table) -> Parcel:

@@ -21,7 +21,7 @@ from pipeline.inputs.work import Plan, make_plan
 from pipeline.rows.read import read_units
 from pipeline.rows.rows import ERROR, chosen, prepare
 from pipeline.rows.template import PromptTemplate, PromptTokenizer
-from pipeline.storage.settings import StorageConfig
+from pipeline.storage.settings import Place, StorageConfig
 from pipeline.storage.storage import Storage
 from pipeline.values.show import names
 
@@ -47,7 +47,9 @@ def part_of(key: str) -> Part:
 class CorpusConfig(AnswerConfig, StorageConfig):
     """From which rows prompts are drawn, and how the model answers them."""
 
-    input: str = Field(description="Parquet file, directory or glob: a local path or any fsspec URL such as s3://")
+    input: Place = Field(
+        min_length=1, description="Parquet file, directory or glob: a local path or any fsspec URL such as s3://"
+    )
     s3_anonymous_input: bool = Field(False, description="read a public input without credentials")
 
     @property

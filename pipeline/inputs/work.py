@@ -127,7 +127,10 @@ def make_plan(config: JobConfig, template: PromptTemplate, known: Mapping[str, K
         keep.insert(0, config.id_column)
     unknown = [name for name in keep if name not in columns]
     if unknown:
-        raise JobError(f"the input has no column {unknown[0]!r}: it has {', '.join(sorted(columns))}")
+        option = "id_column" if unknown[0] == config.id_column else "keep_columns"
+        raise JobError(
+            f"the input has no column {unknown[0]!r}, which {option} names: it has {', '.join(sorted(columns))}"
+        )
     read = dict.fromkeys([*keep, config.text_column, *(template.fields - {"text"})])
     types = {name: _column_type(files, name) for name in read}
     kept = pa.schema([(name, types[name]) for name in keep])

@@ -9,6 +9,7 @@ from typing import Any
 
 from engine import ModelShape, Schedule
 from pipeline.config import JobConfig
+from pipeline.errors import JobError
 from pipeline.inputs.known_files import KnownFile, recall_files
 from pipeline.inputs.work import Plan, make_plan
 from pipeline.preparing.backend import Backend, ModelIdentity
@@ -18,6 +19,8 @@ from pipeline.rows.rows import output_schema
 from pipeline.rows.template import PromptTemplate
 from pipeline.storage.ownership import Kind, check_files, check_place
 from pipeline.storage.storage import absolute
+
+PACKAGES = "working_dir_files"  # where Ray unpacks the working directory of a submitted job, on each node
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ def prepare_run(config: JobConfig, backend: Backend | None = None) -> Preparatio
     shape = backend.shape(config)
     schedule = choose_schedule(config, shape, config)
     longest = longest_prompt(config, shape)
+    template.shared_prefix(backend.tokenizer(config))  # is there a prompt that this model takes?
     identity = backend.identity(config)
     warn_of_another_model(schedule, config.model, identity.digest)
     description = describe_run(config, plan, schedule, identity)
@@ -64,8 +68,14 @@ def prepare_run(config: JobConfig, backend: Backend | None = None) -> Preparatio
 
 
 def absolute_paths(config: JobConfig) -> JobConfig:
-    """The same configuration with paths that workers, whose directory is another, understand."""
+    """The same configuration with paths that workers, whose directory is another, understand. Raises JobError."""
     paths = {"input": absolute(config.input), "output": absolute(config.output)}
+    for name, path in paths.items():
+        if PACKAGES in Path(path).parts:
+            raise JobError(
+                f"{name} {getattr(config, name)!r} lies in the working directory that travels with a submitted job, a "
+                "copy on each node: name a path that all nodes share, or a URL such as s3://"
+            )
     if os.path.exists(config.model):  # a Path raises for a name too long
         paths["model"] = str(Path(config.model).resolve())
     return config.model_copy(update=paths)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, Protocol
 
-from engine import BatchStats, Generation, Sampling, Schedule, Scores
+from engine import BatchStats, Generation, ModelError, Sampling, Schedule, ScheduleError, Scores
 from pipeline.errors import one_line
 
 log = logging.getLogger(__name__)
@@ -76,6 +76,7 @@ class RowGenerator:
 
         Raises:
             DeviceBroken: nothing more can come from this process.
+            ModelError, ScheduleError: the engine cannot start again.
             TooManyRowsFailed: all rows fail, or more than MOST_QUARANTINED do.
         """
         found: dict[int, Generation | str] = {}
@@ -94,6 +95,8 @@ class RowGenerator:
                 ):
                     found[rows[generation.index]] = generation
                 continue
+            except (ModelError, ScheduleError):
+                raise  # of the engine, not of any row
             except Exception as raised:
                 if is_device_broken(raised):
                     raise DeviceBroken(_named(raised)) from raised

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from engine import BatchStats, Decoding, Generation, Sampling, Schedule, Scores
 from pipeline.rows.row_generator import Generator
@@ -107,6 +107,15 @@ class SharedEngine:
         self._thread = ThreadPoolExecutor(1, "engine")
         self._engine = self._thread.submit(load).result()
         self._shared: _Shared | None = None
+
+    def begin(self, sampling: Sampling, schedule: Schedule | None, batch_size: int | Literal["auto"]) -> None:
+        """Have the engine start for such calls: what it cannot do is raised now, and not for the first call's rows."""
+
+        def opened() -> None:
+            rows = self._engine.fitting_batch_size(1, sampling, schedule) if batch_size == "auto" else batch_size
+            self._engine.decoding(sampling, schedule, rows).close()
+
+        self._thread.submit(opened).result()
 
     def share_prefix(self, tokens: Sequence[int]) -> int:
         return self._thread.submit(self._engine.share_prefix, tokens).result()

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Literal, NamedTuple, Protocol
 
-from engine import parse_json
+from engine import ModelError, PromptError, parse_json
 from pipeline.errors import JobError
 
 _PROBES = ("a", "The", "7", "é", "\u4e2d", "(", '"', "#", "\n", "")  # beginnings of texts
@@ -113,11 +113,15 @@ class PromptTemplate:
     def shared_prefix(self, tokenizer: PromptTokenizer) -> list[int]:
         """Tokens that the prompts of nearly all rows begin with: the instruction before the first field.
 
-        A text that a tokenizer would melt with the instruction's end makes a prompt that begins otherwise.
+        A text that a tokenizer would melt with the instruction's end makes a prompt that begins otherwise. Raises
+        ModelError for a model that no prompt of this template can be rendered for.
         """
         if self.format == "messages":
             return []
-        renders = [self._render(dict.fromkeys(self.fields, text), tokenizer) for text in _PROBES]
+        try:
+            renders = [self._render(dict.fromkeys(self.fields, text), tokenizer) for text in _PROBES]
+        except PromptError as error:
+            raise ModelError(f"{error}: leave out --system, or use --prompt-format raw") from None
         in_step = zip(*renders, strict=False)
         return [tokens[0] for tokens in takewhile(lambda tokens: len(set(tokens)) == 1, in_step)]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from pipeline.errors import JobError
 from pipeline.redaction import redacted
@@ -18,6 +19,9 @@ AZURE = ("abfs://", "abfss://", "az://")
 _PASSWORD = re.compile(r"(?!arn:)[^/?#\[]*:(?!\d+[/?#]).*@", re.DOTALL)
 _S3_PASSWORD = re.compile(r"(?!arn:)[^/?#\[]*:.*@", re.DOTALL)
 _WHERE = "leave them to the environment, a profile (s3_profile) or the machine's role"
+
+# A URL, or a local path, where ~ is the home directory: in YAML no shell makes it so.
+Place = Annotated[str, AfterValidator(os.path.expanduser)]
 
 
 class StorageConfig(BaseModel):

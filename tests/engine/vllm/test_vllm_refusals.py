@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine import Engine, Schedule
-from engine.errors import ScheduleError
+from engine.errors import ModelError, ScheduleError
 from tests.engine.conftest import random_prompt_bridge
 
 pytest.importorskip("vllm.config", exc_type=ImportError)
@@ -25,7 +25,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from engine.vllm.engine import VllmEngine
 from engine.vllm.plugin import FULL_DEPTH, SETTING, SHARED, apply, register, shared_of
-from tests.engine.vllm.both_engines import VARIANTS, schedule, whole
+from tests.engine.vllm.both_engines import VARIANTS, in_vllm, schedule, whole
 
 
 @pytest.fixture(scope="module")
@@ -187,3 +187,10 @@ def test_streaming_input_is_refused_under_a_schedule(config: Any, tmp_path: Path
     with pytest.raises(VLLMValidationError, match="does not run together with streaming input"):
         admit(config, schedule(), tmp_path / "plain", SamplingParams(), resumable=True)
     admit(config, None, tmp_path, SamplingParams(), resumable=True)
+
+
+def test_a_vllm_that_does_not_start_is_the_models_error(make_checkpoint: Callable[..., Path]) -> None:
+    """Not that of the rows that it was started for."""
+    engine = in_vllm(make_checkpoint(**VARIANTS["llama"]), quantization="nonsense")
+    with pytest.raises(ModelError, match=r"vLLM does not start with model .*nonsense"):
+        engine.decoding(schedule=schedule())

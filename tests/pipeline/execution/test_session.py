@@ -11,7 +11,7 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from engine import ModelError
+from engine import ModelError, ScheduleError
 from pipeline.commits.commit import Commit, Totals
 from pipeline.config import JobConfig
 from pipeline.errors import JobStopped
@@ -91,9 +91,10 @@ def test_what_ends_a_replica_as_it_starts_is_told_as_what_it_is() -> None:
         kind = type(error)
         return ActorDiedError(RayTaskError("Replica", f"Traceback:\n{kind.__module__}.{kind.__name__}: {error}", error))
 
-    refused = _ended(raised_in_a_replica(ModelError("device 'cuda' is not there")))
-    assert isinstance(refused, ModelError)
-    assert str(refused) == "device 'cuda' is not there"
+    for kind in (ModelError, ScheduleError):
+        refused = _ended(raised_in_a_replica(kind("device 'cuda' is not there")))
+        assert isinstance(refused, kind)
+        assert str(refused) == "device 'cuda' is not there"
     gone = _ended(raised_in_a_replica(OSError("no route")))
     assert isinstance(gone, JobStopped)
     assert "no route" in str(gone)

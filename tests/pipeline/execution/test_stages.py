@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from engine_double import LAYERS, ByteTokenizer, Echo, EchoBackend
 
-from engine import Generation, Schedule
+from engine import Generation, ModelError, Schedule
 from pipeline.config import JobConfig
 from pipeline.execution.stages import Task, UnitGenerator
 from pipeline.monitoring.spending import EnergyMeter
@@ -79,3 +79,26 @@ def test_the_time_of_an_audit_is_that_of_its_unit(
     cost = parcel.cost or {}
     assert cost["audited"] == 1
     assert cost["seconds"] >= AUDIT_S
+
+
+@dataclass(frozen=True)
+class Unstarted(Echo):
+    def decoding(self, *terms: Any) -> Any:
+        raise ModelError("does not start")
+
+
+def test_an_engine_that_does_not_start_ends_its_replica_before_it_says_that_it_is_ready(
+    job: Callable[..., JobConfig],
+) -> None:
+    """Not the rows of its first unit, one by one."""
+    told: list[str] = []
+
+    class Board:
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *_: told.append(name)
+
+    template = PromptTemplate("{text}", format="raw")
+    task = Task(job(), EchoBackend(Unstarted()), template, Schedule.full_depth(LAYERS), (), pa.schema([]), 100, "run")
+    with pytest.raises(ModelError, match="does not start"):
+        UnitGenerator(task, 1, cast(Any, Board()))
+    assert told == ["starting"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from pydantic import ValidationError
 
 from engine import Engine, ModelError, ScheduleError
 from pipeline.config import GenerationConfig, JobConfig
@@ -133,3 +134,28 @@ def test_a_prompt_without_the_text(refusal: Callable[..., str]) -> None:
 
 def test_an_output_on_an_unknown_storage(refusal: Callable[..., str]) -> None:
     assert "gopher://out" in refusal(JobError, output="gopher://out")
+
+
+@pytest.mark.parametrize("option", ["input", "output"])
+def test_a_path_in_the_working_directory_of_a_submitted_job(
+    refusal: Callable[..., str], option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray unpacks it anew on each node, and after each change of the code."""
+    package = tmp_path / "working_dir_files" / "_ray_pkg_1"
+    package.mkdir(parents=True)
+    monkeypatch.chdir(package)
+    message = refusal(JobError, **{option: "texts"})
+    assert f"{option} 'texts' lies in the working directory that travels with a submitted job" in message
+
+
+def test_a_path_in_the_home_directory_is_one_where_no_shell_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/of/mine")
+    config = JobConfig(input="~/in", output="~/out", schedule="~/schedule")
+    assert [config.input, config.output, config.schedule] == [
+        "/home/of/mine/in", "/home/of/mine/out", "/home/of/mine/schedule"
+    ]  # fmt: skip
+
+
+def test_an_input_that_is_empty_is_not_the_directory_that_the_job_was_started_in() -> None:
+    with pytest.raises(ValidationError, match="at least 1 character"):
+        JobConfig(input="", output="out")

@@ -12,7 +12,7 @@ from engine_double import Echo
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import BatchStats, Generation, Sampling, Schedule
+from engine import BatchStats, Generation, ModelError, Sampling, Schedule, ScheduleError
 from pipeline.rows.row_generator import (
     MOST_QUARANTINED,
     DeviceBroken,
@@ -144,3 +144,9 @@ def test_a_device_that_broke_is_no_rows_error() -> None:
 )
 def test_what_torch_says_is_understood(error: Exception, memory: bool, device: bool) -> None:
     assert (is_out_of_memory(error), is_device_broken(error)) == (memory, device)
+
+
+@pytest.mark.parametrize("kind", [ModelError, ScheduleError])
+def test_an_engine_that_does_not_start_again_is_no_rows_error(kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="does not start"):
+        outcome(Moody(raising={2: kind("does not start")}), [2])

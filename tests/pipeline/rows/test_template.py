@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from engine import Tokenizer
+from engine import ModelError, Tokenizer
 from pipeline.errors import JobError
 from pipeline.rows.template import PromptTemplate, RowError
 
@@ -267,3 +267,13 @@ def test_text_without_control_tokens_becomes_the_tokens_that_it_always_did(
     assume(text.strip() and not re.search(r"<\|im_end\|>|<reponame>", f"{text}:"))
     assert raw("{text}: say").encode({"text": text}, tokenizer, PLENTY).tokens == tokenizer.encode(f"{text}: say")
     assert PromptTemplate("{text}").encode({"text": text}, tokenizer, PLENTY).tokens == tokenizer.encode_chat(text)
+
+
+def test_a_model_whose_chat_template_refuses_a_system_text_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of Gemma 2 and the first Mistral do."""
+    tokenizer = Tokenizer.load("smollm2-135m-instruct")
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}a"
+    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", refuses)
+    assert PromptTemplate("{text}").shared_prefix(tokenizer) == tokenizer.encode_plain("a")
+    with pytest.raises(ModelError, match=r"refuses a chat of system, user \(System role not supported\): leave out"):
+        PromptTemplate("{text}", system="Be short.").shared_prefix(tokenizer)
