@@ -12,6 +12,7 @@ from pipeline.storage.settings import Place
 
 SAMPLE = "sample"  # the column of a sample's number
 GENERATION = "_generation"  # the run's own output, below the data set's directory
+FOLDER, SPLIT = "data", "train"  # of its shards
 
 
 class FilterConfig(BaseModel):
