@@ -31,13 +31,11 @@ from jobs import command_line
 from jobs.answers import PART, TargetSpeedup
 from jobs.prompts import SUMMARIZE
 from pipeline.errors import JobError
-from pipeline.evaluation.bridged_rivals import bridged_rivals, whole_sample_rivals
+from pipeline.evaluation.bridged_rivals import bridged_rivals, whole_sample_rivals, with_shorter_prompts
 from pipeline.evaluation.contender import Contender, ending
 from pipeline.evaluation.figures import Figures, combined, figures, read_outputs
 from pipeline.evaluation.report import render
-from pipeline.evaluation.rivals import RIVALS, RivalCalibration
-from pipeline.evaluation.shorter_prompts import with_shorter_prompts
-from pipeline.evaluation.solved import SolvedRivals
+from pipeline.evaluation.rivals import RIVALS, RivalCalibration, SolvedRivals
 from pipeline.evaluation.study import Prompt, Study
 from pipeline.inputs.sample_prompts import CorpusConfig, Part, sample_prompts
 from pipeline.inputs.work import input_columns

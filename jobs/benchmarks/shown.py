@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from pipeline.reporting.chart_style import ACCENT, INK, PALE
+from pipeline.reporting.page import ACCENT, INK, PALE
 
 SEGMENTS = {  # of the seconds of a job, and their colours
     "prompts: arithmetic": ACCENT,

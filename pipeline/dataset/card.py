@@ -11,9 +11,8 @@ import pyarrow as pa
 from huggingface_hub import DatasetCardData
 
 from pipeline.commits.commit import Totals, checksum
-from pipeline.dataset.config import DatasetConfig
+from pipeline.dataset.config import FOLDER, SPLIT, DatasetConfig
 from pipeline.dataset.filters import Filters
-from pipeline.dataset.shards import FOLDER, SPLIT
 from pipeline.redaction import redacted
 from pipeline.reporting.audit import audit_facts
 

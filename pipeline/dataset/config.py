@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Literal, Self
 
+import re2
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from pipeline.config import JobConfig
-from pipeline.dataset.patterns import finder
 from pipeline.storage.settings import Place
 
 SAMPLE = "sample"  # the column of a sample's number
 GENERATION = "_generation"  # the run's own output, below the data set's directory
+FOLDER, SPLIT = "data", "train"  # of its shards
 
 
 class FilterConfig(BaseModel):
@@ -96,3 +99,25 @@ class DatasetConfig(JobConfig, FilterConfig):
         if self.samples_per_prompt > 1 and not self.temperature and self.input_format == "parquet":
             raise ValueError("samples_per_prompt above 1 needs a temperature above 0: greedy samples are all the same")
         return self
+
+
+@cache
+def finder(pattern: str) -> Callable[[str], bool]:
+    """Whether the pattern is found in a text. Raises ValueError, in a few words, for one that RE2 has not.
+
+    Looking takes time that grows with the text alone: look-around and back-references are what takes other engines
+    exponential time, and there are none. Perl's `\\w`, `\\d`, `\\s` and `\\b` mean ASCII; `\\pL` and `\\pN` are all
+    letters and numbers.
+    """
+    options = re2.Options()
+    options.log_errors = False
+    try:
+        compiled = re2.compile(pattern, options)
+    except (re2.error, UnicodeError) as error:
+        said = error.args[0] if error.args else error
+        said = said.decode(errors="replace") if isinstance(said, bytes) else said
+        raise ValueError(
+            f"{said}; patterns are RE2's, without look-around and back-references, so that none takes forever"
+        ) from None
+
+    return lambda text: compiled.search(text.encode(errors="replace").decode()) is not None

@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.dataset.config import DatasetConfig, FilterConfig
+from pipeline.dataset.config import DatasetConfig, FilterConfig, finder
 from pipeline.dataset.json_filter import JsonFilter
-from pipeline.dataset.patterns import finder
 from pipeline.reporting.text_metrics import repetition
 
 Row = Mapping[str, Any]

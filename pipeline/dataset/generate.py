@@ -18,18 +18,17 @@ from pipeline.commits.commit import SUCCESS_FILE, checksum, open_rows, read_comm
 from pipeline.commits.manifest import read_manifest
 from pipeline.dataset import openai_batch
 from pipeline.dataset.card import is_signed, write_card
-from pipeline.dataset.config import GENERATION, SAMPLE, DatasetConfig
+from pipeline.dataset.config import FOLDER, GENERATION, SAMPLE, SPLIT, DatasetConfig
 from pipeline.dataset.filters import FILTERED, Filters
-from pipeline.dataset.shards import FOLDER, write_shards
 from pipeline.errors import JobError
 from pipeline.preparing.backend import Backend
 from pipeline.rows.rows import chosen
 from pipeline.run import RunResult, leased, run_leased
-from pipeline.storage.ownership import Kind, check_place, remove
+from pipeline.storage.ownership import Kind, check_place, own, remove
 from pipeline.storage.records import LARGE, Count, Fingerprint, PublishedFile, Record
 from pipeline.storage.storage import Storage
 from pipeline.storage.stores import Unfit
-from pipeline.values.row_groups import read_parquet
+from pipeline.values.row_groups import read_parquet, to_parquet
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +53,16 @@ class _DatasetManifest(TypedDict):
 _RECORD: Record[dict[str, Any]] = Record(
     _DatasetManifest, "delete it, and start the job again: the data set is published anew from the run", LARGE
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """A Parquet file of the data set."""
+
+    file: str  # below the data set's directory
+    rows: int
+    size: int  # in bytes
+    checksum: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +156,7 @@ def _publish(
             first = next(kept, None)
             if first is None:
                 raise JobError(f"input {config.input!r} has no rows: there is no data set to make")
-            shards = write_shards(storage, chain([first], kept), config.rows_per_shard)
+            shards = _write_shards(storage, chain([first], kept), config.rows_per_shard)
             files = [asdict(shard) for shard in shards]
             card = write_card(job.model_copy(update={"output": config.output}), success, result.totals, filters,
                               first.schema)  # fmt: skip
@@ -180,6 +189,37 @@ def _kept(tables: Iterable[pa.Table], filters: Filters) -> Iterator[pa.Table]:
         # Other columns may hold what Python has no value for.
         keep = [filters.reason_to_drop(row) is None for row in table.select(FILTERED).to_pylist()]
         yield chosen(table, keep).drop_columns(list(LEFT_OUT))
+
+
+def _write_shards(storage: Storage, tables: Iterable[pa.Table], rows_per_shard: int) -> list[_Shard]:
+    """Write the rows of one or more tables, and remove shards of an earlier, longer data set.
+
+    Each is written whole under its number, so that writing again replaces the same objects.
+
+    Raises StorageGone, StorageRefused.
+    """
+    shards = []
+    for number, table in enumerate(_cut(tables, rows_per_shard)):
+        content, name = to_parquet(table), f"{FOLDER}/{SPLIT}-{number:05d}.parquet"
+        storage.write(name, content)
+        shards.append(_Shard(name, table.num_rows, len(content), checksum(content)))
+    written = {shard.file for shard in shards}
+    remove(storage, Kind.DATA_SET, [name for name in own(Kind.DATA_SET, storage.names(FOLDER)) if name not in written])
+    return shards
+
+
+def _cut(tables: Iterable[pa.Table], rows: int) -> Iterator[pa.Table]:
+    """The same rows in tables of so many, the last of less; at least one: an empty data set has a schema too."""
+    parts: list[pa.Table] = []
+    held, is_cut = 0, False
+    for table in tables:
+        while held + table.num_rows >= rows:
+            yield pa.concat_tables([*parts, table.slice(0, rows - held)])
+            table, parts, held, is_cut = table.slice(rows - held), [], 0, True
+        parts.append(table)
+        held += table.num_rows
+    if held or not is_cut:
+        yield pa.concat_tables(parts)
 
 
 def _may_write_card(storage: Storage) -> bool:

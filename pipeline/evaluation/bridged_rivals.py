@@ -3,6 +3,8 @@ skipped block and a head preview, and for the whole sample a prompt bridge besid
 
 So these are no published methods: they show how much of the quality comes from that and how much from the choice of
 layers. They can be trained like this project's own schedules.
+
+Prompt bridges are fitted for any contender here, rival or not.
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ from dataclasses import replace
 
 import torch
 
-from engine import Block, Bridge, Schedule, ScheduleError, decode_flop_speedup
+from engine import Block, Bridge, Engine, PromptBridge, Schedule, ScheduleError, decode_flop_speedup
 from engine.calibration.collect import collect_moments
 from engine.calibration.head import HeadStates, counted_preview
-from engine.calibration.prompts import PromptCut, counted_prompt_bridge, fit_prompt_bridge, prompt_cut_for
+from engine.calibration.prompts import PromptCut, counted_prompt_bridge, fit_prompt_bridge, prompt_cut, prompt_cut_for
 from engine.forward.target import DEFAULT_WARMUP, sample_flop_speedup
 from engine.forward.teacher_forcing import Answer
 from engine.schedules import decays, orders
@@ -107,6 +109,24 @@ def whole_sample_rivals(
         bridge = fit_prompt_bridge(calibration.engine, calibration.prompts, cut, StageProgress(log))
         assert isinstance(rival.method, Schedule)
         yield replace(rival, method=replace(rival.method, prompt_bridge=bridge))
+
+
+def with_shorter_prompts(
+    contenders: Sequence[Contender], prompt_layers: Sequence[int], engine: Engine, prompts: Sequence[Sequence[int]]
+) -> Iterator[Contender]:
+    """Each schedule without a prompt bridge, with one for each number of layers that prompts are to run.
+
+    The bridges are fitted on `prompts`, token ids; adaptive rules are passed over.
+    """
+    for layers in sorted(set(prompt_layers), reverse=True):
+        note = f"prompts run {layers} layers; their bridge is fitted on {len(prompts)} prompts"
+        bridges: dict[PromptCut, PromptBridge] = {}
+        for one in contenders:
+            if isinstance(one.method, Schedule) and one.prompt_layers is None:
+                cut = prompt_cut(engine.shape, layers, [one.method])
+                if cut not in bridges:
+                    bridges[cut] = fit_prompt_bridge(engine, prompts, cut, StageProgress(log))
+                yield replace(one, method=replace(one.method, prompt_bridge=bridges[cut]), note=note)
 
 
 def _solve(targets: Sequence[float], calibration: RivalCalibration, bridges: RivalBridges) -> list[Named]:

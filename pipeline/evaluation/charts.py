@@ -13,7 +13,7 @@ from engine.adaptation.curve import Point
 from engine.bootstrap import Estimate
 from pipeline.evaluation.contender import FULL_DEPTH
 from pipeline.evaluation.figures import Figures
-from pipeline.reporting.chart_style import ACCENT, INK, PALE, head, panels, to_svg
+from pipeline.reporting.page import ACCENT, INK, PALE, head, panels, to_svg
 
 # Rivals: hues that stay apart for most colour-blind readers (Okabe and Ito's palette, without its green).
 RIVAL_COLORS = (

@@ -16,8 +16,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryErr
 from pipeline.commits.commit import commit_unit
 from pipeline.errors import one_line
 from pipeline.execution.cluster import TASK_CPUS, ReplicaResources
-from pipeline.execution.commit_stage import committed
-from pipeline.execution.stages import Task, UnitGenerator
+from pipeline.execution.stages import Task, UnitGenerator, committed
 from pipeline.execution.wire import Failure, Parcel, from_bytes
 from pipeline.logs import about, set_up_worker
 from pipeline.monitoring.board import Board

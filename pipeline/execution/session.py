@@ -1,10 +1,14 @@
-"""One session of a run: passes over the units that are not committed, until each is committed or given up."""
+"""One session of a run: passes over the units that are not committed, until each is committed or given up.
+
+It ends early where nothing moves, and says who waits for what.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import defaultdict
+from collections.abc import Callable, Hashable
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -16,15 +20,14 @@ from pipeline.commits.commit import SNAPSHOT_EVERY, Commit, total, write_snapsho
 from pipeline.commits.failed import FailedUnit, record_failure
 from pipeline.errors import JobError, JobStopped
 from pipeline.execution.attempts import Attempts, Next
-from pipeline.execution.cluster import replica_resources
+from pipeline.execution.cluster import ReplicaResources, replica_resources
 from pipeline.execution.interruption import Interruption
 from pipeline.execution.isolation import Isolation
 from pipeline.execution.stages import Task
 from pipeline.execution.stream import stream
-from pipeline.execution.watchdog import Watchdog, who_waits
 from pipeline.execution.wire import Failure, Parcel
 from pipeline.inputs.work import Plan
-from pipeline.monitoring.board import Board
+from pipeline.monitoring.board import Board, Counts
 from pipeline.monitoring.metrics import RunMeter
 from pipeline.monitoring.progress import ProgressReporter
 from pipeline.reporting.audit import fails_audit, say_failed_audit
@@ -224,6 +227,39 @@ class Session:
             self._stop_reason = reason
             self._stop_deadline = time.monotonic() + self._task.config.stop_grace_s
             self._board.stop()
+
+
+class Watchdog:
+    """Barks when what it is shown has not changed for too long."""
+
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit_s = limit_s
+        self._clock = clock
+        self._seen: Hashable = None
+        self._since = clock()
+
+    def stalled(self, progress: Hashable) -> bool:
+        """Whether the progress shown has been the same for the whole limit."""
+        if progress != self._seen:
+            self._seen, self._since = progress, self._clock()
+        return self._clock() - self._since >= self._limit_s
+
+
+def who_waits(counts: Counts, waiting_units: int, resources: ReplicaResources) -> str:
+    """One sentence part: what replicas do, how many units wait, what the cluster has left."""
+    free, whole = ray.available_resources(), ray.cluster_resources()
+    under_way = sorted(counts.running.items())[:8]
+    parts = [f"unit {unit} has been in {begun.replica} for {begun.seconds:.0f} s" for unit, begun in under_way]
+    if not counts.replicas:
+        parts.append(
+            f"no replica has started: {resources.count} want {resources.cpus:g} CPUs and {resources.gpus:g} GPUs each"
+        )
+    elif not counts.running:
+        parts.append(f"none of {counts.replicas} started replicas has a unit")
+    kinds = ("CPU", "GPU") if whole.get("GPU") else ("CPU",)
+    room = ", ".join(f"{free.get(kind, 0.0):g} of {whole.get(kind, 0.0):g} {kind}s" for kind in kinds)
+    nodes = sum(1 for node in ray.nodes() if node["Alive"])
+    return f"{'; '.join(parts)}; {waiting_units} units wait; {room} of {nodes} nodes are free"
 
 
 _TOLD = (ModelError, ScheduleError, JobError, JobStopped)  # what says itself how to go on

@@ -1,4 +1,4 @@
-"""The first two of the three stages a work unit passes through on Ray Data: read tasks -> replicas -> commit tasks."""
+"""The three stages a work unit passes through on Ray Data: read tasks -> replicas -> commit tasks."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from typing import NoReturn
 
 import pyarrow as pa
 
 from engine import BatchStats, Generation, Schedule
+from pipeline.commits.commit import Commit, commit_unit
 from pipeline.config import JobConfig
 from pipeline.execution.wire import Failure, Parcel, from_bytes, to_bytes
-from pipeline.logs import about, set_up_worker
+from pipeline.logs import LogFormat, about, set_up_worker
 from pipeline.monitoring.board import Board
 from pipeline.monitoring.metrics import ReplicaMeter
 from pipeline.monitoring.spending import EnergyMeter, Spending
@@ -31,7 +32,7 @@ from pipeline.rows.rows import generate, prepare
 from pipeline.rows.shared_engine import SharedEngine
 from pipeline.rows.template import PromptTemplate
 from pipeline.rows.unit import WorkUnit
-from pipeline.storage.storage import StorageGone
+from pipeline.storage.storage import Storage, StorageGone
 
 log = logging.getLogger(__name__)
 
@@ -186,6 +187,29 @@ class Replica:
                     parcel = Parcel(unit, failure=Failure.of("generate", error))
                 self._board.unit_done(unit.id)
             yield parcel.to_row()
+
+
+def commit(rows: pa.Table, storage: Storage, run: str, log_format: LogFormat) -> Iterator[pa.Table]:
+    """Commit stage: write and commit every unit of a batch to the output, as part of a run; failures pass through."""
+    set_up_worker(log_format, run)
+    for row in rows.to_pylist():
+        parcel = Parcel.from_row(row)
+        if parcel.table is not None:
+            parcel = committed(parcel.unit, partial(_commit, parcel.table, parcel, storage, run))
+        yield parcel.to_row()
+
+
+def _commit(table: bytes, parcel: Parcel, storage: Storage, run: str) -> Commit:
+    return commit_unit(storage, parcel.unit, from_bytes(table), run, parcel.cost)
+
+
+def committed(unit: WorkUnit, write: Callable[[], Commit]) -> Parcel:
+    """The unit's commit, or why there is none."""
+    try:
+        with about(unit=unit.id):
+            return Parcel(unit, commit=write())
+    except Exception as error:
+        return Parcel(unit, failure=Failure.of("commit", error))
 
 
 @cache

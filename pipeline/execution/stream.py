@@ -16,8 +16,7 @@ from ray.util.annotations import RayDeprecationWarning
 
 from pipeline.config import JobConfig
 from pipeline.execution.cluster import TASK_CPUS, ReplicaResources
-from pipeline.execution.commit_stage import commit
-from pipeline.execution.stages import Replica, Task, read, span_row
+from pipeline.execution.stages import Replica, Task, commit, read, span_row
 from pipeline.execution.wire import Parcel
 from pipeline.monitoring.board import Board
 from pipeline.rows.unit import WorkUnit

@@ -1,13 +1,19 @@
-"""Reports as pages: one file, no network."""
+"""Reports as pages: one file, no network; and how the charts in them look."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
+import matplotlib as mpl
 from jinja2 import ChoiceLoader, Environment, PackageLoader
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 REPORT_FILE = "report.html"
+INK, ACCENT, PALE = "#24292f", "#2f6f4f", "#c9d8cf"
+COLUMNS = 3  # small pictures side by side
 
 
 def render(room: str, content: dict[str, Any], **filters: Callable[..., str]) -> str:
@@ -16,3 +22,30 @@ def render(room: str, content: dict[str, Any], **filters: Callable[..., str]) ->
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True)
     environment.filters |= filters
     return environment.get_template("report.html.jinja").render(content)
+
+
+def panels(count: int, height: float, columns: int = COLUMNS) -> tuple[Figure, list[Axes]]:
+    """`count` pictures, `columns` side by side, unused places hidden; heights in inches."""
+    columns = min(columns, max(1, count))
+    rows = -(-max(1, count) // columns)
+    figure = Figure(figsize=(9.6, height * rows + 0.5), layout="constrained")
+    found = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes in found[count:]:
+        axes.set_visible(False)
+    return figure, found
+
+
+def head(axes: Axes, title: str) -> None:
+    """A title, and no frame."""
+    axes.set_title(title, loc="left", fontsize=10, color=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def to_svg(figure: Figure) -> str:
+    """An <svg> element that can stand in a page beside others."""
+    sink = io.StringIO()
+    # Names inside one page must differ from figure to figure, yet the page must not change from run to run.
+    with mpl.rc_context({"svg.hashsalt": "skipdecode", "svg.fonttype": "path"}):
+        figure.savefig(sink, format="svg", metadata={"Date": None})
+    text = sink.getvalue()
+    return text[text.index("<svg") :]

@@ -13,9 +13,8 @@ from pipeline.config import JobConfig
 from pipeline.redaction import redacted
 from pipeline.reporting.audit import audit_estimate, audit_facts
 from pipeline.reporting.bill import bill
-from pipeline.reporting.chart_style import ACCENT, INK, PALE, head, panels, to_svg
 from pipeline.reporting.forecast import Line
-from pipeline.reporting.page import REPORT_FILE, render
+from pipeline.reporting.page import ACCENT, INK, PALE, REPORT_FILE, head, panels, render, to_svg
 from pipeline.reporting.schedule_maps import schedule_maps
 from pipeline.rows.rows import GENERATED
 from pipeline.storage.records import LARGE

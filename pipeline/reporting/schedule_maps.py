@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from engine import Schedule
-from pipeline.reporting.chart_style import ACCENT, COLUMNS, INK, PALE, panels, to_svg
+from pipeline.reporting.page import ACCENT, COLUMNS, INK, PALE, panels, to_svg
 
 BRIDGE = "#d9a441"
 TITLE_CHARACTERS = 40  # that fit above one of them

@@ -51,8 +51,7 @@ from pipeline.dataset.json_filter import JsonFilter
 from pipeline.dataset.openai_batch import read_requests, write_requests
 from pipeline.errors import JobError, UnitsFailed
 from pipeline.evaluation.contender import Contender
-from pipeline.evaluation.rivals import RivalCalibration
-from pipeline.evaluation.solved import SolvedRivals
+from pipeline.evaluation.rivals import RivalCalibration, SolvedRivals
 from pipeline.evaluation.study import BatchTiming, Prompt, Study
 from pipeline.rows.template import RowError, _messages
 from pipeline.run import run_job

@@ -11,8 +11,7 @@ from engine import EarlyExit, Engine, Sampling, Schedule, ScheduleError, decode_
 from engine.schedules.schedule import Plateau
 from pipeline.evaluation import rivals as module
 from pipeline.evaluation.contender import Contender
-from pipeline.evaluation.rivals import RIVALS, TOLERANCE, RivalCalibration, skipdecode, solve_rival
-from pipeline.evaluation.solved import SolvedRivals
+from pipeline.evaluation.rivals import RIVALS, TOLERANCE, RivalCalibration, SolvedRivals, skipdecode, solve_rival
 
 TARGETS = [1.3, 1.6]
 
