@@ -43,10 +43,6 @@ class Segment:
     own: Compiled  # with the model's weights
     adapted: Compiled  # with the adapter's changes, where it makes any
 
-    @property
-    def variants(self) -> tuple[Compiled, ...]:
-        return (self.own,) if self.adapted is self.own else (self.adapted, self.own)
-
 
 class Skipping:
     """A model of vLLM's under a schedule. Subclasses say what the units of their layers are."""
@@ -119,9 +115,9 @@ class Skipping:
         current = self.current
         if get_forward_context().attn_metadata is None or current is None:
             for segment in self._segments:
-                for run in segment.variants:  # all that passes will run: vLLM compiles, or records, what it sees here
-                    after = self.graphs.call(run, positions, x, {})
-                x = after
+                if segment.adapted is not segment.own:  # vLLM compiles, or records, what it sees here
+                    self.graphs.call(segment.adapted, positions, x, {})
+                x = self.graphs.call(segment.own, positions, x, {})
         elif self._maps is None:
             x = self._run(self._segments, current, positions, x)
         else:
@@ -200,10 +196,10 @@ class Skipping:
         def adapted(unit: Unit, positions: Tensor, x: Tensor) -> Tensor:
             return self.run(unit, self._adapted.get(unit, self.decoder_layers[unit.layer]), positions, x)
 
-        base, changes = compiled(own, units, "own", (), config), self.schedule.adapter and self.schedule.adapter.changes
-        if not changes or changes.keys().isdisjoint(units):
+        base, adapter = compiled(own, units, "own", (), config), self.schedule.adapter
+        if adapter is None or adapter.changes.keys().isdisjoint(units):
             return Segment(units[0], base, base)
-        return Segment(units[0], base, compiled(adapted, units, "adapted", changes, config))
+        return Segment(units[0], base, compiled(adapted, units, "adapted", adapter.changes, config))
 
     def _spans(self, segment: Segment, current: Pass) -> list[tuple[Rows, Compiled]]:
         """Rows that run a segment, and how: with an adapter decode tokens have weights of their own."""

@@ -67,8 +67,7 @@ class Graphs:
         # The graph for a number of tokens, if there is one: the runner's, before its first pass.
         self.dispatch: Callable[[int], tuple[CUDAGraphMode, Any]] = lambda tokens: (CUDAGraphMode.NONE, None)
         compilation = config.compilation_config
-        recorded = compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE)
-        most = (compilation.max_cudagraph_capture_size or 0) if recorded else 0
+        most = (compilation.max_cudagraph_capture_size or 0) if compilation.cudagraph_mode else 0
         self._x = torch.zeros(most, width, dtype=dtype, device=device)
         self._positions = torch.zeros(most, dtype=torch.int64, device=device)
 
