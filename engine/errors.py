@@ -9,18 +9,19 @@ def brief(message: object) -> str:
     return text if len(text) <= MOST_SAID else f"{text[: MOST_SAID - 500]} ... {text[-500:]}"
 
 
-class ModelError(ValueError):
+class _Brief(ValueError):
+    """Whose message is kept brief."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(brief(message))
+
+
+class ModelError(_Brief):
     """The model cannot be found, read, or run by this engine."""
 
-    def __init__(self, message: object = "") -> None:
-        super().__init__(brief(message))
 
-
-class ScheduleError(ValueError):
+class ScheduleError(_Brief):
     """The schedule is malformed, does not fit the model, or cannot meet its target."""
-
-    def __init__(self, message: object = "") -> None:
-        super().__init__(brief(message))
 
 
 class PromptError(ValueError):

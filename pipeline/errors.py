@@ -4,25 +4,23 @@ from engine import brief
 from pipeline.redaction import redacted
 
 
-class JobError(Exception):
+class _Brief(Exception):
+    """Whose message is kept brief, and holds no secrets."""
+
+    def __init__(self, message: object) -> None:
+        super().__init__(brief(redacted(str(message))))
+
+
+class JobError(_Brief):
     """The job cannot start or go on: the input, the output or the configuration has to change first."""
 
-    def __init__(self, message: object) -> None:
-        super().__init__(brief(redacted(str(message))))
 
-
-class JobStopped(Exception):
+class JobStopped(_Brief):
     """The job ended before its end through nothing that its configuration could change; a rerun resumes it."""
 
-    def __init__(self, message: object) -> None:
-        super().__init__(brief(redacted(str(message))))
 
-
-class UnitsFailed(Exception):
+class UnitsFailed(_Brief):
     """All units were tried and some are recorded under `_failed/`; a rerun tries those again."""
-
-    def __init__(self, message: object) -> None:
-        super().__init__(brief(message))
 
 
 class NothingToDo(Exception):

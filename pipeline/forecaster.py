@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from engine import BatchStats, Generation, Ledger
+from engine import BatchStats, Generation, Ledger, Tokenizer
 from engine.forward.prompt_pass import shared_tokens
 from pipeline.commits.commit import Commit, open_rows, read_commits, total
 from pipeline.config import JobConfig
@@ -24,7 +24,6 @@ from pipeline.preparing.run_record import claim_name, read_run
 from pipeline.reporting.forecast import Forecast
 from pipeline.rows.row_generator import RowGenerator
 from pipeline.rows.rows import TOKENS
-from pipeline.rows.template import PromptTokenizer
 from pipeline.storage.storage import Storage
 
 LENGTHS = 64  # output lengths that stand for all of an earlier run's
@@ -105,7 +104,7 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
     )
 
 
-def _sample(job: Preparation, tokenizer: PromptTokenizer) -> list[list[list[int] | None]]:
+def _sample(job: Preparation, tokenizer: Tokenizer) -> list[list[list[int] | None]]:
     """Prompts of runs of neighbouring rows, drawn at random; None for a row that no prompt can be made of."""
     config, storage = job.config, job.config.input_storage()
     runs: list[list[list[int] | None]] = []

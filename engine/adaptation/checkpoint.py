@@ -22,6 +22,7 @@ from engine.adaptation.trainable import Trainable
 from engine.errors import ScheduleError
 from engine.forward.teacher_forcing import Answer
 from engine.json_text import check_is_file, parse_json
+from engine.parts.part import digest_of
 from engine.schedules.schedule import Schedule
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
@@ -62,7 +63,7 @@ def write_state(
         settings: what decides the identity, by the names that users give it, for `check_settings`.
     """
     tensors = {f"best.{name}": value for name, value in state.best.items()}
-    tensors |= {f"now.{name}": value.detach() for name, value in trainable.parameters.items()}
+    tensors |= {f"now.{name}": value for name, value in trainable.parameters.items()}
     for name, parameter in trainable.parameters.items():
         tensors |= {f"{moment}.{name}": optimizer.state[parameter][moment] for moment in MOMENTS}
     facts = {
@@ -70,10 +71,10 @@ def write_state(
         "settings": dict(settings or {}),
         **{name: getattr(state, name) for name in ("best_kl", "step", "waiting", "seconds", "curve")},
     }
+    stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    said = json.dumps(facts)
     unfinished = path.with_name(f".{path.name}.part")
-    save_file(
-        {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, unfinished, {"state": json.dumps(facts)}
-    )
+    save_file(stored, unfinished, {"state": said, "digest": _digest(said, stored)})
     os.replace(unfinished, path)
 
 
@@ -81,14 +82,7 @@ def check_settings(path: Path, settings: Mapping[str, Any]) -> None:
     """Raises ScheduleError if there is a checkpoint, and it is damaged or of a training with other settings."""
     if not path.exists():
         return
-    try:
-        check_is_file(path)
-        with safe_open(path, "pt") as file:
-            kept = _facts(file.metadata()).get("settings", {})
-        if not isinstance(kept, dict):
-            raise ValueError("its settings are no object")
-    except (OSError, SafetensorError, ValueError) as error:
-        raise _unreadable(path, error) from None
+    kept = _read(path)[0]["settings"]
     # One of another version may know others.
     differ = [name for name, value in settings.items() if name in kept and kept[name] != value]
     if differ:
@@ -104,22 +98,15 @@ def read_state(path: Path, identity: str, trainable: Trainable, optimizer: torch
 
     Raises ScheduleError if the file is damaged or of another training.
     """
-    try:
-        check_is_file(path)
-        with safe_open(path, "pt") as file:
-            facts = _facts(file.metadata())
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
-        state = None
-        if facts.get("of") == identity:
-            _check_tensors(tensors, trainable)
-            state = _state(facts, _named(tensors, "best"))
-    except (OSError, SafetensorError, ValueError) as error:
-        raise _unreadable(path, error) from None
-    if state is None:
+    facts, tensors = _read(path)
+    if facts["of"] != identity:
         raise ScheduleError(
             f"the checkpoint {str(path)!r} is of another training (other schedule, answers or recipe): "
             "delete it to start anew, or write elsewhere"
         )
+    curve = [Point(*point) for point in facts["curve"]]
+    best = _named(tensors, "best")
+    state = TrainingState(best, facts["best_kl"], facts["step"], facts["waiting"], facts["seconds"], curve)
     trainable.restore(_named(tensors, "now"))
     for name, parameter in trainable.parameters.items():
         moments = {moment: tensors[f"{moment}.{name}"].to(parameter.device) for moment in MOMENTS}
@@ -127,47 +114,23 @@ def read_state(path: Path, identity: str, trainable: Trainable, optimizer: torch
     return state
 
 
-def _facts(metadata: Mapping[str, str] | None) -> dict[str, Any]:
-    """What a checkpoint holds beside tensors. Raises ValueError."""
-    facts = parse_json((metadata or {}).get("state", ""))
-    if not isinstance(facts, dict):
-        raise ValueError("its state is no object")
-    return facts
-
-
-def _unreadable(path: Path, error: Exception) -> ScheduleError:
-    return ScheduleError(f"the checkpoint {str(path)!r} cannot be read ({error}): delete it to start anew")
-
-
-def _check_tensors(tensors: dict[str, Tensor], trainable: Trainable) -> None:
-    """Raises ValueError unless they are those that `write_state` makes of these parameters."""
-    for name, parameter in trainable.parameters.items():
-        for prefix in ("best", "now", *MOMENTS):
-            tensor = tensors.get(f"{prefix}.{name}")
-            if tensor is None or tensor.shape != parameter.shape or tensor.dtype != parameter.dtype:
-                raise ValueError(f"{prefix}.{name} is not there, or of another shape or type")
-            if not bool(tensor.isfinite().all()):
-                raise ValueError(f"{prefix}.{name} holds something that is no finite number")
-
-
-def _state(facts: dict[str, Any], best: dict[str, Tensor]) -> TrainingState:
-    """Raises ValueError."""
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Facts and tensors, as they were written. Raises ScheduleError."""
     try:
-        if not isinstance(facts["curve"], list):
-            raise TypeError
-        curve = [Point(*point) for point in facts["curve"]]
-        state = TrainingState(best, facts["best_kl"], facts["step"], facts["waiting"], facts["seconds"], curve)
-    except (KeyError, TypeError):
-        raise ValueError("its state is damaged") from None
-    counts = [state.step, state.waiting, *(point.step for point in curve)]
-    numbers = [state.best_kl, state.seconds, *(value for point in curve for value in point)]
-    if not all(type(count) is int and 0 <= count < 2**53 for count in counts) or not all(map(_is_number, numbers)):
-        raise ValueError("its state is damaged")
-    return state
+        check_is_file(path)
+        with safe_open(path, "pt") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+        said = metadata.get("state", "")
+        if metadata.get("digest") != _digest(said, tensors):
+            raise ValueError("its digest is not that of what it holds")
+        return parse_json(said), tensors
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+        raise ScheduleError(f"the checkpoint {str(path)!r} cannot be read ({error}): delete it to start anew") from None
 
 
-def _is_number(value: object) -> bool:
-    return type(value) is float or (type(value) is int and abs(value) < 2**53)
+def _digest(facts: str, tensors: Mapping[str, Tensor]) -> str:
+    return digest_of(facts, sorted(tensors.items()))
 
 
 def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

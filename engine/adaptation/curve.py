@@ -30,8 +30,7 @@ def reachable_kl(points: list[Point], steps: int) -> float:
     """Held-out KL at the end, in nats per token, if it goes on falling as it has.
 
     KL(s) = KL(0) (1 + s / 2)^-p, a power law in the steps as learning curves tend to be, p from the first point and the
-    newest. The onset of 2 steps was chosen on one curve of the packaged model; on three others it was off by 6 to 39 %
-    (foreseen 0.366, 0.301, 0.943; reached 0.344, 0.217, 1.109): an order of magnitude, blind to overfitting.
+    newest: an order of magnitude, blind to overfitting.
     """
     first, now = points[0], points[-1]
     exponent = log(max(first.kl, TINY) / max(now.kl, TINY)) / log(1 + now.step / ONSET)

@@ -1,15 +1,6 @@
 """Find, for each target speed-up, the bridged schedule that stays closest to full depth on held-out answers.
 
-Measured on SmolLM2-135M-Instruct, package descriptions, 15 of 30 layers behind one bridge, 15,000 answer tokens: a gain
-of 1.3 takes the KL divergence from 0.79 to 0.71, weighing tokens by their states' size from 0.80 to 0.79; a ridge
-between 1e-4 and 1e-2 is all one. On 10,800 tokens a correction before layer 19 takes it from 0.62 to 0.54, one of the
-15 layers taken at 21 or 25 instead to 0.50, both to 0.45; corrections in many places or right behind the block make it
-worse. What did not help: entries of X scaled to one variance, the state's RMS norm as input instead of or beside the
-state, prompt tokens as further data, matching the target's covariance by optimal transport. Nor, at equal FLOPs and
-beside a correction, a gated part made of 288 neurons of the block's own MLPs, their outputs' weights fitted along with
-the map: 0.140 for 0.143 at 1.25x, 0.258 for 0.244 at 1.45x, 0.418 for 0.423 at 1.65x (behind one bridge alone they take
-0.314 to 0.294); nor attention units left running inside the block: 13 layers but for three of them 0.302 at 1.457x
-where 12 whole layers have 0.334 at 1.465x, 14 but for three 0.390 at 1.515x.
+What its parts bring, and what was left out, stands in docs/calibrating.md.
 """
 
 from __future__ import annotations

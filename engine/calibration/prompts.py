@@ -53,9 +53,8 @@ class PromptCut(NamedTuple):
 def prompt_cut(shape: ModelShape, layers: int, schedules: Iterable[Schedule]) -> PromptCut:
     """Where prompts that run so many layers are best cut: half of the others skipped, half at the top.
 
-    Each half alone costs more: prompts that run 19 of 30 layers move the answers' distributions by 0.04 nats with both,
-    by 0.22 stopping at 19, by 0.13 skipping 10. The skipped ones begin with those that decode tokens skip from their
-    first step on under all of the schedules, and may go on above.
+    Each half alone moves the answers' distributions further. The skipped ones begin with those that decode tokens skip
+    from their first step on under all of the schedules, and may go on above.
     """
     spared = _skipped_by_decoding(schedules)
     start = spared.start if spared else min(DEFAULT_WARMUP, layers)

@@ -5,24 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field
-from typing_extensions import TypedDict  # pydantic's demand before Python 3.12
+from pydantic import Field
 
 from pipeline.commits.commit import SUCCESS_FILE, Commit, listed
-from pipeline.storage.records import LARGE, Count, DataFile, Fingerprint, Record, RecordDamaged, UnitName
+from pipeline.storage.records import LARGE, Count, DataFile, Fingerprint, OpenRecord, Record, RecordDamaged, UnitName
 from pipeline.storage.storage import Storage
 
 
-class _Listed(TypedDict):
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+class _Listed(OpenRecord):
     unit: UnitName
     file: DataFile
     rows: Count
     checksum: str
 
 
-class _Manifest(TypedDict):
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+class _Manifest(OpenRecord):
     fingerprint: Fingerprint
     model: Annotated[list[Any], Field(min_length=1)]
     sampling: dict[str, Any]

@@ -11,8 +11,7 @@ from itertools import chain
 from typing import Any
 
 import pyarrow as pa
-from pydantic import ConfigDict, ValidationError
-from typing_extensions import TypedDict  # pydantic's demand before Python 3.12
+from pydantic import ValidationError
 
 from pipeline.commits.commit import SUCCESS_FILE, checksum, open_rows, read_commits
 from pipeline.commits.manifest import read_manifest
@@ -25,7 +24,7 @@ from pipeline.preparing.backend import Backend
 from pipeline.rows.rows import chosen
 from pipeline.run import RunResult, leased, run_leased
 from pipeline.storage.ownership import Kind, check_place, own, remove
-from pipeline.storage.records import LARGE, Count, Fingerprint, PublishedFile, Record
+from pipeline.storage.records import LARGE, Count, Fingerprint, OpenRecord, PublishedFile, Record
 from pipeline.storage.storage import Storage
 from pipeline.storage.stores import Unfit
 from pipeline.values.row_groups import read_parquet, to_parquet
@@ -36,14 +35,12 @@ MANIFEST, CARD, CARD_BESIDE = "_DATASET.json", "README.md", "_README.md"
 LEFT_OUT = ("error", "shared_prefix_tokens")  # columns that are the same in every row that is kept
 
 
-class _File(TypedDict):
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+class _File(OpenRecord):
     file: PublishedFile
     rows: Count
 
 
-class _DatasetManifest(TypedDict):
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+class _DatasetManifest(OpenRecord):
     run: Fingerprint
     rows: Count
     dropped: dict[str, Count]

@@ -15,12 +15,13 @@ from typing import Literal, TypeVar
 import pyarrow as pa
 from pydantic import Field
 
+from engine import Tokenizer
 from pipeline.config import AnswerConfig, JobConfig
 from pipeline.errors import JobError
 from pipeline.inputs.work import Plan, make_plan
 from pipeline.rows.read import read_units
 from pipeline.rows.rows import ERROR, chosen, prepare
-from pipeline.rows.template import PromptTemplate, PromptTokenizer
+from pipeline.rows.template import PromptTemplate
 from pipeline.storage.settings import Place, StorageConfig
 from pipeline.storage.storage import Storage
 from pipeline.values.show import names
@@ -63,7 +64,7 @@ def draw_rows(
     plan: Plan,
     storage: Storage,
     template: PromptTemplate,
-    tokenizer: PromptTokenizer,
+    tokenizer: Tokenizer,
     longest: int,
     among: Callable[[pa.Table], pa.Table] | None = None,
 ) -> Iterator[pa.Table]:
@@ -89,7 +90,7 @@ def sample_prompts(
     config: CorpusConfig,
     part: Part,
     count: int,
-    tokenizer: PromptTokenizer,
+    tokenizer: Tokenizer,
     longest: int,
     keep_columns: Sequence[str] = (),
 ) -> pa.Table:

@@ -19,7 +19,7 @@ from pipeline.errors import JobError, JobStopped, one_line
 from pipeline.inputs.input_files import find_input_files
 from pipeline.inputs.known_files import KnownFile, name_versions
 from pipeline.redaction import redacted
-from pipeline.rows.read import open_parquet
+from pipeline.rows.read import open_input
 from pipeline.rows.template import PromptTemplate
 from pipeline.rows.unit import WorkUnit
 from pipeline.storage.storage import Storage
@@ -171,7 +171,7 @@ def _read_footer(storage: Storage, path: str, known: Mapping[str, KnownFile] | N
         identity = stamp(info)
         if info["type"] not in ("file", "other") or (storage.is_local and not stat.S_ISREG(info["mode"])):
             raise OSError(f"it is no file but a {info['type']}")
-        with open_parquet(storage, path, identity) as footer:
+        with open_input(storage, path, identity) as footer:
             groups, schema = _row_groups(footer, info["size"]), footer.schema_arrow
         if known is not None:
             checksum = _checksum(storage, path, info, known.get(name))

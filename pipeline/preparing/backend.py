@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import engine
 from engine import Engine, ModelError, ModelShape, Schedule, Tokenizer
+from engine.vllm.engine import VllmEngine  # which needs no vLLM before there is one
 from pipeline.config import GenerationConfig
 from pipeline.rows.shared_engine import Streaming
 
@@ -92,10 +93,8 @@ def _has_vllm() -> bool:
     return spec is not None and spec.origin is not None  # any folder of that name would have a spec
 
 
-def _vllm_engine(config: GenerationConfig, dtype: str, threads: int | None) -> Streaming:
+def _vllm_engine(config: GenerationConfig, dtype: str, threads: int | None) -> VllmEngine:
     """All GPUs of a replica share one model. Raises ModelError if vLLM is not installed."""
-    from engine.vllm.engine import VllmEngine  # not at the top: it is an option
-
     options: dict[str, Any] = {"kv_cache_dtype": config.cache_dtype}
     if engine.resolve_device(config.device).type == "cuda":
         options["gpu_memory_utilization"] = config.gpu_memory_share

@@ -9,14 +9,9 @@ import uuid
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import takewhile
-from typing import (
-    Annotated,
-    Any,
-    NotRequired,  # pydantic's demand before Python 3.12
-)
+from typing import Annotated, Any, NotRequired
 
-from pydantic import AfterValidator, ConfigDict, Field
-from typing_extensions import TypedDict
+from pydantic import AfterValidator, Field
 
 import engine
 from engine import Schedule
@@ -25,7 +20,7 @@ from pipeline.errors import JobError
 from pipeline.inputs.work import Plan
 from pipeline.preparing.backend import ModelIdentity
 from pipeline.redaction import redacted
-from pipeline.storage.records import LARGE, Count, Fingerprint, Record
+from pipeline.storage.records import LARGE, Count, Fingerprint, OpenRecord, Record
 from pipeline.storage.storage import Storage
 
 RUN_FILE = "_run.json"
@@ -33,19 +28,16 @@ NO_SETTINGS = ("fingerprint", "claim", "began")  # of a record, beside what desc
 MOST_SHOWN = 60  # characters of a value in a message
 
 
-class _Schedule(TypedDict):
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+class _Schedule(OpenRecord):
     layers: Annotated[int, Field(ge=1, le=100_000)]
 
 
-class _Input(TypedDict, total=False):
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+class _Input(OpenRecord, total=False):
     incremental: bool
     limit: Count | None
 
 
-class _Sampling(TypedDict, total=False):
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+class _Sampling(OpenRecord, total=False):
     samples_per_prompt: Count
 
 
@@ -55,10 +47,9 @@ def _iso(date: str) -> str:
     return date
 
 
-class _Run(TypedDict):
+class _Run(OpenRecord):
     """What the project reads of a run's record; all of it is the run's description."""
 
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     fingerprint: Fingerprint
     claim: NotRequired[Fingerprint]
     began: NotRequired[Annotated[str, AfterValidator(_iso)]]

@@ -12,12 +12,11 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 
-from engine import Generation, Ledger, ModelShape, Sampling, Schedule
+from engine import Generation, Ledger, ModelShape, Sampling, Schedule, Tokenizer
 from engine.bootstrap import Bootstrap, Estimate
 from pipeline.commits.commit import Totals, total_of
 from pipeline.rows.row_generator import DeviceBroken, Generator, RowGenerator, is_device_broken
 from pipeline.rows.rows import TOKENS
-from pipeline.rows.template import PromptTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class Auditor:
     def __init__(
         self,
         engine: Generator,
-        tokenizer: PromptTokenizer,
+        tokenizer: Tokenizer,
         shape: ModelShape,
         sampling: Sampling,
         schedule: Schedule,

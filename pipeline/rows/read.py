@@ -11,16 +11,14 @@ import pyarrow.parquet as pq
 from pipeline.errors import JobError, JobStopped, one_line
 from pipeline.rows.unit import WorkUnit
 from pipeline.storage.storage import Storage
-
-BATCH_ROWS = 1024
+from pipeline.values.row_groups import BATCH_ROWS, open_parquet
 
 
 @contextmanager
-def open_parquet(storage: Storage, path: str, stamp: str | None) -> Iterator[pq.ParquetFile]:
+def open_input(storage: Storage, path: str, stamp: str | None) -> Iterator[pq.ParquetFile]:
     """A file whose content is what `stamp` stands for, None for any. Raises ObjectChanged, and what pyarrow does."""
     with storage.open_path(path, stamp) as stream:
-        # One request for columns that lie side by side.
-        yield pq.ParquetFile(stream, pre_buffer=True, page_checksum_verification=True)
+        yield open_parquet(stream)
 
 
 def read_units(
@@ -39,7 +37,7 @@ def read_units(
     """
     path, stamp = units[0].path, units[0].stamp
     try:
-        with open_parquet(storage, path, stamp) as file:
+        with open_input(storage, path, stamp) as file:
             wanted = [name for name in columns if name in file.schema_arrow.names]
             rows = _rows_from(file, units[0].start, units[-1].start + units[-1].rows, wanted)
             for unit, table in _cut(units, rows):

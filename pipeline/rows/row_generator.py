@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, Protocol
+from collections.abc import Callable, Sequence
+from typing import Literal
 
-from engine import BatchStats, Generation, ModelError, Sampling, Schedule, ScheduleError, Scores
+from engine import BatchStats, Generation, ModelError, Sampling, Schedule, ScheduleError
 from pipeline.errors import one_line
+from pipeline.rows.shared_engine import SharedEngine, Streaming
 
 log = logging.getLogger(__name__)
 
@@ -19,33 +20,7 @@ MOST_QUARANTINED = 16  # rows of one call; more than these failing is not the ro
 _BROKEN_DEVICE = ("cuda error", "cublas_status", "cudnn_status", "device-side assert", "illegal memory access", "nccl")
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
-
-class Generator(Protocol):
-    """What the pipeline needs of an engine; `engine.Engine` is one."""
-
-    def share_prefix(self, tokens: Sequence[int]) -> int: ...
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling | None = None,
-        schedule: Schedule | None = None,
-        batch_size: int = 32,
-        sample_ids: Sequence[str] | None = None,
-        on_batch: Callable[[BatchStats], None] | None = None,
-    ) -> Iterator[Generation]: ...
-
-    def fitting_batch_size(
-        self, prompt_tokens: int, sampling: Sampling | None = None, schedule: Schedule | None = None
-    ) -> int: ...
-
-    def score(
-        self,
-        prompts: Sequence[Sequence[int]],
-        answers: Sequence[Sequence[int]],
-        schedules: Sequence[Schedule] = (),
-        others: Sequence[Sequence[Sequence[int]]] = (),
-    ) -> Scores: ...
+Generator = Streaming | SharedEngine
 
 
 class DeviceBroken(RuntimeError):

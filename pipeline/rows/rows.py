@@ -10,10 +10,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from engine import BatchStats, Generation
+from engine import BatchStats, Generation, Tokenizer
 from pipeline.errors import JobError, one_line
 from pipeline.rows.row_generator import RowGenerator
-from pipeline.rows.template import PromptTemplate, PromptTokenizer, RowError
+from pipeline.rows.template import PromptTemplate, RowError
 from pipeline.values.show import is_text, texts
 from pipeline.values.utf8 import readable
 
@@ -50,7 +50,7 @@ def prepare(
     kept: pa.Schema,
     text_column: str,
     template: PromptTemplate,
-    tokenizer: PromptTokenizer,
+    tokenizer: Tokenizer,
     longest: int,
 ) -> pa.Table:
     """Tokenised prompts of a table's rows beside their kept columns.

@@ -7,20 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
-from engine import BatchStats, Decoding, Generation, Sampling, Schedule, Scores
-from pipeline.rows.row_generator import Generator
+from engine import BatchStats, Decoding, Engine, Generation, Sampling, Schedule, Scores
+from engine.vllm.engine import VllmEngine  # which needs no vLLM before there is one
 
 WAITING = 5  # times as many rows as decode together are with the engine, so that it can put prompts in order of length
 
-
-class Streaming(Generator, Protocol):
-    """An engine that rows can be given to at any time."""
-
-    def decoding(
-        self, sampling: Sampling | None = None, schedule: Schedule | None = None, batch_size: int = 32
-    ) -> Decoding: ...
+Streaming = Engine | VllmEngine  # rows can be given to it at any time
 
 
 class _Terms(NamedTuple):
@@ -94,7 +88,7 @@ class _Shared:
 
 
 class SharedEngine:
-    """A `Generator` that several threads may call at once.
+    """An engine that several threads may call at once.
 
     All that the engine does happens in one thread, of this object's own: a pass of the shared stream, or another call.
     Rows of a call of `generate` enter the stream while those of the calls before it still run. Where sampling, schedule

@@ -7,25 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
-from engine import ModelError, PromptError, parse_json
+from engine import ModelError, PromptError, Tokenizer, parse_json
 from pipeline.errors import JobError
 
 _PROBES = ("a", "The", "7", "é", "\u4e2d", "(", '"', "#", "\n", "")  # beginnings of texts
 # A template may make a control token of a role: of these names it does so rightly.
 ROLES = {"system", "developer", "user", "assistant", "model", "tool", "function", "ipython"}
-
-
-class PromptTokenizer(Protocol):
-    """What a template needs of the engine's tokenizer."""
-
-    def as_text(self, text: str) -> str: ...
-    def encode(self, text: str) -> list[int]: ...
-    def encode_chat(self, user: str, system: str | None = None) -> list[int]: ...
-    def encode_messages(self, messages: list[dict[str, str]]) -> list[int]: ...
-    def encode_plain(self, text: str) -> list[int]: ...
-    def decode(self, tokens: list[int]) -> str: ...
 
 
 class RowError(ValueError):
@@ -80,7 +69,7 @@ class PromptTemplate:
         if missing:
             raise JobError(f"the prompt names column {missing[0]!r}, the input has {', '.join(sorted(columns))}")
 
-    def encode(self, row: Mapping[str, object], tokenizer: PromptTokenizer, longest: int) -> EncodedPrompt:
+    def encode(self, row: Mapping[str, object], tokenizer: Tokenizer, longest: int) -> EncodedPrompt:
         """Prompt tokens of a row, at most `longest`. Raises RowError.
 
         Args:
@@ -110,7 +99,7 @@ class PromptTemplate:
             excess = len(tokens) - longest
         return EncodedPrompt(tokens, truncated=True)
 
-    def shared_prefix(self, tokenizer: PromptTokenizer) -> list[int]:
+    def shared_prefix(self, tokenizer: Tokenizer) -> list[int]:
         """Tokens that the prompts of nearly all rows begin with: the instruction before the first field.
 
         A text that a tokenizer would melt with the instruction's end makes a prompt that begins otherwise. Raises
@@ -125,7 +114,7 @@ class PromptTemplate:
         in_step = zip(*renders, strict=False)
         return [tokens[0] for tokens in takewhile(lambda tokens: len(set(tokens)) == 1, in_step)]
 
-    def _render(self, values: Mapping[str, str], tokenizer: PromptTokenizer) -> list[int]:
+    def _render(self, values: Mapping[str, str], tokenizer: Tokenizer) -> list[int]:
         if self.format == "messages":
             messages = _messages(self.user.format_map(values))
             if not self.parse_control_tokens:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Annotated, Any, Generic, TypeVar
 
-from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # pydantic's demand before Python 3.12
 
 from engine import parse_json
 from pipeline.errors import JobError, one_line
@@ -30,6 +31,12 @@ Fingerprint = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}\z"
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Flops = Annotated[int, Field(ge=0, le=10**27)]
 Amount = Annotated[float, Field(ge=0, le=1e27)]
+
+
+class OpenRecord(TypedDict):
+    """Fields that a type does not know are kept."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
 
 
 class RecordDamaged(JobError):

@@ -24,7 +24,8 @@ def to_parquet(table: pa.Table) -> bytes:
 
 def open_parquet(stream: Any) -> pq.ParquetFile:
     """Raises OSError, pa.ArrowException."""
-    return pq.ParquetFile(stream, pre_buffer=True)  # one request for columns that lie side by side
+    # One request for columns that lie side by side.
+    return pq.ParquetFile(stream, pre_buffer=True, page_checksum_verification=True)
 
 
 def read_batches(file: pq.ParquetFile, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:

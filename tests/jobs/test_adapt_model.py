@@ -24,6 +24,7 @@ from engine import Block, Bridge, Engine, Plateau, Schedule, ScheduleError
 from engine.adaptation.curve import Point
 from engine.forward.quality import Judge
 from engine.forward.teacher_forcing import Answer
+from engine.parts.part import digest_of
 from jobs import adapt_model, answers, calibrate_schedule, command_line
 from jobs.adaptation import CHECKPOINT_FILE, AdaptModel, reason_of, settings_of
 from jobs.answers import ANSWERS_FILE, answer_corpus, with_more_answers
@@ -180,10 +181,10 @@ def test_another_option_is_refused_by_name_before_the_model_is_loaded(
         value = str(tmp_path / value)
         Schedule(schedule.layers, schedule.skip_order, (Plateau(0, 2),)).write(value)
     settings = settings_of(command_line.parse(AdaptModel, adapt_model.PROGRAM, arguments), [schedule])
-    facts = {"state": json.dumps({"settings": settings})}
+    state = json.dumps({"settings": settings})
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / CLAIM_FILE).write_text(json.dumps({"format": 1, "job": adapt_model.PROGRAM}))
-    save_file({}, tmp_path / "out" / CHECKPOINT_FILE, facts)
+    save_file({}, tmp_path / "out" / CHECKPOINT_FILE, {"state": state, "digest": digest_of(state, [])})
     monkeypatch.setattr(AdaptModel, "load_engine", lambda config: pytest.fail("the model is loaded"))
     assert adapt([*arguments, option, value]) == 1
     assert f"of another training ({said}" in capsys.readouterr().err

@@ -342,10 +342,27 @@ def test_a_checkpoint_whose_state_is_no_state_is_damaged(
     checkpoint, recipe = tmp_path / "training.safetensors", replace(RECIPE, steps=10)
     train(engine, schedule, answers, recipe, checkpoint)
     with safe_open(checkpoint, "pt") as file:
-        state = json.loads(file.metadata()["state"])
-    save_file(load_file(checkpoint), checkpoint, {"state": json.dumps(state | damage)})
+        metadata = file.metadata()
+    state = json.dumps(json.loads(metadata["state"]) | damage)
+    save_file(load_file(checkpoint), checkpoint, metadata | {"state": state})
     with pytest.raises(ScheduleError, match="delete it to start anew"):
         train(engine, schedule, answers, recipe, checkpoint)
+
+
+def test_a_checkpoint_with_a_bit_of_a_tensor_flipped_or_without_a_digest_is_damaged(
+    engine: Engine, schedule: Schedule, answers: list[Answer], tmp_path: Path
+) -> None:
+    checkpoint, recipe = tmp_path / "training.safetensors", replace(RECIPE, steps=10)
+    train(engine, schedule, answers, recipe, checkpoint)
+    whole = checkpoint.read_bytes()
+    checkpoint.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(ScheduleError, match=r"digest .* delete it to start anew"):
+        train(engine, schedule, answers, recipe, checkpoint)
+    checkpoint.write_bytes(whole.replace(b'"digest":', b'"digust":', 1))
+    with pytest.raises(ScheduleError, match=r"digest .* delete it to start anew"):
+        train(engine, schedule, answers, recipe, checkpoint)
+    checkpoint.write_bytes(whole)
+    train(engine, schedule, answers, recipe, checkpoint)
 
 
 def test_what_has_nothing_to_learn_is_refused(engine: Engine, answers: list[Answer]) -> None:
