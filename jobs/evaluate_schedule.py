@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -58,7 +59,7 @@ RIVALS_FOLDER = "rivals"  # in the work folder as they were solved, beside it as
 class EvaluateSchedule(CorpusConfig):
     """Judge schedules and rivals against full depth: quality with intervals, FLOPs and speed. Rerun to resume."""
 
-    output: Annotated[Path, AfterValidator(Path.expanduser)] = Field(
+    output: Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))] = Field(
         description="directory to write to; outputs found there are not computed again"
     )
     schedules: list[Place] = Field(

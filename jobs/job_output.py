@@ -15,6 +15,7 @@ from pipeline.reporting.bill import bill
 from pipeline.reporting.forecast import FORECAST_FILE, write_forecast
 from pipeline.reporting.report import summary
 from pipeline.run import RunResult
+from pipeline.storage.settings import StorageConfig
 
 
 def show_plan(config: JobConfig) -> None:
@@ -47,3 +48,10 @@ def show(title: str, facts: Mapping[str, str]) -> None:
     for name, value in facts.items():
         table.add_row(name, Text(value))
     Console().print(table)
+
+
+def storage_flags(config: StorageConfig) -> list[str]:
+    """How another job reaches the same storage."""
+    said = config.model_dump(include=set(StorageConfig.model_fields), exclude_defaults=True)
+    named = {f"--{name.replace('_', '-')}": value for name, value in said.items()}
+    return [flag if value is True else f"{flag}={value}" for flag, value in named.items()]

@@ -14,7 +14,6 @@ from jobs import command_line, job_output
 from jobs.prompts import SUMMARIZE
 from pipeline.config import JobConfig
 from pipeline.run import run_job
-from pipeline.storage.settings import StorageConfig
 
 PROGRAM = "summarize_corpus.py"
 
@@ -40,9 +39,8 @@ def summarize(config: SummarizeCorpus) -> None:
     result = run_job(config)
     job_output.show_result(config, result)
     print(f"report: {result.report}")
-    reached = config.model_dump(include=set(StorageConfig.model_fields), exclude_defaults=True)
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in reached.items()]
-    print(f"look into it with: {shlex.join([sys.executable, 'jobs/inspect_run.py', result.output, *flags])}")
+    look = [sys.executable, "jobs/inspect_run.py", result.output, *job_output.storage_flags(config)]
+    print(f"look into it with: {shlex.join(look)}")
 
 
 if __name__ == "__main__":

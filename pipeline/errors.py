@@ -4,22 +4,22 @@ from engine import brief
 from pipeline.redaction import redacted
 
 
-class _Brief(Exception):
+class _SafeBrief(Exception):
     """Whose message is kept brief, and holds no secrets."""
 
     def __init__(self, message: object) -> None:
         super().__init__(brief(redacted(str(message))))
 
 
-class JobError(_Brief):
+class JobError(_SafeBrief):
     """The job cannot start or go on: the input, the output or the configuration has to change first."""
 
 
-class JobStopped(_Brief):
+class JobStopped(_SafeBrief):
     """The job ended before its end through nothing that its configuration could change; a rerun resumes it."""
 
 
-class UnitsFailed(_Brief):
+class UnitsFailed(_SafeBrief):
     """All units were tried and some are recorded under `_failed/`; a rerun tries those again."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +27,7 @@ from engine.decoding.sampling import Sampling
 from engine.decoding.stats import BatchStats
 from engine.decoding.stopping import Stopping
 from engine.engine import Engine, check_device, resolve_device, resolve_dtype
-from engine.errors import ModelError, ScheduleError
+from engine.errors import ModelError, ScheduleError, brief
 from engine.forward.ledger import Ledger
 from engine.forward.prompt_pass import shared_tokens
 from engine.forward.quality import Scores
@@ -35,9 +36,12 @@ from engine.schedules.schedule import Schedule
 from engine.shape import ModelShape
 from engine.vllm.plugin import FULL_DEPTH, SETTING, SHARED, register
 
+log = logging.getLogger(__name__)
+
 AUTO_ROWS = 256  # that decode together unless told otherwise, as in vLLM
 PASS_TOKENS = 2048  # of a pass in vLLM, unless it is told otherwise
 CPU_BLOCK = 32  # the least that its attention is fast with
+START_AGAIN_S = 10.0
 WAITING = 4  # times as many rows as decode together are with vLLM, so that none of its passes wants for prompts
 
 
@@ -165,12 +169,7 @@ class VllmEngine:
             batch_size = min(batch_size, running.seats)  # beside rows under a schedule: no reason to start anew
         if self._running is None or not self._running.can(schedule, batch_size):
             self.close()
-            try:
-                self._running = _Running(self._start(schedule, batch_size), schedule, batch_size)
-            except ScheduleError:
-                raise
-            except Exception as error:  # vLLM's own and its libraries', which name what is wrong in their words
-                raise ModelError(f"vLLM does not start with model {self._model!r}: {error}") from error
+            self._running = _Running(self._started(schedule, batch_size), schedule, batch_size)
         stopping = Stopping(sampling or Sampling(), self.tokenizer)
         ledger, context = Ledger(self.shape, schedule), self._options["max_model_len"]
         return VllmDecoding(self._running, stopping, ledger, context, self._prefix)
@@ -204,6 +203,21 @@ class VllmEngine:
         engine.share_prefix(self._prefix)
         return engine
 
+    def _started(self, schedule: Schedule, rows: int) -> Any:
+        """vLLM's engine, at the second try if need be: what had the device's memory before may not have left yet."""
+        try:
+            return self._start(schedule, rows)
+        except ScheduleError:
+            raise
+        except Exception as error:
+            log.warning("vLLM does not start (%s): once more in %g s", brief(error), START_AGAIN_S)
+        gc.collect()
+        time.sleep(START_AGAIN_S)
+        try:
+            return self._start(schedule, rows)
+        except Exception as error:  # vLLM's own and its libraries', which name what is wrong in their words
+            raise ModelError(f"vLLM does not start with model {self._model!r}: {error}") from error
+
     def _start(self, schedule: Schedule, rows: int) -> Any:
         """vLLM's engine."""
         from vllm import EngineArgs
@@ -233,18 +247,19 @@ def _kept(schedule: Schedule) -> Path:
     place = cache_directory() / "schedules"
     try:
         place.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=place) as scratch:
+            written = Path(scratch) / "schedule"
+            schedule.write(written)
+            digest = hashlib.sha256()
+            for file in sorted(written.iterdir()):
+                digest.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
+            target = place / digest.hexdigest()[:16]
+            if not target.is_dir():
+                with suppress(OSError):  # another process was first
+                    os.rename(written, target)
     except OSError as error:
         way_out = "set SKIPDECODE_CACHE to a directory that can"
         raise ScheduleError(f"{str(place)!r} cannot be written ({error}): {way_out}") from None
-    with TemporaryDirectory(dir=place) as scratch:
-        written = Path(scratch) / "schedule"
-        schedule.write(written)
-        digest = hashlib.sha256()
-        for file in sorted(written.iterdir()):
-            digest.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
-        target = place / digest.hexdigest()[:16]
-        with suppress(OSError):  # it is there
-            os.rename(written, target)
     return target
 
 

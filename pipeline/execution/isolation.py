@@ -16,7 +16,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryErr
 from pipeline.commits.commit import commit_unit
 from pipeline.errors import one_line
 from pipeline.execution.cluster import TASK_CPUS, ReplicaResources
-from pipeline.execution.stages import Task, UnitGenerator, committed
+from pipeline.execution.stages import Task, UnitGenerator, committed, refusal
 from pipeline.execution.wire import Failure, Parcel, from_bytes
 from pipeline.logs import about, set_up_worker
 from pipeline.monitoring.board import Board
@@ -64,7 +64,10 @@ class Isolation:
         self._cell: Any = None
 
     def run(self, unit: WorkUnit) -> Parcel:
-        """The unit's commit, or its failure. Rows that kill their process alone have that as their error."""
+        """The unit's commit, or its failure. Rows that kill their process alone have that as their error.
+
+        Raises what `refusal` finds if a process cannot start its engine.
+        """
         try:
             parts, killers = self._bisect(unit)
             assemble = ray.remote(num_cpus=TASK_CPUS, max_retries=1)(_assemble)
@@ -102,6 +105,8 @@ class Isolation:
                 ranges += _halves(part)
                 continue
             except (ActorDiedError, ActorUnavailableError, OutOfMemoryError) as error:
+                if (told := refusal(error)) is not None:
+                    raise told from None  # by an engine that does not start, whatever the rows
                 death = _detail(error)
             self._end_cell()
             deaths += 1

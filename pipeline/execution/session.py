@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import ray
 from ray.exceptions import RayError, UserCodeException
 
-from engine import ModelError, ScheduleError
 from pipeline.commits.commit import SNAPSHOT_EVERY, Commit, total, write_snapshot
 from pipeline.commits.failed import FailedUnit, record_failure
 from pipeline.errors import JobError, JobStopped
@@ -23,7 +22,7 @@ from pipeline.execution.attempts import Attempts, Next
 from pipeline.execution.cluster import ReplicaResources, replica_resources
 from pipeline.execution.interruption import Interruption
 from pipeline.execution.isolation import Isolation
-from pipeline.execution.stages import Task
+from pipeline.execution.stages import Task, refusal
 from pipeline.execution.stream import stream
 from pipeline.execution.wire import Failure, Parcel
 from pipeline.inputs.work import Plan
@@ -262,20 +261,9 @@ def who_waits(counts: Counts, waiting_units: int, resources: ReplicaResources) -
     return f"{'; '.join(parts)}; {waiting_units} units wait; {room} of {nodes} nodes are free"
 
 
-_TOLD = (ModelError, ScheduleError, JobError, JobStopped)  # what says itself how to go on
-
-
 def _ended(error: Exception) -> Exception:
     """What the user is told when Ray ends a pass: a replica that can't load its model, or a cluster that is gone."""
-    cause: BaseException | None = error
-    while cause is not None:
-        inner = getattr(cause, "cause", None)
-        if isinstance(inner, _TOLD):
-            return inner
-        cause = inner if isinstance(inner, BaseException) else cause.__cause__
+    if (told := refusal(error)) is not None:
+        return told
     last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-    for kind in _TOLD:  # of what ends an actor as it starts, Ray keeps the text alone
-        name = f"{kind.__module__}.{kind.__name__}: "
-        if last.startswith(name):
-            return kind(last.removeprefix(name))
     return JobStopped(f"Ray ended the job ({last}): start it again to resume; Ray's logs say more")

@@ -16,9 +16,10 @@ from typing import NoReturn
 
 import pyarrow as pa
 
-from engine import BatchStats, Generation, Schedule
+from engine import BatchStats, Generation, ModelError, Schedule, ScheduleError
 from pipeline.commits.commit import Commit, commit_unit
 from pipeline.config import JobConfig
+from pipeline.errors import JobError, JobStopped
 from pipeline.execution.wire import Failure, Parcel, from_bytes, to_bytes
 from pipeline.logs import LogFormat, about, set_up_worker
 from pipeline.monitoring.board import Board
@@ -150,18 +151,38 @@ class UnitGenerator:
             output = generate(prepared, ids, self._generator, on_batch, answers.__setitem__)
             tell()
             cost = {"flops_padding": padding, **self._auditor.audit(prepared, ids, answers)}
-        except DeviceBroken as error:
+        except (DeviceBroken, ModelError, ScheduleError) as error:
             _die(unit, error)
         with suppress(IndexError):
             cost["flops_prefix"] = self._flops_prefix.pop()
         return output, cost
 
 
-def _die(unit: WorkUnit, error: DeviceBroken) -> NoReturn:
-    """End this process so that Ray replaces it; an exception would leave it taking, and failing, unit after unit."""
-    log.critical("unit %s broke the device (%s): this replica ends and another takes its place", unit.id, error)
+def _die(unit: WorkUnit, error: Exception) -> NoReturn:
+    """End this process so that Ray replaces it; an exception would leave it taking, and failing, unit after unit.
+
+    If the engine cannot start at all, the one that takes its place says so.
+    """
+    log.critical("unit %s broke the engine (%s): this replica ends and another takes its place", unit.id, error)
     logging.shutdown()
     os._exit(1)
+
+
+def refusal(error: Exception) -> Exception | None:
+    """What an actor of ours ended itself with, in words that say how to go on; None if something else ended it."""
+    kinds = (ModelError, ScheduleError, JobError, JobStopped)
+    cause: BaseException | None = error
+    while cause is not None:
+        inner = getattr(cause, "cause", None)
+        if isinstance(inner, kinds):
+            return inner
+        cause = inner if isinstance(inner, BaseException) else cause.__cause__
+    last = (str(error).strip().splitlines() or [""])[-1]
+    for kind in kinds:  # of what ends an actor as it starts, Ray keeps the text alone
+        name = f"{kind.__module__}.{kind.__name__}: "
+        if last.startswith(name):
+            return kind(last.removeprefix(name))
+    return None
 
 
 class Replica:

@@ -60,7 +60,8 @@ def prepare_run(config: JobConfig, backend: Backend | None = None) -> Preparatio
     shape = backend.shape(config)
     schedule = choose_schedule(config, shape, config)
     longest = longest_prompt(config, shape)
-    template.shared_prefix(backend.tokenizer(config))  # is there a prompt that this model takes?
+    if config.system is not None and not config.model.endswith(".gguf"):  # which a tokenizer would have converted here
+        template.shared_prefix(backend.tokenizer(config))  # some chat templates refuse a system text
     identity = backend.identity(config)
     warn_of_another_model(schedule, config.model, identity.digest)
     description = describe_run(config, plan, schedule, identity)
@@ -71,7 +72,7 @@ def absolute_paths(config: JobConfig) -> JobConfig:
     """The same configuration with paths that workers, whose directory is another, understand. Raises JobError."""
     paths = {"input": absolute(config.input), "output": absolute(config.output)}
     for name, path in paths.items():
-        if PACKAGES in Path(path).parts:
+        if "://" not in path and PACKAGES in Path(path).parts:
             raise JobError(
                 f"{name} {getattr(config, name)!r} lies in the working directory that travels with a submitted job, a "
                 "copy on each node: name a path that all nodes share, or a URL such as s3://"

@@ -110,7 +110,8 @@ class PromptTemplate:
         try:
             renders = [self._render(dict.fromkeys(self.fields, text), tokenizer) for text in _PROBES]
         except PromptError as error:
-            raise ModelError(f"{error}: leave out --system, or use --prompt-format raw") from None
+            without = "" if self.system is None else "leave out --system, or "
+            raise ModelError(f"{error}: {without}use --prompt-format raw") from None
         in_step = zip(*renders, strict=False)
         return [tokens[0] for tokens in takewhile(lambda tokens: len(set(tokens)) == 1, in_step)]
 

@@ -10,12 +10,14 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from jobs import inspect_run
+from jobs import command_line, inspect_run
+from jobs.job_output import storage_flags
 from pipeline.commits.commit import commit_unit, read_commits, write_success
 from pipeline.commits.failed import record_failure
 from pipeline.preparing.run_record import claim_output
 from pipeline.rows.rows import GENERATED
 from pipeline.rows.unit import WorkUnit
+from pipeline.storage.settings import StorageConfig
 from pipeline.storage.storage import Storage
 
 ROWS, PER_UNIT = 10, 4
@@ -151,3 +153,10 @@ def test_a_gap_in_a_finished_run_is_found(commit: Callable[..., None], inspect: 
     code, said = inspect("--verify")
     assert code == 1
     assert "rows 4 to 7 of 'in/a.parquet' are missing" in said
+
+
+def test_a_job_says_how_to_look_at_its_output_where_that_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached = StorageConfig(s3_endpoint="http://store:9000", s3_path_style=True, storage_patience_s=5)
+    monkeypatch.setattr(sys, "argv", ["inspect_run.py", "s3://b/out", *storage_flags(reached)])
+    config = command_line.parse(inspect_run.InspectRun, "inspect_run.py", positional="output")
+    assert config.model_dump() == {**reached.model_dump(), "output": "s3://b/out", "verify": False}

@@ -390,13 +390,14 @@ def test_a_hub_id_in_the_local_hub_cache_loads(whole: Path, tmp_path: Path, monk
 
 
 def test_the_engine_imports_torch_and_the_hugging_face_stack_and_nothing_else() -> None:
-    """No Ray, no pydantic, no storage, no package above it; vLLM where schedules run inside it, gguf for GGUF."""
+    """No Ray, no pydantic, no storage, no package above it; vLLM where schedules run inside it, gguf for GGUF, jinja2 for chats."""
     allowed = {"engine", "torch", "transformers", "numpy", "safetensors", "filelock", "huggingface_hub"}
     files = list(Path(engine.__file__).parent.rglob("*.py"))
     assert len(files) > 10
     for file in files:
         here = allowed | {"vllm"} if file.parent.name == "vllm" else allowed
         here = here | {"gguf"} if file.name == "gguf_file.py" else here  # as transformers does for such a file
+        here = here | {"jinja2"} if file.name == "tokenizer.py" else here  # what transformers renders chats by, raises
         for node in ast.walk(ast.parse(file.read_text())):
             names: list[str] = []
             if isinstance(node, ast.Import):

@@ -189,8 +189,31 @@ def test_streaming_input_is_refused_under_a_schedule(config: Any, tmp_path: Path
     admit(config, None, tmp_path, SamplingParams(), resumable=True)
 
 
-def test_a_vllm_that_does_not_start_is_the_models_error(make_checkpoint: Callable[..., Path]) -> None:
+def test_a_vllm_that_does_not_start_is_the_models_error(
+    make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not that of the rows that it was started for."""
+    monkeypatch.setattr("engine.vllm.engine.START_AGAIN_S", 0)
     engine = in_vllm(make_checkpoint(**VARIANTS["llama"]), quantization="nonsense")
     with pytest.raises(ModelError, match=r"vLLM does not start with model .*nonsense"):
         engine.decoding(schedule=schedule())
+
+
+def test_a_vllm_that_finds_no_room_is_started_once_more(
+    make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What had the memory before may not have left it yet."""
+    monkeypatch.setattr("engine.vllm.engine.START_AGAIN_S", 0)
+    engine, starts = in_vllm(make_checkpoint(**VARIANTS["llama"])), list[int]()
+    start = engine._start
+
+    def started(schedule: Schedule, rows: int) -> Any:
+        starts.append(rows)
+        if len(starts) == 1:
+            raise ValueError("Free memory on device is less than desired GPU memory utilization")
+        return start(schedule, rows)
+
+    monkeypatch.setattr(engine, "_start", started)
+    engine.decoding(batch_size=3).close()
+    assert starts == [3, 3]
+    engine.close()

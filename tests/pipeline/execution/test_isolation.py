@@ -12,9 +12,10 @@ import pyarrow as pa
 import pytest
 import ray
 from engine_double import EchoBackend
-from ray.exceptions import OutOfMemoryError, RayTaskError
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 from trap_double import Trap
 
+from engine import ModelError
 from pipeline.config import JobConfig
 from pipeline.execution import isolation
 from pipeline.execution.cluster import ReplicaResources
@@ -121,6 +122,17 @@ def test_a_row_that_takes_all_memory_of_its_node_is_found(task: Make, read_outpu
     assert rows[2]["error"] == (
         "its process died 2 times with this row alone (Task was killed due to the node running low on memory.)"
     )
+
+
+def test_an_engine_that_does_not_start_is_no_rows_doing(task: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, unit = task(["row 0", "row 1"])
+    here = Here(made)
+    fate = ActorDiedError(
+        RayTaskError("_Cell", f"Traceback:\n{ModelError.__module__}.ModelError: vLLM does not start", OSError())
+    )
+    monkeypatch.setattr(here, "_begin", lambda part: (fate, None))
+    with pytest.raises(ModelError, match=r"^vLLM does not start$"):
+        here.run(unit)
 
 
 def test_processes_of_isolation_say_nothing_secret(
