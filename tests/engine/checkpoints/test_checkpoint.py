@@ -390,7 +390,8 @@ def test_a_hub_id_in_the_local_hub_cache_loads(whole: Path, tmp_path: Path, monk
 
 
 def test_the_engine_imports_torch_and_the_hugging_face_stack_and_nothing_else() -> None:
-    """No Ray, no pydantic, no storage, no package above it; vLLM where schedules run inside it, gguf for GGUF, jinja2 for chats."""
+    """No Ray, no pydantic, no storage, no package above it; vLLM where schedules run inside it, and what the stack
+    brings along where its own words are needed."""
     allowed = {"engine", "torch", "transformers", "numpy", "safetensors", "filelock", "huggingface_hub"}
     files = list(Path(engine.__file__).parent.rglob("*.py"))
     assert len(files) > 10
