@@ -17,10 +17,14 @@ import pytest
 from servers import RayHead
 
 from engine import Schedule
+from pipeline.config import JobConfig
 from pipeline.generate_text import GenerateText
 from pipeline.rows.rows import GENERATED
+from pipeline.run import run_job
 
 pytest.importorskip("vllm.config", exc_type=ImportError)
+
+from tests.engine.vllm.faulty_vllm import Faulty
 
 ROOT = Path(__file__).parents[3]
 CORPUS = "infra/demo/package_descriptions.parquet"
@@ -81,3 +85,29 @@ def test_a_submitted_jobs_rows_are_our_own_engines_and_a_killed_replica_costs_no
     )
     texts = pq.read_table(ROOT / CORPUS).slice(0, ROWS)
     assert by_id(pa.concat_tables(map(pq.read_table, (output / "data").glob("*.parquet")))) == by_id(own(texts))
+
+
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize("fault", ["memory", "row"])
+def test_a_jobs_passes_that_fail_cost_the_row_that_fails_alone(fault: str, tmp_path: Path) -> None:
+    texts = pq.read_table(ROOT / CORPUS).slice(0, 6).select(["id", "text"])
+    texts = texts.set_column(1, "text", pa.array([*texts["text"].to_pylist()[:5], "An UNLUCKY text."]))
+    pq.write_table(texts, tmp_path / "texts.parquet")
+    options: dict[str, Any] = {
+        "id_column": "id", "prompt": PROMPT, "max_new_tokens": 6, "device": "cpu", "batch_size": 4,
+        "schedule": str(ROOT / "infra" / "demo" / "calibrated" / "1.25x"),
+    }  # fmt: skip
+    output = tmp_path / "out"
+    config = JobConfig(
+        input=str(tmp_path / "texts.parquet"), output=str(output), engine="vllm", replicas=1, rows_per_unit=3,
+        ray_address="local", **options,
+    )  # fmt: skip
+    result = run_job(config, Faulty(fault=fault))
+    assert result.totals.rows == 6
+    found = by_id(pa.concat_tables(map(pq.read_table, (output / "data").glob("*.parquet"))))
+    wanted = by_id(GenerateText(2, engine="torch", **options)(texts))
+    for row, expected in zip(found, wanted, strict=True):
+        if fault == "row" and row["id"] == texts["id"][5].as_py():
+            assert row["error"] == "ValueError: this row cannot be"
+        else:
+            assert (row["error"], row["generation"]) == (None, expected["generation"])
