@@ -6,6 +6,7 @@ whatever it is called with, and what it gave is gone as soon as another graph of
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,9 +16,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from engine import Sampling
+from engine import Sampling, Schedule
 from engine.errors import ScheduleError
 from engine.parts.unit import Unit
 from tests.engine.adapters import random_adapter
@@ -32,8 +35,9 @@ from vllm.forward_context import get_forward_context
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from tests.engine.vllm.both_engines import LENGTHS, VARIANTS, generations, pair, whole
+from tests.engine.vllm.both_engines import LAYERS, LENGTHS, VARIANTS, WIDTH, generations, pair, whole
 
+EXAMPLES = int(os.environ.get("SKIPDECODE_VLLM_EXAMPLES", "1"))  # of schedules; vLLM starts anew for each
 SAMPLING = Sampling(max_new_tokens=14)
 SIZES = [1, 2, 4, 8, 16]  # tokens that graphs are recorded of; passes take up to 48
 GRAPHS = {"cudagraph_capture_sizes": SIZES}
@@ -130,6 +134,27 @@ def test_graphs_that_are_replayed_give_our_own_engines_tokens(
     # Rows at full depth beside them run the same parts.
     assert generations(vllm, prompts, SAMPLING) == generations(own, prompts, SAMPLING)
     assert Recorded.replays.total() > replayed.total()
+    vllm.close()
+
+
+@pytest.mark.parametrize("family", VARIANTS)
+def test_graphs_serve_any_schedule_and_batch(
+    family: str,
+    with_graphs: None,
+    make_checkpoint: Callable[..., Path],
+    schedules: Callable[..., st.SearchStrategy[Schedule]],
+) -> None:
+    own, vllm = pair(make_checkpoint(**VARIANTS[family]), enforce_eager=False, compilation_config=GRAPHS)
+
+    @settings(max_examples=EXAMPLES)
+    @given(data=st.data())
+    def run(data: st.DataObject) -> None:
+        under, seats = data.draw(schedules(LAYERS, WIDTH, own.shape, own.decoder)), data.draw(st.integers(1, 64))
+        prompts = random_prompts(data.draw(st.lists(st.integers(1, 64), min_size=1, max_size=80)))
+        found = sorted(vllm.generate(prompts, SAMPLING, under, seats), key=lambda each: each.index)
+        assert found == generations(own, prompts, SAMPLING, under)
+
+    run()
     vllm.close()
 
 
