@@ -244,22 +244,19 @@ class VllmEngine:
 
 def _kept(schedule: Schedule) -> Path:
     """A directory with a schedule, named by its content: by that name vLLM finds again what it has compiled for it."""
-    place = cache_directory() / "schedules"
+    name = hashlib.sha256(schedule.to_json().encode()).hexdigest()[:16]  # of its tensors too, whose digests stand there
+    target = cache_directory() / "schedules" / name
+    if target.is_dir():
+        return target
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=place) as scratch:
-            written = Path(scratch) / "schedule"
-            schedule.write(written)
-            digest = hashlib.sha256()
-            for file in sorted(written.iterdir()):
-                digest.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
-            target = place / digest.hexdigest()[:16]
-            if not target.is_dir():
-                with suppress(OSError):  # another process was first
-                    os.rename(written, target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=target.parent) as scratch:
+            schedule.write(Path(scratch) / name)
+            os.rename(Path(scratch) / name, target)
     except OSError as error:
-        way_out = "set SKIPDECODE_CACHE to a directory that can"
-        raise ScheduleError(f"{str(place)!r} cannot be written ({error}): {way_out}") from None
+        if not target.is_dir():  # else another process was first
+            way_out = "set SKIPDECODE_CACHE to a directory that can"
+            raise ScheduleError(f"{str(target)!r} cannot be written ({error}): {way_out}") from None
     return target
 
 

@@ -30,7 +30,7 @@ from engine.parts.unit import Unit
 from engine.vllm.adapted import adapted_layers
 from engine.vllm.passes import BEGINS, ENDS, PLATEAU, WHOLE, Pass, Rows, install
 from engine.vllm.plugin import schedule_of
-from engine.vllm.segments import Compiled, Graphs, compiled
+from engine.vllm.segments import Graphs, SegmentRun, compiled
 
 install()
 
@@ -40,8 +40,8 @@ class Segment:
     """Units that the same rows of any pass run."""
 
     first: Unit
-    own: Compiled  # with the model's weights
-    adapted: Compiled  # with the adapter's changes, where it makes any
+    own: SegmentRun  # with the model's weights
+    adapted: SegmentRun  # with the adapter's changes, where it makes any
 
 
 class Skipping:
@@ -201,7 +201,7 @@ class Skipping:
             return Segment(units[0], base, base)
         return Segment(units[0], base, compiled(adapted, units, "adapted", adapter.changes, config))
 
-    def _spans(self, segment: Segment, current: Pass) -> list[tuple[Rows, Compiled]]:
+    def _spans(self, segment: Segment, current: Pass) -> list[tuple[Rows, SegmentRun]]:
         """Rows that run a segment, and how: with an adapter decode tokens have weights of their own."""
         above = self._is_above(segment.first)
         # Prompts: above a prompt bridge those that end, in a block that they skip none.
@@ -211,7 +211,7 @@ class Skipping:
         ends, whole = current.rows[ENDS], current.rows[WHOLE]
         # Rows at full depth stand between prompts and decode tokens.
         parts = [(first, ends, self._of_prompts(segment)), (ends, whole, segment.own), (whole, end, segment.adapted)]
-        spans: list[tuple[Rows, Compiled]] = []
+        spans: list[tuple[Rows, SegmentRun]] = []
         for start, stop, run in parts:
             if stop <= start:
                 continue
@@ -221,7 +221,7 @@ class Skipping:
         # What prompts share first: those of the same pass that find it in the cache attend to it.
         return sorted(spans, key=lambda span: span[0].first != ends)
 
-    def _of_prompts(self, segment: Segment) -> Compiled:
+    def _of_prompts(self, segment: Segment) -> SegmentRun:
         """With the adapter's changes, if it changes prompts."""
         adapter = self.schedule.adapter
         return segment.adapted if adapter is not None and adapter.changes_prompts else segment.own

@@ -23,14 +23,14 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
 from engine.parts.unit import Unit
 
-Run = Callable[[Unit, Tensor, Tensor], Tensor]  # a unit, positions [n], hidden states [n, hidden] -> those after it
-Compiled = Callable[[Tensor, Tensor], Tensor]  # positions and hidden states -> those after a segment
+UnitRun = Callable[[Unit, Tensor, Tensor], Tensor]  # a unit, positions [n], hidden states [n, hidden] -> those after it
+SegmentRun = Callable[[Tensor, Tensor], Tensor]  # positions and hidden states -> those after a segment
 
 
 class _Units(nn.Module):
     """Hidden states [n, hidden] of tokens at positions [n] after units."""
 
-    def __init__(self, *, run: Run, units: Sequence[Unit], vllm_config: VllmConfig) -> None:
+    def __init__(self, *, run: UnitRun, units: Sequence[Unit], vllm_config: VllmConfig) -> None:
         super().__init__()
         self._run, self._units = run, units
 
@@ -40,7 +40,9 @@ class _Units(nn.Module):
         return x
 
 
-def compiled(run: Run, units: Sequence[Unit], kind: str, depends_on: Iterable[Unit], config: VllmConfig) -> Compiled:
+def compiled(
+    run: UnitRun, units: Sequence[Unit], kind: str, depends_on: Iterable[Unit], config: VllmConfig
+) -> SegmentRun:
     """What takes tokens through units, compiled at its first call if vLLM compiles at all.
 
     A class and a code of its own for each: by these, and not by what a module holds, vLLM and PyTorch know what they
@@ -54,7 +56,7 @@ def compiled(run: Run, units: Sequence[Unit], kind: str, depends_on: Iterable[Un
     forward.__qualname__ = f"{_Units.__qualname__}.{name}"
     own = support_torch_compile(dynamic_arg_dims={"positions": 0, "x": 0})(type(name, (_Units,), {"forward": forward}))
     with set_model_tag(name):
-        module: Compiled = own(run=run, units=tuple(units), vllm_config=config)
+        module: SegmentRun = own(run=run, units=tuple(units), vllm_config=config)
     return module
 
 
@@ -78,7 +80,7 @@ class Graphs:
             return slots
         return pad(slots, (0, batch.num_tokens - len(slots)), value=PAD_SLOT_ID)
 
-    def call(self, segment: Compiled, positions: Tensor, x: Tensor, attention: dict[str, Any]) -> Tensor:
+    def call(self, segment: SegmentRun, positions: Tensor, x: Tensor, attention: dict[str, Any]) -> Tensor:
         """Hidden states [n, hidden] after a segment.
 
         Args:

@@ -1,7 +1,8 @@
-"""vLLM whose passes fail, for jobs on Ray, whose replicas import it."""
+"""vLLM whose passes fail."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +14,30 @@ from pipeline.preparing.backend import Backend
 ROOM = 2  # rows
 
 
+def failing(
+    llm: Any, fault: str, is_bad: Callable[[list[int]], bool], tell: Callable[[int], None] = lambda rows: None
+) -> Any:
+    """The same vLLM. For "memory" a pass of more than ROOM rows fails, for "row" one with a prompt that is bad; told
+    is how many rows it had."""
+    step = llm.step
+
+    def failing_step() -> Any:
+        running = llm.engine_core.engine_core.scheduler.running
+        if fault == "memory" and len(running) > ROOM:
+            tell(len(running))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        if fault == "row" and any(is_bad(list(each.prompt_token_ids)) for each in running):
+            tell(len(running))
+            raise ValueError("this row cannot be")
+        return step()
+
+    llm.step = failing_step
+    return llm
+
+
 @dataclass(frozen=True)
 class Faulty(Backend):
-    """vLLM whose passes fail: for want of memory with more than ROOM rows, or for a row that is UNLUCKY."""
+    """For jobs on Ray, whose replicas import it. A row that is UNLUCKY is bad."""
 
     fault: str = ""
 
@@ -23,21 +45,8 @@ class Faulty(Backend):
         engine: Any = super().engine(config, threads)
         start = engine._start
 
-        def started(*how: Any) -> Any:
-            llm = start(*how)
-            step = llm.step
+        def is_bad(prompt: list[int]) -> bool:
+            return "UNLUCKY" in engine.tokenizer.decode(prompt)
 
-            def failing() -> Any:
-                running = llm.engine_core.engine_core.scheduler.running
-                if self.fault == "memory" and len(running) > ROOM:
-                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-                prompts = [engine.tokenizer.decode(list(each.prompt_token_ids)) for each in running]
-                if self.fault == "row" and any("UNLUCKY" in prompt for prompt in prompts):
-                    raise ValueError("this row cannot be")
-                return step()
-
-            llm.step = failing
-            return llm
-
-        engine._start = started
+        engine._start = lambda *how: failing(start(*how), self.fault, is_bad)
         return engine

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from engine import Sampling
 from pipeline.rows.row_generator import RowGenerator
@@ -18,11 +17,11 @@ pytest.importorskip("vllm.config", exc_type=ImportError)
 
 from engine.vllm.engine import VllmEngine
 from tests.engine.vllm.both_engines import VARIANTS, Pair, generations, pair, schedule
+from tests.engine.vllm.faulty_vllm import ROOM, failing
 
 SAMPLING = Sampling(max_new_tokens=10)
 PROMPTS = random_prompts((12, 40, 7, 25, 18), seed=8)
 BAD = 3  # of them
-ROOM = 2  # rows
 
 
 @pytest.fixture(scope="module")
@@ -35,24 +34,10 @@ def both(make_checkpoint: Callable[..., Path]) -> Iterator[Pair]:
 @pytest.mark.parametrize("fault", ["memory", "row"])
 def test_a_pass_that_fails(fault: str, both: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     own, vllm = both
-    start, failures = VllmEngine._start, []
+    start, failures = VllmEngine._start, list[int]()
 
     def started(engine: VllmEngine, *args: Any) -> Any:
-        llm = start(engine, *args)
-        step = llm.step
-
-        def failing() -> Any:
-            running = llm.engine_core.engine_core.scheduler.running
-            if fault == "memory" and len(running) > ROOM:
-                failures.append(len(running))
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-            if fault == "row" and any(list(each.prompt_token_ids) == PROMPTS[BAD] for each in running):
-                failures.append(len(running))
-                raise ValueError("this row cannot be")
-            return step()
-
-        llm.step = failing
-        return llm
+        return failing(start(engine, *args), fault, lambda prompt: prompt == PROMPTS[BAD], failures.append)
 
     monkeypatch.setattr(VllmEngine, "_start", started)
     vllm.close()
