@@ -7,6 +7,7 @@ import threading
 import pytest
 from engine_double import NoEngineBackend
 from fault_proxy import Action, Fault
+from servers import BUCKET, wait_until
 from trial import Trial
 
 from pipeline.errors import JobStopped
@@ -98,10 +99,17 @@ def test_a_server_killed_and_back_within_patience_is_waited_for(trial: Trial) ->
 
 
 def test_a_server_that_stays_away_ends_the_job_resumably(trial: Trial) -> None:
-    trial.proxy.arm(trial.name, [Fault("PUT _commits", 3, "call before", call=trial.server.kill)])
+    commits = f"{BUCKET}/{trial.name}/out/_commits"
+
+    def kill() -> None:
+        # Commits are written side by side: where the machine is slow, the first two are still on their way.
+        wait_until(lambda: len(trial.server.files.find(commits)) >= 2, "the second commit")
+        trial.server.kill()
+
+    trial.proxy.arm(trial.name, [Fault("PUT _commits", 3, "call before", call=kill)])
     try:
         with pytest.raises(JobStopped, match=r"has not worked for 2 s .* start the job again to resume"):
-            trial.run(seconds_per_batch=0.5, storage_patience_s=2.0)  # so that commits come one by one
+            trial.run(seconds_per_batch=0.5, storage_patience_s=2.0)
     finally:
         trial.server.start()
     before = trial.tokens_generated
