@@ -7,7 +7,6 @@ import threading
 import pytest
 from engine_double import NoEngineBackend
 from fault_proxy import Action, Fault
-from servers import BUCKET, wait_until
 from trial import Trial
 
 from pipeline.errors import JobStopped
@@ -99,11 +98,8 @@ def test_a_server_killed_and_back_within_patience_is_waited_for(trial: Trial) ->
 
 
 def test_a_server_that_stays_away_ends_the_job_resumably(trial: Trial) -> None:
-    commits = f"{BUCKET}/{trial.name}/out/_commits"
-
     def kill() -> None:
-        # Commits are written side by side: where the machine is slow, the first two are still on their way.
-        wait_until(lambda: len(trial.server.files.find(commits)) >= 2, "the second commit")
+        trial.wait_for_commits(2)
         trial.server.kill()
 
     trial.proxy.arm(trial.name, [Fault("PUT _commits", 3, "call before", call=kill)])

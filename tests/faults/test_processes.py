@@ -67,8 +67,13 @@ def test_a_killed_replica_costs_at_most_the_units_it_held(trial: Trial) -> None:
 def test_a_killed_driver_costs_at_most_its_units_in_flight(
     trial: Trial, operation: str, nth: int, action: Action, committed: int
 ) -> None:
-    driver = trial.start(seconds_per_batch=0.3, ray_address=address())
-    trial.proxy.arm(trial.name, [Fault(operation, nth, action, call=driver.kill)])
+    driver = trial.start(seconds_per_batch=1.0, ray_address=address())
+
+    def kill() -> None:
+        trial.wait_for_commits(committed)
+        driver.kill()
+
+    trial.proxy.arm(trial.name, [Fault(operation, nth, action, call=kill)])
     ended(driver)
     assert driver.returncode == -signal.SIGKILL
     result = trial.run()

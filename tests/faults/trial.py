@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from counting_double import SIGNED, counting_backend, tokens_generated
 from fault_proxy import FaultProxy, key
-from servers import BUCKET, IMPORTS, S3Server
+from servers import BUCKET, IMPORTS, S3Server, wait_until
 
 from pipeline.config import JobConfig
 from pipeline.inspection import inspect, verify
@@ -92,6 +92,10 @@ class Trial:
 
     def _has(self, name: str) -> bool:
         return bool(self.server.files.exists(f"{BUCKET}/{self.name}/out/{name}"))
+
+    def wait_for_commits(self, count: int) -> None:
+        """Until so many stand: they are written side by side, so the nth may be asked for before those before it."""
+        wait_until(lambda: len(self.server.files.find(f"{BUCKET}/{self.name}/out/_commits")) >= count, "a commit")
 
     def lay_foreign_files(self, names: Sequence[str]) -> None:
         """Beside the output or in it; `check` wants them back as they are."""
