@@ -17,7 +17,7 @@ from engine.schedules import recipes
 
 ROOT = Path(__file__).parent.parent.parent
 CORPUS = ROOT / "infra" / "demo" / "package_descriptions.parquet"
-ROWS, STOPPED = 800, 4
+ROWS, STOPPED = 1600, 4
 
 
 def start(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -37,7 +37,7 @@ def test_a_bad_schedule_is_stopped_within_the_first_twentieth_of_the_rows(tmp_pa
     arguments = [
         "--input", str(tmp_path / "in.parquet"), "--output", str(output), "--ray-address", "local", "--id-column", "id",
         "--schedule", str(tmp_path / "schedule.json"), "--max-new-tokens", "8", "--rows-per-unit", "8",
-        "--audit-fraction", "0.5",
+        "--audit-fraction", "0.5", "--batch-size", "8",
     ]  # fmt: skip
     guarded = [*arguments, "--min-audit-rouge", "0.6"]
 
@@ -59,7 +59,7 @@ def test_a_bad_schedule_is_stopped_within_the_first_twentieth_of_the_rows(tmp_pa
     while len(list((output / "_commits").glob("*.json"))) < len(commits) + 2 and time.monotonic() < deadline:
         time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == STOPPED
+    assert process.wait(180) == STOPPED
     held = {file.stem: json.loads(file.read_text())["file"] for file in (output / "_commits").glob("*.json")}
     assert len(held) >= len(commits) + 2
     assert {commit["unit"]: commit["file"] for commit in commits}.items() <= held.items()

@@ -27,9 +27,9 @@ from pipeline.monitoring.metrics import COUNTED
 ROOT = Path(__file__).parents[2]
 CORPUS = ROOT / "infra" / "demo" / "package_descriptions.parquet"
 SCRIPT = "jobs/summarize_corpus.py"
-LIMIT_S = 240
+LIMIT_S = 480
 
-pytestmark = pytest.mark.timeout(LIMIT_S + 60)
+pytestmark = pytest.mark.timeout(LIMIT_S + 300)
 
 
 def run(command: list[str], environment: dict[str, str] | None = None) -> str:

@@ -105,8 +105,8 @@ def nightly(cluster: None, s3: S3Server, proxy: FaultProxy, tmp_path_factory: py
     trial.proxy.arm(trial.name, [Fault("PUT _commits", 4, "call before", call=drivers[0].kill)])
     said = [ended(drivers[0])]
     assert not any("_SUCCESS" in path for path in s3.files.find(f"{BUCKET}/{trial.name}/out"))
-    trial.proxy.arm(trial.name, [Fault("PUT _commits", 1, "call before", call=look), Fault("PUT data", 2, "fail")])
     drivers.append(trial.start(0.3, times, ray_address=address(), incremental=True))
+    trial.proxy.arm(trial.name, [Fault("PUT _commits", 1, "call before", call=look), Fault("PUT data", 2, "fail")])
     said.append(ended(drivers[1]))
     return TwoDrivers(trial, [driver.returncode for driver in drivers], said, shown)
 

@@ -950,8 +950,8 @@ def overtaken_at(owner: Any, step: str, config: JobConfig, monkeypatch: pytest.M
 @pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 def test_on_ray_a_job_that_lost_its_lease_stops(nightly: Job, put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
-    put("a", 60)
-    config = nightly()
+    put("a", 400)  # more than are done before a busy machine tells of the first commit
+    config = nightly(batch_size=4)
     storage = Storage(config.output)
     receive = run.Session._receive
 
@@ -967,7 +967,7 @@ def test_on_ray_a_job_that_lost_its_lease_stops(nightly: Job, put: Put, monkeypa
             run_job(config, EchoBackend(Echo("one: ", seconds_per_batch=0.3)))
     assert not Path(config.output, "_SUCCESS.json").exists()
     assert storage.names("_lease")[-1] == "_lease/000000002.json"
-    assert 0 < len(storage.names(COMMITS)) < 15
+    assert 0 < len(storage.names(COMMITS)) < 100
 
 
 def test_on_object_storage_a_file_is_known_by_its_etag_and_is_not_read_for_it(

@@ -63,17 +63,17 @@ def test_a_ceiling_of_nothing_is_a_mistake(job: Job, option: str) -> None:
         job(**{option: 0})
 
 
-ROWS, PER_UNIT, ROW_FLOPS = 40, 4, 6 * 130  # Echo: 100 for each byte of a prompt and 30 for each of its answer
+ROWS, PER_UNIT, ROW_FLOPS = 400, 4, 7 * 130  # Echo: 100 for each byte of a prompt and 30 for each of its answer
 UNIT_FLOPS = PER_UNIT * ROW_FLOPS + 7  # and 7 of padding for each batch
 
 
 @pytest.fixture
-def forty_rows(tmp_path: Path, write_parquet: Callable[..., Path]) -> None:
-    write_parquet(tmp_path / "in/a.parquet", {"id": range(ROWS), "text": [f"row {row:02d}" for row in range(ROWS)]})
+def short_rows(tmp_path: Path, write_parquet: Callable[..., Path]) -> None:
+    write_parquet(tmp_path / "in/a.parquet", {"id": range(ROWS), "text": [f"row {row:03d}" for row in range(ROWS)]})
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("cluster", "forty_rows")
+@pytest.mark.usefixtures("cluster", "short_rows")
 def test_a_job_stops_at_its_ceiling_and_goes_on_with_a_higher_one(
     job: Job, read_output: ReadOutput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,8 +84,9 @@ def test_a_job_stops_at_its_ceiling_and_goes_on_with_a_higher_one(
         "committed",
         lambda self, commit, totals: (received.append(commit), meter(self, commit, totals)),
     )
-    config = job(rows_per_unit=PER_UNIT, max_flops=3 * UNIT_FLOPS)
-    with pytest.raises(JobStopped, match=r"FLOPs of max_flops 9381 are spent, with \d+ of 40 rows left"):
+    config = job(rows_per_unit=PER_UNIT, batch_size=PER_UNIT, max_flops=3 * UNIT_FLOPS)
+    ceiling = rf"FLOPs of max_flops {3 * UNIT_FLOPS} are spent, with \d+ of {ROWS} rows left"
+    with pytest.raises(JobStopped, match=ceiling):
         run_job(config, EchoBackend(Echo(seconds_per_batch=0.5)))
     spent = total(read_commits(Storage(config.output)))
     # Units in flight finished: two of the replica, and what its queue had begun to hand it.
@@ -102,7 +103,7 @@ def test_a_job_stops_at_its_ceiling_and_goes_on_with_a_higher_one(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("cluster", "forty_rows")
+@pytest.mark.usefixtures("cluster", "short_rows")
 def test_a_ceiling_that_the_last_units_reach_ends_nothing(job: Job) -> None:
     config = job(rows_per_unit=ROWS, max_flops=1)
     assert run_job(config, EchoBackend()).totals.rows == ROWS

@@ -51,8 +51,9 @@ def ask(
 
 def at_once(echo: Watched, *asked: Callable[[SharedEngine], list[int | str]]) -> list[list[int | str]]:
     """Answers to what several threads ask of one engine before it begins with any of it."""
-    shared, gate = SharedEngine(lambda: echo), Event()
-    shared._thread.submit(gate.wait)
+    shared, gate, held = SharedEngine(lambda: echo), Event(), Event()
+    shared._thread.submit(lambda: (held.set(), gate.wait()))
+    held.wait()  # else the queue might hold the gate itself
     with ThreadPoolExecutor(len(asked)) as threads:
         answers = [threads.submit(each, shared) for each in asked]
         while shared._thread._work_queue.qsize() < len(asked):

@@ -218,12 +218,19 @@ with leases.Lease(Storage(sys.argv[1])) as lease:
 def test_of_two_that_hold_one_number_since_it_was_deleted_one_stops(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.storage.lease.RENEW_S", 2.0)  # so that the first does not write before the second
+    both, renew = threading.Event(), Lease._renew
+
+    def renew_once_both_hold(self: Lease) -> None:
+        both.wait(60)
+        renew(self)
+
+    monkeypatch.setattr(Lease, "_renew", renew_once_both_hold)
     with Lease(storage) as first:
         Path(storage.path("_lease/000000001.json")).unlink()
         with Lease(storage) as second:
+            both.set()
             wait_until(lambda: bool(first.lost or second.lost), "one of them noticing")
-            time.sleep(2.5)
+            time.sleep(1.0)  # several renewals
             assert bool(first.lost) != bool(second.lost)
 
 
