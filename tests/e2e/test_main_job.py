@@ -27,9 +27,9 @@ from pipeline.monitoring.metrics import COUNTED
 ROOT = Path(__file__).parents[2]
 CORPUS = ROOT / "infra" / "demo" / "package_descriptions.parquet"
 SCRIPT = "jobs/summarize_corpus.py"
-LIMIT_S = 480
+LIMIT_S = 240
 
-pytestmark = pytest.mark.timeout(LIMIT_S + 300)
+pytestmark = pytest.mark.timeout(LIMIT_S + 300)  # and what the fixtures may take
 
 
 def run(command: list[str], environment: dict[str, str] | None = None) -> str:

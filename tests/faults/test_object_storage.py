@@ -92,7 +92,7 @@ def test_a_server_killed_and_back_within_patience_is_waited_for(trial: Trial) ->
         threading.Timer(2.0, trial.server.start).start()
 
     trial.proxy.arm(trial.name, [Fault("PUT _commits", 2, "call before", call=restart)])
-    trial.run(storage_patience_s=120.0)
+    trial.run()
     trial.check()
     assert trial.tokens_generated == trial.tokens_of_one_pass
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,9 +24,6 @@ Job = Callable[..., JobConfig]
 WriteParquet = Callable[..., Path]
 ReadOutput = Callable[[str | Path], pa.Table]
 
-# What follows is Ray's: why, if it knows that within a second.
-ALONE = "its process died 2 times with this row alone ("
-
 pytestmark = pytest.mark.usefixtures("cluster")
 
 
@@ -37,7 +35,7 @@ def test_a_row_that_kills_is_found_and_costs_nobody_else_a_generation(
     totals = run_job(config, trap_backend(tmp_path)).totals
     good, bad = read_output(config.output).to_pylist()
     assert (good["generation"], good["error"], bad["generation"]) == ("row 0", None, None)
-    assert bad["error"].startswith(ALONE)
+    assert bad["error"].startswith("its process died 2 times with this row alone (SYSTEM_ERROR: ")
     assert (totals.rows, totals.errors) == (2, 1)
 
 
@@ -54,7 +52,7 @@ def test_rows_that_kill_raise_or_break_the_device_cost_nobody_else_a_generation(
     assert [row["id"] for row in rows] == list(range(6))
     assert [row["generation"] for row in rows] == [None if row in (1, 2) else texts[row] for row in range(6)]
     assert rows[1]["error"] == "ValueError: cannot generate for 'row 1 RAISE'"
-    assert rows[2]["error"].startswith(ALONE)
+    assert rows[2]["error"].startswith("its process died 2 times with this row alone (SYSTEM_ERROR: ")
     assert (totals.rows, totals.errors) == (6, 2)
     assert json.loads((tmp_path / "out/_SUCCESS.json").read_text())["totals"]["errors"] == 2
 
@@ -94,10 +92,12 @@ def test_a_file_that_became_unreadable_costs_its_own_units_only(
 
         def identity(self, config: GenerationConfig) -> ModelIdentity:
             path = tmp_path / "in/b.parquet"
-            path.write_bytes(path.read_bytes()[:20])
+            status = path.stat()
+            path.write_bytes(path.read_bytes()[:20].ljust(status.st_size, b"\0"))
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # else it counts as another file
             return super().identity(config)
 
-    with pytest.raises(UnitsFailed, match=r"2 of 4 units \(4 rows\) failed.*b\.parquet' has changed"):
+    with pytest.raises(UnitsFailed, match=r"2 of 4 units \(4 rows\) failed.*b\.parquet' cannot be read"):
         run_job(job(rows_per_unit=2), Spoiler())
     assert [commit.path.rsplit("/", 1)[-1] for commit in read_commits(Storage(str(tmp_path / "out")))] == [
         "a.parquet",
@@ -110,5 +110,5 @@ def test_replicas_that_die_while_they_load_the_model_end_the_job(
     tmp_path: Path, job: Job, write_parquet: WriteParquet
 ) -> None:
     write_parquet(tmp_path / "in/a.parquet", {"text": ["x"]})
-    with pytest.raises(JobError, match=r"died \d+ times in a row while they loaded model"):
+    with pytest.raises(JobError, match=r"died . times in a row while they loaded model"):
         run_job(job(), TrapBackend(dies_loading=True))
