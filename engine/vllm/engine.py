@@ -70,6 +70,12 @@ class _Running:
         self.scheduler._preempt_request = told
 
     @property
+    def ahead(self) -> bool:
+        """Whether it prepares a pass while the one before still runs; on CPUs it never does."""
+        is_so: bool = self.llm.vllm_config.scheduler_config.async_scheduling
+        return is_so
+
+    @property
     def scheduler(self) -> Any:
         return self.llm.engine_core.engine_core.scheduler
 
@@ -80,9 +86,10 @@ class _Running:
         used: float = self.scheduler.kv_cache_manager.usage * max(tensor.size for tensor in tensors)
         return round(used)
 
-    def can(self, schedule: Schedule, rows: int) -> bool:
-        """Run rows under a schedule; at full depth it can under any."""
-        return not self.broken and rows <= self.seats and (schedule.is_full_depth or schedule == self.schedule)
+    def can(self, schedule: Schedule, rows: int, ahead: bool) -> bool:
+        """Run rows under a schedule, with passes that may be prepared ahead or not; at full depth it can under any."""
+        fits = rows <= self.seats and (ahead or not self.ahead)
+        return not self.broken and fits and (schedule.is_full_depth or schedule == self.schedule)
 
 
 class VllmEngine:
@@ -167,10 +174,13 @@ class VllmEngine:
         running = self._running
         if running is not None and not running.broken and schedule.is_full_depth and not running.schedule.is_full_depth:
             batch_size = min(batch_size, running.seats)  # beside rows under a schedule: no reason to start anew
-        if self._running is None or not self._running.can(schedule, batch_size):
+        sampling = sampling or Sampling()
+        # What looks at the tokens so far does not know the one of a pass that still runs.
+        ahead = sampling.is_simply_greedy
+        if self._running is None or not self._running.can(schedule, batch_size, ahead):
             self.close()
-            self._running = _Running(self._started(schedule, batch_size), schedule, batch_size)
-        stopping = Stopping(sampling or Sampling(), self.tokenizer)
+            self._running = _Running(self._started(schedule, batch_size, ahead), schedule, batch_size)
+        stopping = Stopping(sampling, self.tokenizer)
         ledger, context = Ledger(self.shape, schedule), self._options["max_model_len"]
         return VllmDecoding(self._running, stopping, ledger, context, self._prefix)
 
@@ -203,10 +213,10 @@ class VllmEngine:
         engine.share_prefix(self._prefix)
         return engine
 
-    def _started(self, schedule: Schedule, rows: int) -> Any:
+    def _started(self, schedule: Schedule, rows: int, ahead: bool) -> Any:
         """vLLM's engine, at the second try if need be: what had the device's memory before may not have left yet."""
         try:
-            return self._start(schedule, rows)
+            return self._start(schedule, rows, ahead)
         except ScheduleError:
             raise
         except Exception as error:
@@ -214,11 +224,11 @@ class VllmEngine:
         gc.collect()
         time.sleep(START_AGAIN_S)
         try:
-            return self._start(schedule, rows)
+            return self._start(schedule, rows, ahead)
         except Exception as error:  # vLLM's own and its libraries', which name what is wrong in their words
             raise ModelError(f"vLLM does not start with model {self._model!r}: {error}") from error
 
-    def _start(self, schedule: Schedule, rows: int) -> Any:
+    def _start(self, schedule: Schedule, rows: int, ahead: bool) -> Any:
         """vLLM's engine."""
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -234,7 +244,7 @@ class VllmEngine:
             skip_tokenizer_init=True,
             dtype=self._dtype,
             max_num_seqs=rows,
-            async_scheduling=False,  # penalties look at tokens that a pass prepared ahead does not know yet
+            async_scheduling=ahead,
             logits_processors=["engine.vllm.sampling:OurSampling"],
             disable_log_stats=True,
             **(self._options | setting),
@@ -350,7 +360,8 @@ class VllmDecoding:
                 break
         if not sample.finished and not output.finished:
             return False
-        self._stats += BatchStats(flops_padding=self._again(sample, output.num_cached_tokens or 0))
+        again = self._again(sample, output.num_cached_tokens or 0)
+        self._stats += BatchStats(flops_padding=again + self._too_far(sample))
         del self._samples[output.request_id], self._running.whose[output.request_id]
         self._done.append(generation_of(sample, self._stopping, self._ledger))
         return not output.finished
@@ -363,6 +374,13 @@ class VllmDecoding:
         if sample.shares_prompt:
             again += self._ledger.prompt(len(sample.prompt), max(cached, sample.shared_prefix))
         return again
+
+    def _too_far(self, sample: Sample) -> int:
+        """FLOPs of the pass that was prepared before vLLM knew that the row would end."""
+        if not self._running.ahead or len(sample.tokens) == sample.limit:
+            return 0
+        lengths = len(sample.prompt), len(sample.tokens)
+        return self._ledger.decode(lengths[0], lengths[1] + 1) - self._ledger.decode(*lengths)
 
     def _params(self, sample: Sample) -> Any:
         from vllm import SamplingParams

@@ -118,19 +118,19 @@ class Skipping:
                 if segment.adapted is not segment.own:  # vLLM compiles, or records, what it sees here
                     self.graphs.call(segment.adapted, positions, x, {})
                 x = self.graphs.call(segment.own, positions, x, {})
-        elif self._maps is None:
+        elif self._maps is None or not current.has_prompts:
             x = self._run(self._segments, current, positions, x)
         else:
             first = self._maps.first
             below = [segment for segment in self._segments if segment.first.layer < first]
             x = self._run(below, current, positions, x)
-            kept, stopped = current.kept(), current.stopped()
+            kept, stopped = current.kept, current.stopped
             states, places = x[stopped], positions[stopped]
             if len(stopped):
                 for layer in range(first, self.shape.layers):
                     self._write(layer, states, places, stopped)
             above = self._segments[len(below) :]
-            begins = current.begins()  # after what was written, which was not for them
+            begins = current.begins  # after what was written, which was not for them
             x[begins] = self._run_first(above, current, positions[begins], x[begins])
             if len(kept):
                 x[kept] = self._run(above, current, positions[kept], x[kept])
@@ -139,7 +139,7 @@ class Skipping:
     def _run(self, segments: Iterable[Segment], current: Pass, positions: Tensor, x: Tensor) -> Tensor:
         """Hidden states of the tokens of a pass, each through those of these segments and bridges that it runs."""
         for segment in segments:
-            above = self._is_above(segment.first)
+            above = self._is_above(segment.first) and current.has_prompts
             if self._skips is not None and segment.first == self._skips.block.first:
                 prompts = slice(0, current.token(current.rows[ENDS]))
                 if prompts.stop:
@@ -161,7 +161,7 @@ class Skipping:
     def _skip_block(self, skips: Bridge, current: Pass, prompts: slice, positions: Tensor, x: Tensor) -> None:
         """Take prompts over the block that they skip, in x itself: all of their tokens but the first ones."""
         assert self._maps is not None
-        begins = current.begins()
+        begins = current.begins
         for layer in self._maps.within:
             self._write(layer, x[prompts], positions[prompts], prompts)
         # After what was written, which was not for them.
@@ -203,7 +203,7 @@ class Skipping:
 
     def _spans(self, segment: Segment, current: Pass) -> list[tuple[Rows, SegmentRun]]:
         """Rows that run a segment, and how: with an adapter decode tokens have weights of their own."""
-        above = self._is_above(segment.first)
+        above = self._is_above(segment.first) and current.has_prompts
         # Prompts: above a prompt bridge those that end, in a block that they skip none.
         is_skipped = segment.first in self._skipped_by_prompts
         first = current.rows[ENDS] if is_skipped else current.rows[BEGINS] if above else 0

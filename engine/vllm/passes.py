@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -63,21 +64,39 @@ class Pass:
         """Prompts whose first token is in the pass, and not their last one at once."""
         return Rows(self.rows[GOES_ON], self.rows[BEGINS_AND_ENDS], begins_only=True)
 
+    @property
+    def has_prompts(self) -> bool:
+        """Under the schedule, that is."""
+        return self.rows[ENDS] > 0
+
+    @cached_property
     def begins(self) -> Tensor:
         """Their first tokens, of N."""
-        return self.starts[self.beginning.first : self.beginning.end].long().to(self.device)
+        return self.on_device(self.starts[self.beginning.first : self.beginning.end].long())
 
+    @cached_property
     def kept(self) -> Tensor:
         """Tokens that go on above a prompt bridge, of N: all but those before the last one of prompts under it."""
-        lasts = self.starts[self.rows[BEGINS] + 1 : self.rows[ENDS] + 1].long() - 1
-        others = torch.arange(self.token(self.rows[ENDS]), self.token(self.rows[-1]))
-        return torch.cat([lasts, others]).to(self.device)
+        return self.on_device(self._kept)
 
+    @cached_property
     def stopped(self) -> Tensor:
         """The others: prompt tokens that stop below it."""
         inside = torch.ones(self.token(self.rows[-1]), dtype=torch.bool)
-        inside[self.kept().cpu()] = False
-        return inside.nonzero()[:, 0].to(self.device)
+        inside[self._kept] = False
+        return self.on_device(inside.nonzero()[:, 0])
+
+    @cached_property
+    def _kept(self) -> Tensor:
+        lasts = self.starts[self.rows[BEGINS] + 1 : self.rows[ENDS] + 1].long() - 1
+        others = torch.arange(self.token(self.rows[ENDS]), self.token(self.rows[-1]))
+        return torch.cat([lasts, others])
+
+    def on_device(self, places: Tensor) -> Tensor:
+        """Without waiting for what the device has to do yet."""
+        if self.device.type != "cuda":
+            return places.to(self.device)
+        return places.pin_memory().to(self.device, non_blocking=True)
 
     def above(self, row: int) -> int:
         """Where a row's first token is among the kept ones."""
@@ -132,15 +151,15 @@ def part_of(common: Any, rows: Rows, current: Pass) -> Any:
     starts_cpu = common.query_start_loc_cpu[rows.first : rows.end + 1] - common.query_start_loc_cpu[rows.first]
     lengths, lengths_cpu = common.seq_lens[span], common.seq_lens_cpu_upper_bound[span]
     if rows.begins_only:
-        tokens = current.begins()
+        tokens = current.begins
         starts_cpu = torch.arange(len(tokens) + 1, dtype=starts_cpu.dtype)
-        starts = starts_cpu.to(starts.device)
+        starts = current.on_device(starts_cpu)
         lengths, lengths_cpu = torch.ones_like(lengths), torch.ones_like(lengths_cpu)
     if rows.ends_only:
-        tokens = current.kept()[tokens]
+        tokens = current.kept[tokens]
         above = [current.above(row) for row in range(rows.first, rows.end + 1)]
         starts_cpu = torch.tensor(above, dtype=starts_cpu.dtype) - above[0]
-        starts = starts_cpu.to(starts.device)
+        starts = current.on_device(starts_cpu)
     return replace(
         common,
         query_start_loc=starts,

@@ -83,6 +83,12 @@ class BenchmarkJob(BaseModel):
     rounds: int = Field(3, ge=1, description="times every contender runs, in turns; medians are shown")
     device: Literal["cpu", "cuda"] = Field("cpu", description="where models run; OpenVINO knows only cpu")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="what they compute in")
+    gpu_memory_share: float = Field(
+        0.2, gt=0, lt=1, description="of a GPU's memory, for each contender that is vLLM: all are there at once"
+    )
+    random_weights: bool = Field(
+        False, description="the model is a config and a tokenizer, as jobs.benchmarks.shapes writes them; vLLM alone"
+    )
     threads: int = Field(torch.get_num_threads(), ge=1, description="CPU threads of each contender")
     peers_python: str = Field(
         ".venv-peers/bin/python", description="interpreter of transformers, CTranslate2 and OpenVINO; make peers"
@@ -144,7 +150,8 @@ def _job(config: BenchmarkJob, scratch: Path) -> tuple[Job, WholeJob, Tokenizer]
         shared = []
     job = Job(
         str(directory), prompts, shared, config.max_new_tokens, config.max_new_tokens * config.full_length,
-        config.batch_size, list(tokenizer.eos_ids), config.threads, config.device, config.dtype, None, str(scratch),
+        config.batch_size, list(tokenizer.eos_ids), config.threads, config.device, config.dtype,
+        config.gpu_memory_share, config.random_weights, None, str(scratch),
     )  # fmt: skip
     return job, WholeJob(shape, [len(prompt) for prompt in prompts], len(shared), references), tokenizer
 

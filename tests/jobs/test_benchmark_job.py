@@ -29,7 +29,7 @@ def half_depth(layers: int = 5) -> Schedule:
 
 
 def job(model: str, folder: Path) -> Job:
-    return Job(model, [[1, 2]], [], NEW_TOKENS, 0, 2, [0], 1, "cpu", "float32", None, str(folder))
+    return Job(model, [[1, 2]], [], NEW_TOKENS, 0, 2, [0], 1, "cpu", "float32", 0.2, False, None, str(folder))
 
 
 def test_contenders_run_the_same_job_and_who_is_not_installed_or_fails_to_load_is_left_out(

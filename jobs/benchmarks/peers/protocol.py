@@ -36,6 +36,8 @@ class Job:
     threads: int
     device: str  # "cpu" or "cuda"
     dtype: str  # as torch names it
+    memory_share: float  # of a GPU's memory, for what keeps all that it is given
+    random_weights: bool  # the checkpoint has none
     schedule: str | None  # directory
     scratch: str  # directory for what has to be converted
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine import BatchStats, Generation, Sampling, Schedule
+from engine import BatchStats, Engine, Generation, Sampling, Schedule
 from engine.errors import PromptError, ScheduleError
 from engine.forward.ledger import Ledger
 from tests.engine.conftest import random_prompt_bridge
@@ -21,11 +21,27 @@ from tests.engine.prompts import random_prompts
 
 pytest.importorskip("vllm.config", exc_type=ImportError)
 
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
 from engine.vllm.models import Skipping
 from tests.engine.vllm.both_engines import LAYERS, LENGTHS, VARIANTS, WIDTH, Pair, generations, pair, schedule, whole
 
 EXAMPLES = int(os.environ.get("SKIPDECODE_VLLM_EXAMPLES", "2"))  # of schedules; vLLM starts anew for each
 SAMPLING = Sampling(max_new_tokens=14)
+
+
+@pytest.fixture(autouse=True)
+def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM may prepare a pass while the one before runs, as on GPUs; on CPUs it sees no need for that."""
+    check = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
+
+    def checked(platform: Any, config: Any) -> None:
+        wanted = config.scheduler_config.async_scheduling
+        check(platform, config)
+        config.scheduler_config.async_scheduling = wanted
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(checked))
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +125,45 @@ def test_prompts_are_adapted_and_skip_what_decoding_runs_beside_rows_at_full_dep
         assert sorted(found[is_scheduled], key=lambda each: each.index) == expected
 
 
+def too_far(own: Engine, under: Schedule, rows: Sequence[Generation]) -> int:
+    """FLOPs of the passes that were prepared before these rows were known to have ended."""
+    ledger = Ledger(own.shape, under)
+    early = [(each.prompt_tokens, each.generated_tokens) for each in rows if each.finish_reason != "length"]
+    return sum(ledger.decode(prompt, tokens + 1) - ledger.decode(prompt, tokens) for prompt, tokens in early)
+
+
+def test_passes_are_prepared_ahead_where_no_choice_looks_back(llama: Pair) -> None:
+    """What that computes too much is told beside the ledger: a token of each row that ends before its limit."""
+    own, vllm = llama
+    vllm.close()  # it has kept prompts
+    decoding, prompts = vllm.decoding(SAMPLING, schedule(), 4), random_prompts(LENGTHS)
+    assert vllm._running is not None
+    assert isinstance(vllm._running.scheduler, AsyncScheduler)
+    schedule_pass, taken = vllm._running.scheduler.schedule, list[int]()
+
+    def noted(*how: Any) -> Any:
+        found = schedule_pass(*how)
+        taken.append(found.total_num_scheduled_tokens)
+        return found
+
+    vllm._running.scheduler.schedule = noted
+    for index, prompt in enumerate(prompts):
+        decoding.add(prompt, str(index), index)
+    found: list[Generation] = []
+    while decoding.unfinished:
+        found += decoding.step()
+    early = [each for each in found if each.finish_reason != "length"]
+    assert 0 < len(early) < len(found)
+    assert sum(taken) == sum(each.prompt_tokens + each.generated_tokens - 1 for each in found) + len(early)
+    assert decoding.take_stats().flops_padding == too_far(own, schedule(), found)
+    vllm.decoding(replace(SAMPLING, repetition_penalty=1.2), schedule(), 4).close()
+    assert not isinstance(vllm._running.scheduler, AsyncScheduler)
+    kept = vllm._running
+    vllm.decoding(SAMPLING, schedule(), 4).close()
+    assert vllm._running is kept
+    vllm.close()
+
+
 @pytest.mark.parametrize("adapts_prompts", [False, True])
 def test_what_prompts_share_is_as_at_full_depth_and_told_where_it_is_computed_again(
     llama: Pair, adapts_prompts: bool
@@ -132,7 +187,8 @@ def test_what_prompts_share_is_as_at_full_depth_and_told_where_it_is_computed_ag
         rows = len(prompts) - 1
         ledger = Ledger(own.shape, Schedule.full_depth(LAYERS))
         again = ledger.prefix(50) - ledger.prefix(32)
-        assert sum(each.flops_padding for each in stats) == (rows - 1) * again  # the first row has computed it for all
+        # The first row has computed it for all.
+        assert sum(each.flops_padding for each in stats) == (rows - 1) * again + too_far(own, under, found)
         stats.clear()
         pairs = list(
             vllm.generate(prompts[:1], replace(SAMPLING, samples_per_prompt=2), under, 4, on_batch=stats.append)
@@ -140,9 +196,8 @@ def test_what_prompts_share_is_as_at_full_depth_and_told_where_it_is_computed_ag
         assert len(pairs) == 2
         found_of_prompt = (len(prompts[0]) - 1) // 32 * 32  # as whole blocks, by both
         whole_prompt = Ledger(own.shape, under).prompt(len(prompts[0]), max(50, found_of_prompt))
-        assert sum(each.flops_padding for each in stats) == whole_prompt + 2 * max(
-            0, ledger.prefix(50) - ledger.prefix(found_of_prompt)
-        )
+        not_found = 2 * max(0, ledger.prefix(50) - ledger.prefix(found_of_prompt))
+        assert sum(each.flops_padding for each in stats) == whole_prompt + not_found + too_far(own, under, pairs)
         assert generations(vllm, prompts, SAMPLING) == generations(own, prompts, SAMPLING)
     finally:
         for engine in llama:
@@ -199,10 +254,12 @@ def test_stop_strings_end_a_text_as_in_our_own_engine(llama: Pair) -> None:
     assert generations(vllm, prompts, sampling, schedule()) == generations(own, prompts, sampling, schedule())
 
 
-def test_a_preempted_row_goes_on_as_if_nothing_had_been(make_checkpoint: Callable[..., Path]) -> None:
-    """What is computed again is told beside the ledger."""
+@pytest.mark.parametrize("least", [0, 60])
+def test_a_preempted_row_goes_on_as_if_nothing_had_been(least: int, make_checkpoint: Callable[..., Path]) -> None:
+    """What is computed again is told beside the ledger; with a least number of tokens no pass is prepared ahead."""
     own, vllm = pair(make_checkpoint(**VARIANTS["llama"]), num_gpu_blocks_override=8)
-    sampling, prompts = Sampling(max_new_tokens=60, min_new_tokens=60), random_prompts((40, 50, 33, 20, 45, 61))
+    sampling = Sampling(max_new_tokens=60, min_new_tokens=least)
+    prompts = random_prompts((40, 50, 33, 20, 45, 61))
     stats = BatchStats()
 
     def add(more: BatchStats) -> None:

@@ -44,7 +44,7 @@ def server(model: Path, schedule: Path, shared: int, folder: Path) -> Iterator[s
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
         "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
         "--max-model-len", "160", "--max-num-batched-tokens", "48", "--max-num-seqs", "4", "--block-size", "32",
-        "--async-scheduling", "--distributed-executor-backend", "uni",  # as on one GPU
+        "--distributed-executor-backend", "uni",  # as on one GPU
         "--additional-config", json.dumps(setting),
     ]  # fmt: skip
     with (folder / "server.log").open("w") as log:

@@ -1,0 +1,38 @@
+"""Models without weights that speed is measured with: their schedules save what was asked for, texts are as long."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from engine import Ledger, Schedule, Tokenizer, describe
+from jobs.benchmarks import shapes
+
+
+def test_a_shape_has_schedules_that_fit_it_and_texts_of_the_length_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = f"shapes --model Qwen2.5-1.5B --rows 3 --prompt-tokens 50 --output {tmp_path / 'qwen'}"
+    monkeypatch.setattr(sys, "argv", command.split())
+    assert shapes.main() == 0
+    shape = describe(str(tmp_path / "qwen" / "model"))
+    assert (shape.layers, shape.hidden) == (28, 1536)
+    full, decode, both = (
+        Ledger(shape, schedule)
+        for schedule in (
+            Schedule.full_depth(28), *(Schedule.read(tmp_path / "qwen" / name) for name in ("decode", "both"))
+        )
+    )  # fmt: skip
+    assert full.decode(50, 20) > 1.2 * decode.decode(50, 20) == 1.2 * both.decode(50, 20)
+    assert full.prompt(50) == decode.prompt(50) > 1.6 * both.prompt(50)
+    tokenizer = Tokenizer(tmp_path / "qwen" / "model")
+    texts = pq.read_table(tmp_path / "qwen" / "texts.parquet")["text"].to_pylist()
+    assert [len(tokenizer.encode(text)) for text in texts] == [50] * 3
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").touch()
+    monkeypatch.setattr(sys, "argv", [*command.split()[:-1], str(tmp_path / "mine")])
+    assert shapes.main() == 1
+    assert "letter.txt" in capsys.readouterr().err
