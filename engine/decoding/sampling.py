@@ -56,11 +56,6 @@ class Sampling:
     def is_greedy(self) -> bool:
         return self.temperature == 0
 
-    @property
-    def is_simply_greedy(self) -> bool:
-        """Each token is the likeliest one, whatever came before."""
-        return self.is_greedy and self.repetition_penalty == 1.0 and not self.min_new_tokens
-
 
 def stream_key(seed: int, sample_id: str) -> int:
     """Of a sample's random stream."""

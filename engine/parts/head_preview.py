@@ -1,7 +1,7 @@
 """The vocabulary head in two looks: rough logits of all tokens, exact ones of those that look likeliest.
 
 SVD-softmax (Shim et al., NeurIPS 2017) with the decomposition weighted by the states that the head really sees, so that
-a smaller rank will do. A small model's head is a fifth of its decode FLOPs, of which this leaves a fifth to a third.
+a smaller rank will do. A small model's head is a fifth of its decode FLOPs, of which this leaves an eighth to a third.
 """
 
 from __future__ import annotations

@@ -86,10 +86,9 @@ class _Running:
         used: float = self.scheduler.kv_cache_manager.usage * max(tensor.size for tensor in tensors)
         return round(used)
 
-    def can(self, schedule: Schedule, rows: int, ahead: bool) -> bool:
-        """Run rows under a schedule, with passes that may be prepared ahead or not; at full depth it can under any."""
-        fits = rows <= self.seats and (ahead or not self.ahead)
-        return not self.broken and fits and (schedule.is_full_depth or schedule == self.schedule)
+    def can(self, schedule: Schedule, rows: int) -> bool:
+        """Run rows under a schedule; at full depth it can under any."""
+        return not self.broken and rows <= self.seats and (schedule.is_full_depth or schedule == self.schedule)
 
 
 class VllmEngine:
@@ -174,13 +173,10 @@ class VllmEngine:
         running = self._running
         if running is not None and not running.broken and schedule.is_full_depth and not running.schedule.is_full_depth:
             batch_size = min(batch_size, running.seats)  # beside rows under a schedule: no reason to start anew
-        sampling = sampling or Sampling()
-        # What looks at the tokens so far does not know the one of a pass that still runs.
-        ahead = sampling.is_simply_greedy
-        if self._running is None or not self._running.can(schedule, batch_size, ahead):
+        if self._running is None or not self._running.can(schedule, batch_size):
             self.close()
-            self._running = _Running(self._started(schedule, batch_size, ahead), schedule, batch_size)
-        stopping = Stopping(sampling, self.tokenizer)
+            self._running = _Running(self._started(schedule, batch_size), schedule, batch_size)
+        stopping = Stopping(sampling or Sampling(), self.tokenizer)
         ledger, context = Ledger(self.shape, schedule), self._options["max_model_len"]
         return VllmDecoding(self._running, stopping, ledger, context, self._prefix)
 
@@ -213,10 +209,10 @@ class VllmEngine:
         engine.share_prefix(self._prefix)
         return engine
 
-    def _started(self, schedule: Schedule, rows: int, ahead: bool) -> Any:
+    def _started(self, schedule: Schedule, rows: int) -> Any:
         """vLLM's engine, at the second try if need be: what had the device's memory before may not have left yet."""
         try:
-            return self._start(schedule, rows, ahead)
+            return self._start(schedule, rows)
         except ScheduleError:
             raise
         except Exception as error:
@@ -224,11 +220,11 @@ class VllmEngine:
         gc.collect()
         time.sleep(START_AGAIN_S)
         try:
-            return self._start(schedule, rows, ahead)
+            return self._start(schedule, rows)
         except Exception as error:  # vLLM's own and its libraries', which name what is wrong in their words
             raise ModelError(f"vLLM does not start with model {self._model!r}: {error}") from error
 
-    def _start(self, schedule: Schedule, rows: int, ahead: bool) -> Any:
+    def _start(self, schedule: Schedule, rows: int) -> Any:
         """vLLM's engine."""
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -244,7 +240,6 @@ class VllmEngine:
             skip_tokenizer_init=True,
             dtype=self._dtype,
             max_num_seqs=rows,
-            async_scheduling=ahead,
             logits_processors=["engine.vllm.sampling:OurSampling"],
             disable_log_stats=True,
             **(self._options | setting),

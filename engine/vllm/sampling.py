@@ -21,7 +21,8 @@ SAMPLED = "skipdecode_sampling"  # of a request's `extra_args`
 
 def describe(sampling: Sampling, eos_ids: list[int], sample_id: str) -> str | None:
     """What a request tells the processor; None where vLLM's own greedy choice is ours."""
-    return None if sampling.is_simply_greedy else json.dumps([asdict(sampling), eos_ids, sample_id])
+    plain = sampling.is_greedy and sampling.repetition_penalty == 1.0 and not sampling.min_new_tokens
+    return None if plain else json.dumps([asdict(sampling), eos_ids, sample_id])
 
 
 class _Row(NamedTuple):

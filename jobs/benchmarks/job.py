@@ -19,12 +19,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from rich.console import Console
 
 from engine import Schedule, Tokenizer, checkpoint_directory, describe, for_target_speedup
@@ -102,6 +102,12 @@ class BenchmarkJob(BaseModel):
         if unknown := [name for name in names if name not in RUNNERS]:
             raise ValueError(f"{unknown[0]!r} is not known: known are {', '.join(RUNNERS)}")
         return names
+
+    @model_validator(mode="after")
+    def _can_do_without_weights(self) -> Self:
+        if self.random_weights and self.contenders != ["vllm"]:
+            raise ValueError("--random-weights is for vLLM alone: --contenders vllm")
+        return self
 
 
 def main() -> int:

@@ -131,7 +131,7 @@ def test_the_demos_schedules(name: str, real: Pair, chats: list[list[int]]) -> N
 
 def test_half_precision_says_about_the_same(real: Pair, chats: list[list[int]]) -> None:
     half = Engine.load(PACKAGED, "cuda")
-    for engine in (real[0], half):
+    for engine in (*real, half):
         engine.share_prefix([])
     ours, theirs = both(
         (real[0], half), chats, Sampling(max_new_tokens=24), Schedule.read(DEMO / "whole_sample_2x"), 64
@@ -140,6 +140,8 @@ def test_half_precision_says_about_the_same(real: Pair, chats: list[list[int]]) 
 
 
 def test_known_answers_are_judged_alike(real: Pair, chats: list[list[int]]) -> None:
+    for engine in real:
+        engine.share_prefix([])
     answers = [each.tokens for each in in_order(real[0].generate(chats[:16], Sampling(max_new_tokens=16), None, 16))]
     found = [
         engine.score(
@@ -181,11 +183,10 @@ def test_a_schedule_is_calibrated_trained_and_written(make_checkpoint: Callable[
     assert ours == theirs
 
 
-def test_as_many_rows_as_memory_has_room_for(real: Pair) -> None:
+def test_as_many_rows_as_memory_has_room_for() -> None:
     engine = Engine.load(PACKAGED, "cuda")
     schedule = Schedule.read(DEMO / "whole_sample_2x")
     rows = engine.fitting_batch_size(1000, Sampling(max_new_tokens=48), schedule)
     assert rows > 64
-    torch.cuda.reset_peak_memory_stats()
     prompts = [[*range(100, 1100)]] * rows
     assert len(list(engine.generate(prompts, Sampling(max_new_tokens=4, min_new_tokens=4), schedule, rows))) == rows

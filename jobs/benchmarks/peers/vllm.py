@@ -33,7 +33,6 @@ class Vllm(Peer):
             enable_prefix_caching=True,
             gpu_memory_utilization=job.memory_share,
             load_format="dummy" if job.random_weights else "auto",
-            skip_tokenizer_init=True,
             # On CPUs its default is 128, more than an instruction has: none would be shared.
             block_size=32 if job.device == "cpu" else None,
             additional_config=(

@@ -207,11 +207,11 @@ def test_a_vllm_that_finds_no_room_is_started_once_more(
     engine, starts = in_vllm(make_checkpoint(**VARIANTS["llama"])), list[int]()
     start = engine._start
 
-    def started(schedule: Schedule, rows: int, ahead: bool) -> Any:
+    def started(schedule: Schedule, rows: int) -> Any:
         starts.append(rows)
         if len(starts) == 1:
             raise ValueError("Free memory on device is less than desired GPU memory utilization")
-        return start(schedule, rows, ahead)
+        return start(schedule, rows)
 
     monkeypatch.setattr(engine, "_start", started)
     engine.decoding(batch_size=3).close()
