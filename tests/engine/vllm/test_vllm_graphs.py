@@ -92,15 +92,17 @@ needs_compiler = pytest.mark.skipif(which("g++") is None, reason="compiling for 
 
 @pytest.fixture
 def with_graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's CPU compiles as a GPU does, in pieces around attention, and records each. Without a C++ compiler, unless
-    the parameter names one of PyTorch's that takes it."""
+    """vLLM's CPU compiles as a GPU does, in pieces around attention, records each, and prepares passes ahead. Without a
+    C++ compiler, unless the parameter names one of PyTorch's that takes it."""
     backend = getattr(request, "param", "eager")
     check, warm_up = CpuPlatform.check_and_update_config.__func__, CPUWorker.compile_or_warm_up_model  # type: ignore[attr-defined]
 
     def checked(cls: Any, config: Any) -> None:
         compilation = config.compilation_config
         kept = {name: getattr(compilation, name) for name in ("mode", "cudagraph_mode", "cudagraph_capture_sizes")}
+        ahead = config.scheduler_config.async_scheduling
         check(cls, config)
+        config.scheduler_config.async_scheduling = ahead
         for name, value in kept.items():
             setattr(compilation, name, value)
         compilation.backend = backend
@@ -131,6 +133,8 @@ def test_graphs_that_are_replayed_give_our_own_engines_tokens(
     assert generations(vllm, prompts, SAMPLING, under) == generations(own, prompts, SAMPLING, under)
     replayed = Recorded.replays.copy()
     assert replayed.keys() >= {1, 2, 4, 8}
+    assert vllm._running is not None
+    assert vllm._running.ahead
     # Rows at full depth beside them run the same parts.
     assert generations(vllm, prompts, SAMPLING) == generations(own, prompts, SAMPLING)
     assert Recorded.replays.total() > replayed.total()
