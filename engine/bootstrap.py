@@ -3,8 +3,6 @@
 As `scipy.stats.bootstrap` gives them with its percentile method; the engine does without scipy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,9 +1,7 @@
 """The engine's face: load a model once, generate batches under a schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -101,7 +99,7 @@ class Engine:
         dtype: str = "auto",
         threads: int | None = None,
         kernels: Kernels | None = None,
-    ) -> Engine:
+    ) -> Self:
         """Load a model.
 
         Args:

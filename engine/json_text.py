@@ -1,7 +1,5 @@
 """JSON that every program reads alike, and files that hold it: nothing is read beyond a limit, nothing but a file."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Matrix products and attention, per device. Everything above is the same code on every device."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property

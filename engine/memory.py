@@ -1,7 +1,5 @@
 """How much memory a batch takes, and how many rows fit."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os

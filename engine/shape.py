@@ -1,7 +1,5 @@
 """The numbers of a decoder that schedules, the FLOP ledger and memory planning need."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -3,8 +3,6 @@
 python jobs/adapt_model.py --input corpus/ --schedule schedules/1.65x --output adapted/1.65x
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys
@@ -107,7 +105,7 @@ def _read(config: AdaptModel, shape: ModelShape) -> dict[str, Schedule]:
 def _name(provenance: Mapping[str, Any]) -> str:
     """Of an adapted schedule: as before, but that it is adapted."""
     target = provenance.get("target_speedup")
-    before = str(provenance.get("name", "")).removesuffix(ending(target))
+    before = str(provenance.get("name", "")).removesuffix(ending(target)).removesuffix("adapted").removesuffix(", ")
     return (f"{before}, adapted" if before else "adapted") + ending(target)
 
 

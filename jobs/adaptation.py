@@ -1,7 +1,5 @@
 """Train schedules on the model's own answers: in this process, or in several at once on Ray."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

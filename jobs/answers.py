@@ -1,7 +1,5 @@
 """Prompts drawn from a corpus and the model's own answers to them: what calibration fits and adaptation trains on."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Sequence

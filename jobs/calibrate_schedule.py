@@ -3,8 +3,6 @@
 python jobs/calibrate_schedule.py --input corpus/ --output schedules/ --target-speedups 1.25 1.45 1.65
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import time

@@ -4,8 +4,6 @@ pydantic-settings is no substitute: it splits a list's values at commas, so that
 takes no list as `--target-speedups 1.25 1.65`.
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import logging

@@ -3,8 +3,6 @@
 python jobs/evaluate_schedule.py --input corpus.parquet --schedules calibrated/ --rivals all --output out/quality
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

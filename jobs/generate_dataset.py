@@ -6,8 +6,6 @@ python jobs/generate_dataset.py --input requests.jsonl --input-format openai-bat
     --output-format openai-batch
 """
 
-from __future__ import annotations
-
 import sys
 
 from jobs import command_line, job_output

@@ -5,8 +5,6 @@ python jobs/inspect_run.py out/ --verify
 Exit codes are those of the job: 0 done, 1 damaged or no run, 3 some units failed, 4 unfinished.
 """
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 

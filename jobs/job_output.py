@@ -1,7 +1,5 @@
 """What jobs print: a plan before, a summary after."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from rich.console import Console

@@ -3,8 +3,6 @@
 python jobs/summarize_corpus.py --input corpus/ --output out/ --id-column id --target-speedup 1.1
 """
 
-from __future__ import annotations
-
 import shlex
 import sys
 

@@ -1,7 +1,5 @@
 """The configuration of a generation job, checked before anything starts."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Annotated, Literal, Self
 

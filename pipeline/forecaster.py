@@ -1,7 +1,5 @@
 """Forecast a run from Parquet footers and a random sample of its rows, before any replica is started."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

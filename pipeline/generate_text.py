@@ -7,8 +7,6 @@ ds.map_batches(
 )
 """
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What stands in an output: how far its run is, what it has cost, what failed, and whether it is as committed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

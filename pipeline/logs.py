@@ -1,7 +1,5 @@
 """Log lines on stderr: text for people, or a JSON object each for machines, which names what the line is about."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

@@ -1,7 +1,5 @@
 """What lets whoever holds a URL in: signatures, tokens, keys. None of it is written anywhere."""
 
-from __future__ import annotations
-
 import re
 
 # Of presigned URLs (S3, Google), shared access signatures (Azure), and what else goes by such a name. Dates of expiry

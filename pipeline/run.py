@@ -1,7 +1,5 @@
 """Run a job from its configuration to its manifest and report."""
 
-from __future__ import annotations
-
 import logging
 import time
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """What every test package shares: the packaged model, its reference in transformers, and real texts."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What a PromQL query would find among samples scraped once."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 

@@ -1,7 +1,5 @@
 """Real servers on free ports of this machine, and waiting for them."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

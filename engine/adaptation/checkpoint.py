@@ -1,7 +1,5 @@
 """A training's state in one safetensors file: parameters, optimiser, the best so far, learning curve."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

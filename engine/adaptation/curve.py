@@ -1,7 +1,5 @@
 """The learning curve of a training, and an early look at where it will end."""
 
-from __future__ import annotations
-
 from math import log
 from typing import NamedTuple
 

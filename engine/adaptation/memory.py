@@ -1,7 +1,5 @@
 """Whether a training fits the memory, with all it keeps of full depth: told before the hours it would be lost after."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

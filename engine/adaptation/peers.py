@@ -1,7 +1,5 @@
 """Processes that train together, each on answers of its own: what they tell each other."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 

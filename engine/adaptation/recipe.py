@@ -1,7 +1,5 @@
 """How a schedule is trained."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import cos, pi
 

@@ -1,7 +1,5 @@
 """What schedules bring along, as parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar

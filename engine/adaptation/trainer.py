@@ -1,7 +1,5 @@
 """Train what schedules bring along: KL divergence to full depth, through the frozen weights of the model."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path

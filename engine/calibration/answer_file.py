@@ -1,7 +1,5 @@
 """Answers in a safetensors file, so that they need not be drawn again."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Sequence

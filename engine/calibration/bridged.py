@@ -3,10 +3,9 @@
 Above it there may be more bridges, over single layers or as corrections.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
@@ -36,7 +35,7 @@ class Candidate:
     head: HeadPreview | None = None
 
     @classmethod
-    def constant(cls, warmup: int, skipped: int, ridge: float, gain: float) -> Candidate:
+    def constant(cls, warmup: int, skipped: int, ridge: float, gain: float) -> Self:
         return cls(warmup, ((0, skipped),), ridge, gain)
 
     @property

@@ -3,8 +3,6 @@
 What its parts bring, and what was left out, stands in docs/calibrating.md.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Let the full model answer, and pass its answers through the layers to collect their states."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Where along an answer skipping hurts, and the growth of the skipped block that costs least quality for its FLOPs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import combinations, combinations_with_replacement, groupby, pairwise
 

@@ -1,7 +1,5 @@
 """Fit head previews: the decomposition of the head's matrix that matters for the states it sees."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

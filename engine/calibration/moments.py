@@ -1,7 +1,5 @@
 """Streaming sums for ridge regressions: their size does not depend on the number of tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Self

@@ -4,8 +4,6 @@ What the first bridge gets wrong reaches the layers above it. Another map takes 
 full depth's: in place of a layer that goes as well, or between two layers, as a correction.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 
 import torch

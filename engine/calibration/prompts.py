@@ -3,8 +3,6 @@
 Where prompts skip a block, its bridge is fitted first, and these on the states that it leaves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

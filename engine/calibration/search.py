@@ -1,7 +1,5 @@
 """The search: which candidate comes closest to full depth at a target speed-up, on answers to choose by."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Find a model: a Hugging Face directory, a hub id, a GGUF file, or a packaged one. Never pickle."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json
@@ -87,7 +85,7 @@ def prepare(model: str) -> Path:
     return target
 
 
-def read_config(model: str) -> PreTrainedConfig:
+def read_config(model: str) -> "PreTrainedConfig":
     """The model's config, without its weights. Raises ModelError."""
     from transformers import AutoConfig
 

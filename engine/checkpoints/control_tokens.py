@@ -5,8 +5,6 @@ control token in it, and at its ends where these could make one with what stands
 tokens piece by piece. A text without anything of the kind has no marks and becomes the tokens that it always did.
 """
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """SHA-256 of files, each hashed once: kept by path, size, times and inode in a small cache beside the conversions."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

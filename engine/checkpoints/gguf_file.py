@@ -1,7 +1,5 @@
 """A look over a GGUF file's header before anything trusts its numbers: readers allocate and loop as it says."""
 
-from __future__ import annotations
-
 import math
 import struct
 from pathlib import Path

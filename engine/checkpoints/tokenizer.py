@@ -1,12 +1,10 @@
 """Text to tokens and back, chat template included, by the checkpoint's own tokenizer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from jinja2 import TemplateError
 
@@ -32,7 +30,7 @@ class Tokenizer:
         self.eos_ids = self._read_eos_ids(directory)
 
     @classmethod
-    def load(cls, model: str, now: datetime | None = None) -> Tokenizer:
+    def load(cls, model: str, now: datetime | None = None) -> Self:
         """The tokenizer of a model named as for `Engine.load`. Raises ModelError."""
         return cls(checkpoint.prepare(model), now)
 

@@ -1,7 +1,5 @@
 """The safetensors files of a checkpoint directory: looked over by their headers, then read tensor by tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,7 +61,7 @@ class Weights:
         """A tensor's shape."""
         return self._sizes[name]
 
-    def check_shapes(self, config: PreTrainedConfig) -> None:
+    def check_shapes(self, config: "PreTrainedConfig") -> None:
         """Raises ModelError, naming a tensor whose shape is not what the config asks for."""
         from transformers import AutoModelForCausalLM
 

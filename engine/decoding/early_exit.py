@@ -6,8 +6,6 @@ for the deepest. Here a batch runs every layer and masks those that have left: t
 running sample by sample, the time is not, and no speed is claimed from it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Prompts in as room for them comes near, generations out as rows end: a call over rows that come and go."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import count

@@ -1,7 +1,5 @@
 """One generation: under way, from its place in the queue to its last token, and what comes out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ The cores that work on one pass wait for each other at every product, hundreds o
 prepares the next one. Two passes on a core each do neither.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace

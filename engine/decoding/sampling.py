@@ -1,7 +1,5 @@
 """From logits to tokens: greedy or sampled, each sample on a random stream of its own."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

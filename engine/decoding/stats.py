@@ -1,7 +1,5 @@
 """What passes cost."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 
@@ -34,5 +32,5 @@ class BatchStats:
         """Share of the seats that had a row."""
         return self.live_rows / max(1, self.seats)
 
-    def __add__(self, other: BatchStats) -> BatchStats:
+    def __add__(self, other: "BatchStats") -> "BatchStats":
         return BatchStats(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))

@@ -1,7 +1,5 @@
 """When a generation ends: end-of-sequence, a stop string, or no room left."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from engine.checkpoints.tokenizer import Tokenizer

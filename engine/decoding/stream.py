@@ -1,7 +1,5 @@
 """A stream of rows: prompts are added at any time, each pass takes all rows a token on, and who ends makes room."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -171,7 +169,7 @@ class Stream:
             self._count(start, entering, len(running), flops, padding)
             return done
 
-    def fork(self, ledger: Ledger) -> Stream:
+    def fork(self, ledger: Ledger) -> "Stream":
         """These rows as they entered, to be decoded under another schedule with the same prompt plan.
 
         This stream's own schedule must keep every layer that the other one decodes with.

@@ -4,9 +4,8 @@ Rows of similar length at their end share a block, so none is padded to a much l
 leaves it is replaced by its last row. What a block computes with is therefore one tensor without holes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -137,7 +136,7 @@ class KVCache:
         span, within = self.place[layer]
         return self._blocks[span][self._slots[seat]].row(seat, within)
 
-    def copy_row(self, other: KVCache, theirs: int, ours: int, tokens: int) -> None:
+    def copy_row(self, other: Self, theirs: int, ours: int, tokens: int) -> None:
         """The first tokens of a row of a cache, for a row of this one, in all layers that both hold."""
         for layer, (span, _) in self.place.items():
             if self.holds(ours, span) and other.holds(theirs, other.place[layer][0]):

@@ -1,7 +1,5 @@
 """The fitted parts of a schedule on a device, ready to run: their matrices in the kernels' own layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -52,7 +50,7 @@ def compile_bridge(bridge: Bridge, kernels: Kernels, dtype: torch.dtype, device:
 
 def compile_prompt_bridge(
     bridge: PromptBridge, shape: ModelShape, kernels: Kernels, dtype: torch.dtype, device: torch.device
-) -> PromptMaps:
+) -> "PromptMaps":
     """The maps of the layers above, and of those skipped if it has them."""
     within = bridge.skipped_layers if bridge.keeps_skipped else range(0)
     maps: dict[int, Linear] = {}

@@ -14,8 +14,6 @@ to, itself included: in a layer with a sliding window at most its width. Matrice
 layer add 2 x their parameters to every token.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -64,7 +62,7 @@ class Ledger:
         return tuple(costs)
 
     @cached_property
-    def full_depth(self) -> Ledger:
+    def full_depth(self) -> "Ledger":
         """The ledger of the same model with nothing skipped."""
         return Ledger(self.shape, Schedule.full_depth(self.shape.layers))
 

@@ -6,8 +6,6 @@ tokens that run a unit are one slice of them: a layer that prompts do not reach 
 unit leaves out the tail. (Two, where prompts skip a unit that decode tokens run.) No second code path for prompts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise

@@ -1,7 +1,5 @@
 """What a pass over the layers does under a schedule: decoding and every other forward read it here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple

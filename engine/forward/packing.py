@@ -1,7 +1,5 @@
 """Items grouped so that a pass over a group fits what a pass may hold."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Prompts through the layers: several laid end to end in one pass, no padding, what they share computed once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -99,7 +97,7 @@ class PromptPass:
         first: int,
         skipped: tuple[Block, BridgeMap] | None = None,
         observe: Observe | None = None,
-    ) -> StoppedPrompts:
+    ) -> "StoppedPrompts":
         """Run the layers below `first` alone, but for a block with what stands in for it; prompt bridges take it from
         there. Other arguments as for `run`. No keys and values are kept.
         """

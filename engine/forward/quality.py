@@ -1,7 +1,5 @@
 """Known answers in one pass: how far schedules move the distributions along them, how likely full depth finds them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """Solve a schedule's floor for a target decode FLOP speed-up over the lengths that will really be generated."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 

@@ -4,8 +4,6 @@ Active sets only shrink along an answer, so the tokens of an answer that run a u
 to all that came before it. One pass is therefore exactly what decoding under the schedule computes, without its steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise

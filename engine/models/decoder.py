@@ -1,7 +1,5 @@
 """What every model family has: its units, on tokens laid side by side, and a vocabulary head."""
 
-from __future__ import annotations
-
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence

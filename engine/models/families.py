@@ -1,7 +1,5 @@
 """Model families by the type that a config names. Adding one: write its decoder, name its model type here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,7 +37,7 @@ FAMILIES = {
 }
 
 
-def family_of(config: PreTrainedConfig) -> Family:
+def family_of(config: "PreTrainedConfig") -> Family:
     """The family of a model; raises ModelError naming those supported."""
     if config.model_type not in FAMILIES:
         raise ModelError(f"models of type {config.model_type!r} are not supported; supported are {', '.join(FAMILIES)}")

@@ -4,8 +4,6 @@ Gemma 2: Llama with norms before and after each block, scaled embeddings, soft c
 Gemma 3: Gemma 2 with normed queries and keys instead of soft caps, and a rotary base for each window.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

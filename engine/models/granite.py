@@ -1,7 +1,5 @@
 """Granite: Llama with a factor on the embeddings, the attention scores, what each block adds, and the logits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

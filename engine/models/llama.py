@@ -3,8 +3,6 @@
 Pre-norm RMSNorm, rotary grouped-query attention, gated MLP.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """OPT: learned positions, LayerNorm before the blocks (after them in the 350M model), biases, plain MLP."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch.nn.functional as F

@@ -1,10 +1,8 @@
 """The linear maps of a model's units: projections of one input stacked into one product, with an adapter's changes."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -66,7 +64,7 @@ class Projections:
                 found[name] = (inputs, outputs)
         return found
 
-    def adapted(self, adapter: Adapter, merge: bool) -> Projections:
+    def adapted(self, adapter: Adapter, merge: bool) -> Self:
         """A copy with an adapter's changes, which shares what they leave alone.
 
         Args:

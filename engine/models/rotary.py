@@ -4,8 +4,6 @@ transformers pairs dimension i with i + head_dim/2. Attention only sees q . k, s
 key projections (`interleave`) to make pairs neighbours changes nothing but the speed: neighbours are a complex number.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

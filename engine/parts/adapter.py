@@ -5,8 +5,6 @@ memory of the copy. Where prompts keep the base model, one prompt pass serves ev
 fewer layers, these can learn to make up for the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property

@@ -3,12 +3,11 @@
 Linear replacements of blocks: ReplaceMe (arXiv 2505.02819), Din et al. (arXiv 2303.09435).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Self
 
 from torch import Tensor
 
@@ -52,7 +51,7 @@ class Bridge(SchedulePart):
             raise ScheduleError(f"the shapes of the bridge over {self.block} do not fit together: {named}")
 
     @classmethod
-    def affine(cls, block: Block, weight: Tensor, bias: Tensor) -> Bridge:
+    def affine(cls, block: Block, weight: Tensor, bias: Tensor) -> Self:
         """x <- x + x weight + bias."""
         return cls(block, {"weight": weight, "bias": bias})
 

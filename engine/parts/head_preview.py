@@ -4,8 +4,6 @@ SVD-softmax (Shim et al., NeurIPS 2017) with the decomposition weighted by the s
 a smaller rank will do. A small model's head is a fifth of its decode FLOPs, of which this leaves an eighth to a third.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property

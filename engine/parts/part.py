@@ -1,7 +1,5 @@
 """What all parts that a schedule brings along do with their tensors."""
 
-from __future__ import annotations
-
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ After SwiftKV (arXiv 2410.03960), which distils its projections; here they are f
 out a block of layers below too, as decode tokens do: at equal FLOPs some of both costs far less quality than either.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property

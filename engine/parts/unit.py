@@ -1,9 +1,7 @@
 """The unit: one sublayer of the decoder. And the block: neighbouring units."""
 
-from __future__ import annotations
-
 import re
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from engine.errors import ScheduleError
 
@@ -23,12 +21,12 @@ class Unit(NamedTuple):
         return 2 * self.layer + (self.kind == "m")
 
     @classmethod
-    def at(cls, place: int) -> Unit:
+    def at(cls, place: int) -> Self:
         """Inverse of `place`."""
         return cls("am"[place % 2], place // 2)
 
     @classmethod
-    def parse(cls, text: object) -> Unit:
+    def parse(cls, text: object) -> Self:
         """Read "a4" or "m12"; raises ScheduleError on anything else."""
         if not isinstance(text, str) or not re.fullmatch("[am][0-9]{1,6}", text):
             raise ScheduleError(f"{text!r} is not a unit: write 'a' or 'm' and a layer number, as in 'a4'")
@@ -52,12 +50,12 @@ class Block(NamedTuple):
         return tuple(map(Unit.at, range(self.first.place, self.last.place + 1)))
 
     @classmethod
-    def of_layers(cls, first: int, end: int) -> Block:
+    def of_layers(cls, first: int, end: int) -> Self:
         """Layers [first, end)."""
         return cls(Unit("a", first), Unit("m", end - 1))
 
     @classmethod
-    def before(cls, unit: Unit) -> Block:
+    def before(cls, unit: Unit) -> Self:
         """The empty block right before a unit."""
         return cls(unit, Unit.at(unit.place - 1))
 

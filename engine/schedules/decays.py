@@ -3,8 +3,6 @@
 Each goes from `start` at step 0 to `floor` at `horizon` and stays there. Fractions are rounded to the nearest layer.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

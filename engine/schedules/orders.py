@@ -1,7 +1,5 @@
 """Skip orders: rankings of the units that may be skipped. A group is skipped as a whole; here a group is a layer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from engine.errors import ScheduleError

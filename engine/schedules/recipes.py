@@ -1,7 +1,5 @@
 """Named schedules: published methods as points of order x decay."""
 
-from __future__ import annotations
-
 from engine.errors import ScheduleError
 from engine.schedules import decays, orders
 from engine.schedules.schedule import Schedule

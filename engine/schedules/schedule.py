@@ -1,7 +1,5 @@
 """Which units run at which step: a skip order x a decay, nested by construction."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -9,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, Self, TypeGuard
 
 from torch import Tensor
 
@@ -155,14 +153,14 @@ class Schedule:
         return ", ".join(str(unit) for unit in units if unit not in skipped)
 
     @classmethod
-    def full_depth(cls, layers: int) -> Schedule:
+    def full_depth(cls, layers: int) -> Self:
         """The reference: nothing is skipped."""
         return cls(layers)
 
     @classmethod
     def build(
         cls, layers: int, order: Sequence[Sequence[Unit]], decay: Callable[[int], int], horizon: int, name: str = ""
-    ) -> Schedule:
+    ) -> Self:
         """Skip order x decay.
 
         Args:
@@ -241,7 +239,7 @@ class Schedule:
         return self.plateaus[-1].skipped == 0 and all(part is None for part in parts)
 
     @property
-    def with_whole_head(self) -> Schedule:
+    def with_whole_head(self) -> Self:
         """As vLLM runs it."""
         return replace(self, head_preview=None)
 
@@ -282,7 +280,7 @@ class Schedule:
     @classmethod
     def from_dict(
         cls, data: object, tensors: Tensors | None = None, adapter: Mapping[str, Tensor] | None = None
-    ) -> Schedule:
+    ) -> Self:
         """Read a schedule file's object; raises ScheduleError naming what is wrong with it.
 
         Args:
@@ -344,7 +342,7 @@ class Schedule:
         (directory / SCHEDULE_FILE).write_text(self.to_json())
 
     @classmethod
-    def read(cls, path: str | Path) -> Schedule:
+    def read(cls, path: str | Path) -> Self:
         """Read a `schedule.json`, or the one inside a directory, and the bridges and adapter beside it.
 
         Raises ScheduleError naming the path.

@@ -1,7 +1,5 @@
 """A schedule's files: what schedule.json says of its parts, and the safetensors beside it, which hold their tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """An adapter in vLLM: copies of the layers' modules that it changes, for decode tokens alone."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """vLLM behind the face of our engine: prompts in, generations out, the ledger beside them."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import logging
@@ -52,7 +50,7 @@ class _Running:
     llm: Any
     schedule: Schedule
     seats: int  # rows that it lets run together
-    whose: dict[str, VllmDecoding] = field(default_factory=dict)  # its requests
+    whose: dict[str, "VllmDecoding"] = field(default_factory=dict)  # its requests
     names: Iterator[str] = field(default_factory=lambda: map(str, count()))  # of requests to come
     has_computed_prefix: bool = False  # that of `VllmEngine.share_prefix`
     broken: bool = False
@@ -159,7 +157,7 @@ class VllmEngine:
 
     def decoding(
         self, sampling: Sampling | None = None, schedule: Schedule | None = None, batch_size: int = 32
-    ) -> VllmDecoding:
+    ) -> "VllmDecoding":
         """An open stream, as `Engine.decoding`; another may be open if it is at full depth. vLLM starts anew, and rows
         under way are lost, under another schedule or with more rows than it was started for.
 

@@ -1,7 +1,5 @@
 """vLLM's models, with layers that not all tokens run. Weights, parallelism and quantisation stay vLLM's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -139,7 +137,7 @@ class Skipping:
     def _run(self, segments: Iterable[Segment], current: Pass, positions: Tensor, x: Tensor) -> Tensor:
         """Hidden states of the tokens of a pass, each through those of these segments and bridges that it runs."""
         for segment in segments:
-            above = self._is_above(segment.first) and current.has_prompts
+            above = self._has_stopped(segment.first, current)
             if self._skips is not None and segment.first == self._skips.block.first:
                 prompts = slice(0, current.token(current.rows[ENDS]))
                 if prompts.stop:
@@ -203,7 +201,7 @@ class Skipping:
 
     def _spans(self, segment: Segment, current: Pass) -> list[tuple[Rows, SegmentRun]]:
         """Rows that run a segment, and how: with an adapter decode tokens have weights of their own."""
-        above = self._is_above(segment.first) and current.has_prompts
+        above = self._has_stopped(segment.first, current)
         # Prompts: above a prompt bridge those that end, in a block that they skip none.
         is_skipped = segment.first in self._skipped_by_prompts
         first = current.rows[ENDS] if is_skipped else current.rows[BEGINS] if above else 0
@@ -228,6 +226,10 @@ class Skipping:
 
     def _is_above(self, unit: Unit) -> bool:
         return self._maps is not None and unit.layer >= self._maps.first
+
+    def _has_stopped(self, unit: Unit, current: Pass) -> bool:
+        """Whether all but the last tokens of prompts in this pass have stopped below a unit."""
+        return self._is_above(unit) and current.has_prompts
 
     def _write(self, layer: int, states: Tensor, positions: Tensor, tokens: Tensor | slice) -> None:
         """Put the keys and values that a prompt bridge gives for states [n, hidden] into a layer's cache."""

@@ -9,8 +9,6 @@ what prompts share, in passes of its own. Attention needs vLLM's metadata of jus
 them built beside those of the whole pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property

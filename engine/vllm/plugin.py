@@ -5,8 +5,6 @@
 prompts begin alike with; requests may say it of their own in `extra_args`.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from typing import Any

@@ -4,8 +4,6 @@ vLLM hands a logits processor the logits of all rows before it samples; this one
 `engine.decoding.sampling` draws, so vLLM's greedy choice is ours. Rows that are simply greedy are left to vLLM.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ prompts to read: the layers that such tokens skip have nothing in them. And the 
 which run all layers, are not of one pass with what follows them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler

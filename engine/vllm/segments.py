@@ -4,8 +4,6 @@ Which tokens run a layer changes from pass to pass, so it is decided between seg
 a number of tokens, has no branch.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace

@@ -9,8 +9,6 @@ of these and on the novel, which it never saw. All three may be used freely: the
 public domain (packages of stdlib, data under PDDL and CC0), the docstrings of packages under a BSD licence.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import hashlib

@@ -6,8 +6,6 @@ python infra/local/demo.py --keep       # leaves all running until Ctrl-C, to lo
 python infra/local/demo.py -- --limit 8 --max-new-tokens 16     # more flags for the job
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

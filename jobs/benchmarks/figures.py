@@ -1,7 +1,5 @@
 """What contenders took and gave, and what they are to each other. A share is a fraction of 1, x is times as fast."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ round; only the one whose turn it is computes. Beside its time stands the least 
 schedule should save and does save, and what became of the answers. A peer that is not installed is left out.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import sys

@@ -6,8 +6,6 @@ The bare engine gets tokenised prompts and writes nothing. Model load and start-
 clock runs from its first replica being ready to its last commit.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import tempfile

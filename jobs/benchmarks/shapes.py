@@ -9,8 +9,6 @@
 Contenders share the card: look in their logs whether the cache has room for all rows.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The job benchmark's tables for the terminal, and its charts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

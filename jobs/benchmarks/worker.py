@@ -1,7 +1,5 @@
 """A contender as the benchmark sees it: a process that is loaded once and told to go."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

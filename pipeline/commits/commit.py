@@ -1,7 +1,5 @@
 """The commit log: a work unit's file exists once its commit record does, and the first record wins."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import io
@@ -71,7 +69,7 @@ class Totals(FlopSums):
     audit_full_unsupported: Count = 0
     flops_audit: Flops = 0  # what the audit cost, beside all other FLOPs
 
-    def __add__(self, other: Totals) -> Totals:
+    def __add__(self, other: "Totals") -> "Totals":
         return Totals(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
 
     @property

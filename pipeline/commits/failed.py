@@ -1,7 +1,5 @@
 """Units that could not be done: one record each under `_failed/`, until a later session commits them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection
 from dataclasses import asdict, dataclass

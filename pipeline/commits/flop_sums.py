@@ -1,7 +1,5 @@
 """Ratios of FLOP sums, for a run that is planned and one that is done."""
 
-from __future__ import annotations
-
 
 class FlopSums:
     """Sums over rows, as the ledger counts them."""

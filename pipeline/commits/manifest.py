@@ -1,7 +1,5 @@
 """`_SUCCESS.json` read back: what a finished run is, and the files that a reader should read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """The data set card: README.md with the YAML front matter that Hugging Face's tools read."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The configuration of a data set generation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Literal, Self

@@ -1,7 +1,5 @@
 """Which generations a data set keeps, and why it drops the others."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Generate a data set: run the job, filter what it committed, publish shards and a card."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

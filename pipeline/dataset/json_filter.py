@@ -1,7 +1,5 @@
 """Which texts are JSON and valid under a JSON Schema, all of whose references are found before any text is read."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any, NoReturn

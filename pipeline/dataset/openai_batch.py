@@ -4,8 +4,6 @@ A request is a line {"custom_id", "method": "POST", "url": "/v1/chat/completions
 All requests of a file share one set of sampling parameters here, as they share the batches they are decoded in.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -7,8 +7,6 @@ layers. They can be trained like this project's own schedules.
 Prompt bridges are fitted for any contender here, rival or not.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Figures of the report as SVG texts, drawn by matplotlib."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 

@@ -1,11 +1,10 @@
 """The contender: a schedule, or an adaptive rule, to judge against full depth."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
 from dataclasses import asdict, dataclass
+from typing import Self
 
 from engine import EarlyExit, Schedule
 
@@ -23,7 +22,7 @@ class Contender:
     note: str = ""  # how it was fitted to its target
 
     @classmethod
-    def full_depth(cls, layers: int) -> Contender:
+    def full_depth(cls, layers: int) -> Self:
         """The reference of every comparison."""
         return cls(FULL_DEPTH, None, Schedule.full_depth(layers))
 

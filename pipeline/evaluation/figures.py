@@ -1,13 +1,11 @@
 """Figures of a study: every contender's quality, lengths and cost, with 95 % bootstrap intervals over prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -32,10 +30,10 @@ class Outputs:
     prompts: Sequence[Prompt]
     rows: Sequence[dict[str, Any]]
     timings: Sequence[BatchTiming]
-    full_depth: Outputs | None = None  # None: these are
+    full_depth: Self | None = None  # None: these are
 
     @property
-    def full(self) -> Outputs:
+    def full(self) -> Self:
         """Full depth's."""
         return self.full_depth or self
 

@@ -4,8 +4,6 @@ From which description each is built, and what of the original is unknown or lef
 Solving takes minutes: what was solved is kept, and a rerun goes straight to what is missing.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -13,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Annotated, NotRequired
+from typing import Annotated, NotRequired, Self
 
 import numpy as np
 from pydantic import PlainValidator
@@ -43,7 +41,7 @@ class RivalCalibration:
     answers: Sequence[Sequence[int]]
 
     @classmethod
-    def measure(cls, engine: Engine, sampling: Sampling, prompts: Sequence[Sequence[int]]) -> RivalCalibration:
+    def measure(cls, engine: Engine, sampling: Sampling, prompts: Sequence[Sequence[int]]) -> Self:
         """Let full depth answer the prompts."""
         found = sorted(engine.generate(prompts, sampling), key=lambda generation: generation.index)
         return cls(engine, sampling, prompts, [generation.tokens for generation in found])

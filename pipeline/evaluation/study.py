@@ -1,7 +1,5 @@
 """The study: every contender on the same prompts, its outputs kept on disk so that nothing is computed twice."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """What has happened to a unit in a session, and what should happen to it next."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 

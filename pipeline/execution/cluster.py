@@ -1,7 +1,5 @@
 """Connect to Ray and decide how many replicas it carries and what each may use."""
 
-from __future__ import annotations
-
 import logging
 import socket
 from collections.abc import Sequence

@@ -1,11 +1,9 @@
 """SIGTERM (a spot notice, a scheduler's stop) and Ctrl-C ask a job to end; they don't cut it off."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -17,7 +15,7 @@ class Interruption:
         self.signal: str | None = None
         self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> Interruption:
+    def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python takes handlers from no other
             self._before = {number: signal.signal(number, self._remember) for number in _SIGNALS}
         return self

@@ -1,7 +1,5 @@
 """Finds the rows that kill their process by bisecting their unit, and delivers the unit's other rows."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections import Counter

@@ -3,8 +3,6 @@
 It ends early where nothing moves, and says who waits for what.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import defaultdict

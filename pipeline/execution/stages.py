@@ -1,7 +1,5 @@
 """The three stages a work unit passes through on Ray Data: read tasks -> replicas -> commit tasks."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

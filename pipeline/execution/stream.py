@@ -1,7 +1,5 @@
 """One pass of units through the three stages on Ray Data. What comes back is read with a timeout."""
 
-from __future__ import annotations
-
 import logging
 import queue
 import threading

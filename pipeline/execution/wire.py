@@ -4,11 +4,9 @@ Ray Data may split or merge blocks of rows as it likes; a unit stays whole. A st
 failure on in the table's place: what is missing at the end of a stream was lost with a process.
 """
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import pyarrow as pa
 
@@ -28,7 +26,7 @@ class Failure:
     error: str
 
     @classmethod
-    def of(cls, stage: Literal["read", "generate", "commit"], error: Exception) -> Failure:
+    def of(cls, stage: Literal["read", "generate", "commit"], error: Exception) -> Self:
         if isinstance(error, StorageGone | JobError):
             return cls(stage, "storage" if isinstance(error, StorageGone) else "refused", one_line(error))
         return cls(stage, "unit", f"{type(error).__name__}: {one_line(error)}")
@@ -50,7 +48,7 @@ class Parcel:
         return pa.table({name: pa.array([cell], pa.large_binary()) for name, cell in cells.items()})
 
     @staticmethod
-    def from_row(row: dict[str, Any]) -> Parcel:
+    def from_row(row: dict[str, Any]) -> "Parcel":
         parcel: Parcel = pickle.loads(row["parcel"])
         return replace(parcel, table=row["table"])
 

@@ -1,7 +1,5 @@
 """Which files an input names: a file, a directory or a glob, as a shell user would expect."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -4,8 +4,6 @@
 record of its own, put only if absent as every other, so that of each file only one content is ever taken.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The input files of an incremental output as jobs have found them: `_inputs.json`."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -3,8 +3,6 @@
 A corpus has three parts: schedules are fitted on one, trained on another, judged on a third.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import random

@@ -1,7 +1,5 @@
 """Plan a job from Parquet footers: which files, which columns, which row ranges are work units."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import stat
@@ -9,7 +7,7 @@ from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
-from typing import Any
+from typing import Any, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -78,7 +76,7 @@ class Plan:
     def rows(self) -> int:
         return sum(unit.rows for unit in self.units)
 
-    def without(self, done: Container[str]) -> Plan:
+    def without(self, done: Container[str]) -> Self:
         """The same plan, less the units of these ids."""
         return replace(self, units=tuple(unit for unit in self.units if unit.id not in done))
 

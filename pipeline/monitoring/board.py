@@ -1,7 +1,5 @@
 """Where a job's processes say what they are doing, and hear that they should stop: an actor beside the driver."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -5,8 +5,6 @@ earlier sessions committed stands in `skipdecode_committed_rows` alone. Of an in
 committed rows are about what is new.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import Any

@@ -1,11 +1,10 @@
 """How far a job is: rows, rates, FLOPs saved and time left, on a terminal or in plain logs."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading
 import time
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
@@ -41,7 +40,7 @@ class ProgressReporter:
             self._totals = totals
             self._fresh.append(commit.unit)
 
-    def __enter__(self) -> ProgressReporter:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

@@ -1,14 +1,12 @@
 """What a process spends, in time and energy, shared by the units that it has under way."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import Any, Self
 
 import pynvml
 import ray
@@ -81,7 +79,7 @@ class EnergyMeter:
             log.info("the energy of GPUs %s is not counted: %s", ", ".join(gpus), error)
 
     @classmethod
-    def of_this_process(cls, gpus_per_replica: float | None) -> EnergyMeter:
+    def of_this_process(cls, gpus_per_replica: float | None) -> Self:
         """Of the GPUs that Ray gave it."""
         ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
         return cls([str(gpu) for gpu in ids], min(1.0, gpus_per_replica or 1.0))

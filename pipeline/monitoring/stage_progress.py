@@ -1,7 +1,5 @@
 """Progress of a job on one machine that goes through stages."""
 
-from __future__ import annotations
-
 import logging
 import time
 from datetime import timedelta

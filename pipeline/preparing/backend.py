@@ -1,7 +1,5 @@
 """Where tokenizers and engines come from."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

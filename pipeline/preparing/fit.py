@@ -1,7 +1,5 @@
 """Fit a configuration to a model: the schedule it names and the longest prompt it leaves room for."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

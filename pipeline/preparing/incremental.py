@@ -1,7 +1,5 @@
 """An incremental run: what is new in its input, and what a changed file's new version replaces in its output."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections import Counter

@@ -1,7 +1,5 @@
 """All that is known of a run before a model is loaded."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What names a run: a fingerprint of everything that decides its output. Resuming needs the same one."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shlex

@@ -1,7 +1,5 @@
 """The quality guard: a sample of rows is generated at full depth too, and compared with what the schedule wrote."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math

@@ -1,7 +1,5 @@
 """The bill of a run: what its replicas' hours cost, against the same tokens at full depth; and what it may spend."""
 
-from __future__ import annotations
-
 from pipeline.commits.commit import Totals
 from pipeline.config import JobConfig
 from pipeline.errors import JobStopped

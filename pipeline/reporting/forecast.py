@@ -1,7 +1,5 @@
 """What a run is expected to take and to cost, stored in its output, and compared with what it took."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Reports as pages: one file, no network; and how the charts in them look."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """report.html of a run: what ran, lengths, throughput, FLOPs spent and saved, errors, samples."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Pictures of schedules: which units run at which step."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 from itertools import pairwise

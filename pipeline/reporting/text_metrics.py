@@ -1,8 +1,6 @@
 """Text metrics of one output: its overlap with a text, by the reference implementations (rouge-score and sacrebleu),
 what it repeats, and what it claims that its source does not hold."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Stream the rows of work units out of one Parquet file, decoding each row group once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 

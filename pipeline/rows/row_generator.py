@@ -1,7 +1,5 @@
 """Generation for a list of prompts whatever some of them do: what fails is narrowed down, the rest is delivered."""
 
-from __future__ import annotations
-
 import gc
 import logging
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Rows between input and output: input table -> prepared table -> output table. All of it Arrow, order kept."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, groupby
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """One engine for several threads: calls that ask for the same share a stream of rows, which need not drain between."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress

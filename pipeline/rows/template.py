@@ -1,7 +1,5 @@
 """The prompt template: a row's columns become prompt tokens, or an error that says why not."""
 
-from __future__ import annotations
-
 import string
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The work unit."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

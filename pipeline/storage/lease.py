@@ -12,8 +12,6 @@ then finds out before it next publishes or removes anything (`check`), and what 
 first commit of a unit wins, and units are named by what they are of.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -23,6 +21,7 @@ import threading
 import time
 import uuid
 from dataclasses import asdict, dataclass, replace
+from typing import Self
 
 from engine import parse_json
 from pipeline.errors import JobError, JobStopped, NothingToDo
@@ -73,7 +72,7 @@ class Lease:
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
         self.lost = ""  # once it is another job's: says so
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> Self:
         """Waits for as long as it takes to tell whether a holder lives.
 
         Raises NothingToDo if another job holds it and was seen alive; StorageGone, StorageRefused, for a store too that

@@ -4,8 +4,6 @@ An output is ours if it holds nothing, or a run of ours; in one that is ours, fi
 them. Whatever else lies there stays as it is.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
@@ -61,7 +59,7 @@ class Kind(Enum):
         self.before = re.compile(before)
 
 
-def check_place(output: Storage, kind: Kind, source: Storage | None = None) -> None:
+def check_place(output: "Storage", kind: Kind, source: "Storage | None" = None) -> None:
     """Refuse an output in which a job would meet files that are not its own, before anything is written to it.
 
     Raises JobError if the output is a file, holds files and no run of ours, or overlaps the job's input, `source`;
@@ -79,7 +77,7 @@ def check_place(output: Storage, kind: Kind, source: Storage | None = None) -> N
     _refuse_strangers([name for name in strangers if not _is_left_over(output, name)], output.url)
 
 
-def check_files(output: Storage, source: Storage, paths: Iterable[str]) -> None:
+def check_files(output: "Storage", source: "Storage", paths: Iterable[str]) -> None:
     """Raises JobError if one of the input's files lies in the output, by whatever links it is reached."""
     if type(output.fs) is not type(source.fs):
         return
@@ -97,7 +95,7 @@ def own(kind: Kind, names: Iterable[str]) -> list[str]:
     return [name for name in names if kind.names.fullmatch(name)]
 
 
-def remove(storage: Storage, kind: Kind, names: Collection[str]) -> None:
+def remove(storage: "Storage", kind: Kind, names: Collection[str]) -> None:
     """Remove objects of an output, those that are gone already included.
 
     Raises ValueError for a name that is not the output's own, which is a defect; StorageGone, StorageRefused.
@@ -108,7 +106,7 @@ def remove(storage: Storage, kind: Kind, names: Collection[str]) -> None:
     storage.remove(list(names))
 
 
-def discard_run(storage: Storage) -> None:
+def discard_run(storage: "Storage") -> None:
     """Remove whatever run an output holds, so that dying on the way leaves nothing that looks committed."""
     remove(storage, Kind.RUN, ["_SUCCESS.json", "_snapshot.json.gz"])
     for folder in _RUN_FOLDERS:
@@ -117,7 +115,7 @@ def discard_run(storage: Storage) -> None:
     remove(storage, Kind.RUN, ["report.html", "_inputs.json", _RUN_FILE])
 
 
-def unfinished(storage: Storage) -> list[str]:
+def unfinished(storage: "Storage") -> list[str]:
     """Data files of a run that writers on a disk began and did not live to finish."""
     return own(Kind.RUN, storage.hidden("data", DEAD_S))
 
@@ -182,7 +180,7 @@ def _hold(file: Path, output: str) -> None:
     _claimed[key] = stream
 
 
-def _is_anothers(output: Storage, mark: str) -> bool:
+def _is_anothers(output: "Storage", mark: str) -> bool:
     """Whether what is named as a run's record is JSON of another program's; what is damaged may be ours."""
     from pipeline.storage.records import LARGE  # which need what storages do
     from pipeline.storage.stores import Unfit
@@ -196,7 +194,7 @@ def _is_anothers(output: Storage, mark: str) -> bool:
     return isinstance(record, dict) and "fingerprint" not in record
 
 
-def _is_left_over(output: Storage, name: str) -> bool:
+def _is_left_over(output: "Storage", name: str) -> bool:
     """Whether an entry is a folder of a run with nothing in it, or nothing but unfinished files."""
     folder, slash, _ = name.partition("/")
     return slash != "" and folder in _RUN_FOLDERS and all(map(_UNFINISHED.fullmatch, output.everything(folder)))
@@ -215,7 +213,7 @@ def _overlaps(output: str, source: str) -> JobError:
     )
 
 
-def _overlap(output: Storage, source: Storage) -> bool:
+def _overlap(output: "Storage", source: "Storage") -> bool:
     base = _real(output.root, output.is_local)
     return type(output.fs) is type(source.fs) and _reads(source.root, base, "data/rows.parquet", source.is_local)
 

@@ -1,7 +1,5 @@
 """The parts of a glob, without a look at any file system."""
 
-from __future__ import annotations
-
 import re
 from itertools import product
 

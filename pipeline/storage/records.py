@@ -5,8 +5,6 @@ nesting and number of values bounded; then fields, types, and that names stay in
 does not know is ignored: a newer version may have written it.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Annotated, Any, Generic, TypeVar
 

@@ -1,7 +1,5 @@
 """Which storage errors pass by themselves, and waiting for them to pass."""
 
-from __future__ import annotations
-
 import errno
 import http.client
 import logging

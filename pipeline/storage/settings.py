@@ -1,7 +1,5 @@
 """How storage is reached: everything but credentials, which only the environment, a profile or a role may give."""
 
-from __future__ import annotations
-
 import os
 import re
 from typing import Annotated, Any

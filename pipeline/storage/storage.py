@@ -1,7 +1,5 @@
 """A directory on any fsspec file system: whole-object reads, one-PUT writes, put-if-absent."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import Callable
@@ -72,11 +70,11 @@ class Storage:
     def __reduce__(self) -> tuple[Any, ...]:
         return Storage, (self.url, self.settings, self._anonymous)
 
-    def at_first(self) -> Storage:
+    def at_first(self) -> "Storage":
         """The same storage for the first contact: one that has never answered is a mistake sooner than an outage."""
         return self.hurried(FIRST_PATIENCE_S)
 
-    def hurried(self, patience_s: float) -> Storage:
+    def hurried(self, patience_s: float) -> "Storage":
         """The same storage with at most so much patience."""
         patience = {"storage_patience_s": min(self._patience_s, patience_s)}
         return Storage(self.url, self.settings.model_copy(update=patience), self._anonymous)

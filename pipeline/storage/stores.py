@@ -4,8 +4,6 @@ only if absent, removing.
 Errors come out as the libraries raise them; waiting for those that pass is `Storage`'s.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -3,8 +3,6 @@
 What Python can hold reads as its `str` does.
 """
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta, tzinfo
 from functools import lru_cache
 

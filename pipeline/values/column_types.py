@@ -1,7 +1,5 @@
 """One type for a column that several files have: the narrowest that holds the values of all of them unchanged."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pyarrow as pa

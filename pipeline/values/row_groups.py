@@ -1,7 +1,5 @@
 """Tables to Parquet and back, in row groups small enough that any reader can read them, however large their values."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ texts, dates and times read as Python's `str` has them; bytes as the text that t
 digits; lists, structs and maps as JSON has them, with dates and bytes as strings.
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 import re

@@ -1,7 +1,5 @@
 """Text that is not UTF-8, wherever in a column it is: replacement characters in its place, for readers fail at it."""
 
-from __future__ import annotations
-
 import pyarrow as pa
 
 from pipeline.values.show import is_text

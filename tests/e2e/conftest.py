@@ -1,7 +1,5 @@
 """A Ray head on free ports of this machine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

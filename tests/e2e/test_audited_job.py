@@ -1,7 +1,5 @@
 """A schedule made deliberately bad is found out on a real job, early, and the job can be resumed."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The local cluster as nightly work uses it: two Ray nodes, an S3 server, incremental jobs by submission."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil

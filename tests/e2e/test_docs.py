@@ -3,8 +3,6 @@
 Blocks marked bash or python are run, in their order; others are not commands, or need a cluster.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

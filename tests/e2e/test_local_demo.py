@@ -1,7 +1,5 @@
 """The local cluster's script as a newcomer starts it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The main job as users start it: as a script, submitted to a Ray head, on S3, on several replicas."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets
@@ -11,7 +9,7 @@ import threading
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.request import urlopen
 
 import pyarrow as pa
@@ -87,7 +85,7 @@ class Scraping:
     def total(self, name: str) -> float:
         return sum(sample.value for sample in list(self.samples.values()) if sample.name == name)
 
-    def __enter__(self) -> Scraping:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

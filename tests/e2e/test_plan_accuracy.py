@@ -1,7 +1,5 @@
 """What --plan promises of the demo is what the demo then costs."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Random adapters, and what they do to a model of transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny random models on disk, as transformers saves them, and random schedules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

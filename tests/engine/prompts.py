@@ -1,7 +1,5 @@
 """Prompts for tiny random models."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """What the engine chooses for a device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

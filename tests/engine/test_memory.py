@@ -1,7 +1,5 @@
 """A replica's memory: weights, cache and a bounded rest, and how well a batch's share of it is predicted."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

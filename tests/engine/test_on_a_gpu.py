@@ -1,7 +1,5 @@
 """The engine on a GPU beside itself on the CPU: the same tokens, costs and figures. Only where there is a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ A schedule is decided by its seed: --schedules 1 --seed N plays that of a failur
 requests is up to the machine, so a replay hits the same requests, not the same instants.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import signal

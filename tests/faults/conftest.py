@@ -1,7 +1,5 @@
 """A job on an engine double, on a real S3 server behind a fault proxy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

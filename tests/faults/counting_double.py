@@ -1,7 +1,5 @@
 """An engine double that keeps books of what it generates, so that a test sees work that was done for nothing."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

@@ -6,8 +6,6 @@ More keys: "model", which of the doubles; "lease", times of it other than the pr
 how much the clock is wrong, which it is set to and back from every second.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

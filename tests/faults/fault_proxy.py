@@ -1,7 +1,5 @@
 """An S3 server's front door that does, at chosen requests, what networks and servers do to clients."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """A Ray cluster of two nodes on this machine, one of which dies."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import tempfile

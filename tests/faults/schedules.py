@@ -1,7 +1,5 @@
 """Random fault schedules: what goes wrong in one trial, all of it decided by a seed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random

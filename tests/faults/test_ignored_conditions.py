@@ -1,7 +1,5 @@
 """A store that writes over what was to be written only if absent is found out before a run relies on it."""
 
-from __future__ import annotations
-
 import pytest
 from engine_double import NoEngineBackend
 from servers import BUCKET

@@ -1,7 +1,5 @@
 """A second node of the cluster dies under a job."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Jobs on a real S3 server that throttles, drops, loses answers, goes down, or refuses."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Jobs whose workers, replicas, drivers and nodes die at chosen points of the commit protocol."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 from dataclasses import dataclass

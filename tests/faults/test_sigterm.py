@@ -1,7 +1,5 @@
 """A driver that is told to end. On a cluster of its own: late commits would leave nothing to stop."""
 
-from __future__ import annotations
-
 import pytest
 from fault_proxy import Fault
 from test_processes import UNIT_TOKENS, address, ended

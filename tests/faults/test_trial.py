@@ -1,7 +1,5 @@
 """The proof of a fault trial: it finds each harm that it is to rule out."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """One run under faults: its input, its sessions, and the proof that nothing is lost and nothing is twice."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Damage to JSON: of bytes, of values, of what stands under a record's name."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -3,8 +3,6 @@
 usage: parquet_files.py FIRST END      prints one line of JSON for each seed from FIRST up to END
 """
 
-from __future__ import annotations
-
 import io
 import random
 import tempfile

@@ -1,7 +1,5 @@
 """Files of records that stand in no output, as our own writers make them, damaged, and what reads them."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 usage: records.py FIRST END      prints one line of JSON for each seed from FIRST up to END
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """A damaged Parquet file is read right or fails by itself in one sentence, whatever is wrong with it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

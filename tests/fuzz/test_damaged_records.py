@@ -1,7 +1,5 @@
 """A damaged record of any kind is read right or ends in one sentence, and leads to nothing outside of its output."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

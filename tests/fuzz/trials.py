@@ -4,8 +4,6 @@ A script of trials runs `run` over the seeds that it is given and prints one lin
 these with `results`, which goes on behind a seed that ended its process.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

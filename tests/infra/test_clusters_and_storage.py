@@ -1,7 +1,5 @@
 """The autoscaler's file, bucket policies, lifecycle rules and the image, against published schemas."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The dashboard shows the metrics there are: each of them, and no others."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

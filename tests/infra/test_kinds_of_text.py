@@ -1,7 +1,5 @@
 """How texts of several kinds are cut; the registries that they come from are not asked."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

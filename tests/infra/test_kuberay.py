@@ -1,7 +1,5 @@
 """Kubernetes files, against KubeRay's published schemas and Kubernetes' own."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterator

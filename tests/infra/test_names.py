@@ -1,7 +1,5 @@
 """Names in the code and in its map: a class is called as no other, and the map names what is there."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Calibrate, then adapt, then read the result, as a person does it, on a tiny model."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -116,6 +114,7 @@ def test_without_a_schedule_prompts_alone_run_fewer_layers(
     again = [*common, "--schedule", str(tmp_path / "adapted"), "--prompts", "60", "--steps", "1"]
     assert adapt([*again, "--output", str(tmp_path / "again"), "--adapter-rank", "3"]) == 0
     assert "goes on with the adapter that it has" in caplog.text
+    assert Schedule.read(tmp_path / "again").provenance["name"] == "adapted"
     further = Schedule.read(tmp_path / "again").adapter
     assert further is not None
     assert further.rank == adapted.adapter.rank != 3

@@ -1,7 +1,5 @@
 """The job benchmark: contenders in processes of their own, and what is said of them."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

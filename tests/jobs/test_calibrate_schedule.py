@@ -1,7 +1,5 @@
 """The calibration job as its users start it, on a small random model with the packaged tokenizer."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A configuration as a command line: flags, a YAML file, and a message for every mistake."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The demo's schedules: made for the packaged model, and worth their bridges and their training."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The evaluation job from its command line to its three files."""
 
-from __future__ import annotations
-
 import json
 import logging
 from dataclasses import replace

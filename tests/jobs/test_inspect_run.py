@@ -1,7 +1,5 @@
 """What inspect_run says of an output in every state, and what --verify finds in a damaged one."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

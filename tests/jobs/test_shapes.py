@@ -1,7 +1,5 @@
 """Models without weights that speed is measured with: their schedules save what was asked for, texts are as long."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

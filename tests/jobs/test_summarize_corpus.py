@@ -1,7 +1,5 @@
 """What the main job says when there is nothing to generate: mistakes, and plans."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A column of every Arrow type that a Parquet file gives back, with the values that libraries trip over."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from decimal import Decimal
 from uuid import UUID

@@ -1,7 +1,5 @@
 """Parquet files with any row groups, and jobs on an engine double."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

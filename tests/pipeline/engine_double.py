@@ -1,7 +1,5 @@
 """Stand-ins for the engine: what the pipeline does with millions of rows can be watched in seconds."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A session without Ray: units are done one after the other in this process, through the same stages' functions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

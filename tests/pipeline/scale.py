@@ -3,8 +3,6 @@
 python tests/pipeline/scale.py --rows 10000000 --units 2000 --commits 100000
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

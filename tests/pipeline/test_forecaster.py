@@ -1,7 +1,5 @@
 """The plan before a run: what it says comes true, and it says where its figures come from."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise

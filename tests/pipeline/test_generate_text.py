@@ -1,7 +1,5 @@
 """GenerateText, for data sets of one's own: what the engine gives, as columns."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pyarrow as pa

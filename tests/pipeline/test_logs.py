@@ -1,7 +1,5 @@
 """Log lines for machines: every one an object that says what it is about."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """A signature in a URL stands nowhere afterwards."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

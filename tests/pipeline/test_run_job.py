@@ -1,7 +1,5 @@
 """A job as a whole: every row once, resumable, and an output that says what it is."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """A million rows pass through a job whose driver only ever sees commit records."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

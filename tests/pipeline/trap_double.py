@@ -1,7 +1,5 @@
 """An engine double that does what rows tell it to: raise, die, break its device."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Azure's and Google's stores as emulators serve them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

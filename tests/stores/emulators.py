@@ -1,7 +1,5 @@
 """Servers that stand in for Azure's and Google's stores; `make test-stores` installs them, else tests are skipped."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

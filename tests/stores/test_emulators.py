@@ -1,7 +1,5 @@
 """Azure's and Google's stores keep the promises that a run relies on, as S3 and disks do."""
 
-from __future__ import annotations
-
 import io
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """CTranslate2, on the checkpoint converted to its own format."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

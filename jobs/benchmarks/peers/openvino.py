@@ -1,7 +1,5 @@
 """OpenVINO GenAI's continuous batching in float32, on the checkpoint exported to its own format."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

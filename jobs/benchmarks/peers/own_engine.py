@@ -1,7 +1,5 @@
 """This project's engine, at full depth or under a schedule, as it is or with what a variant does otherwise."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 

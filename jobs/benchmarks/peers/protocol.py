@@ -7,8 +7,6 @@
 Only Python's own library is needed here: peers live in environments of their own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """transformers' `generate`: batches of prompts of like lengths, left-padded, as its users do."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """vLLM, as it is or under a schedule of ours through this project's plugin."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

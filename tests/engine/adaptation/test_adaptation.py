@@ -1,7 +1,5 @@
 """Training bridges is exact, helps, leaves the model alone, and goes on from a checkpoint as if never interrupted."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

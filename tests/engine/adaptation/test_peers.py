@@ -1,7 +1,5 @@
 """Processes that train together take the steps of one process that has the mean of their gradients."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What training will keep in memory, foreseen and found."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from dataclasses import replace

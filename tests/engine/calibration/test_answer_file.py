@@ -1,7 +1,5 @@
 """Kept answers are those that were drawn, or none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file

@@ -1,7 +1,5 @@
 """Bridges are the ridge regressions they claim to be, and the schedules made of them hold what they promise."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import combinations_with_replacement

@@ -1,7 +1,5 @@
 """A model is found, checked and read, or refused with the reason and the way out. Pickle and remote code never run."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """A sample's tokens are a function of its prompt, the sampling, the schedule and its id, never of its batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Comparing schedules cheaply gives what running each of them alone gives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Token-level early exit: nothing changes where nothing may exit, and FLOPs are those of the layers really run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

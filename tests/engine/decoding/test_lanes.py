@@ -1,7 +1,5 @@
 """Lanes share a batch between threads, and nothing but the clock knows of it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Tokens follow the probabilities that the settings leave, and a generation ends where the settings say."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path

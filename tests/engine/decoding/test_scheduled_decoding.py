@@ -1,7 +1,5 @@
 """With a schedule, the engine computes what a plain uncached forward with per-token layer masks computes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows come and go at any step, and what each of them says is its own affair."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The cache holds what later tokens attend to, and nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

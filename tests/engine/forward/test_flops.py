@@ -1,7 +1,5 @@
 """The ledger is what the hardware-independent counter of torch counts, sample by sample, to the last operation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

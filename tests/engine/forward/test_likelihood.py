@@ -1,7 +1,5 @@
 """How likely full depth finds an answer is what transformers computes of it, whoever wrote it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tokens that prompts share are computed once, and nobody's generation is another for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

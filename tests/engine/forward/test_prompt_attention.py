@@ -1,7 +1,5 @@
 """Each token of a prompt attends to the tokens before it that its layer sees, however long the prompt is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Prompts whose tokens stop below the upper layers, all but the last: keys and values there come from a linear map."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

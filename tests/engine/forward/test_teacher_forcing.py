@@ -1,7 +1,5 @@
 """One teacher-forced pass over known answers gives the logits that decoding them step by step gave."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

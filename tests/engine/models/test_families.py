@@ -1,7 +1,5 @@
 """Every family: what transformers generates at full depth, and a plain forward with masked layers under a schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """At full depth, greedy, in float32, the engine gives token for token what transformers' `generate` gives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Adapters: kept beside their schedule, refused where they do not fit. What they compute: test_scheduled_decoding."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A bridge is an affine, low-rank or gated map, priced exactly, and refused where it cannot be right."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

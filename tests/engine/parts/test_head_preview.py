@@ -1,7 +1,5 @@
 """Decode tokens whose logits are rough, but for those that look likeliest."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A schedule only ever shrinks, survives its file, and says what is wrong with a bad one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

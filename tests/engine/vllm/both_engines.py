@@ -1,7 +1,5 @@
 """A tiny checkpoint of each family, in our own engine and in vLLM, and schedules with all that these bring."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """vLLM whose passes fail."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

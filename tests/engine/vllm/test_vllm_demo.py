@@ -1,7 +1,5 @@
 """The demo's schedules in vLLM on real texts: our own engine's tokens, unless two are as likely as each other."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What goes wrong inside vLLM costs the rows that it has to, and no other: each time it starts anew."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

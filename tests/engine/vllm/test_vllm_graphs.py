@@ -4,8 +4,6 @@ There are no graphs on CPUs. `Recorded` stands for one: it keeps the tensors tha
 whatever it is called with, and what it gave is gone as soon as another graph of another part runs.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -91,7 +89,7 @@ needs_compiler = pytest.mark.skipif(which("g++") is None, reason="compiling for 
 
 
 @pytest.fixture
-def with_graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def with_graphs(request: pytest.FixtureRequest, ahead: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's CPU compiles as a GPU does, in pieces around attention, records each, and prepares passes ahead. Without a
     C++ compiler, unless the parameter names one of PyTorch's that takes it."""
     backend = getattr(request, "param", "eager")
@@ -100,9 +98,7 @@ def with_graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     def checked(cls: Any, config: Any) -> None:
         compilation = config.compilation_config
         kept = {name: getattr(compilation, name) for name in ("mode", "cudagraph_mode", "cudagraph_capture_sizes")}
-        ahead = config.scheduler_config.async_scheduling
         check(cls, config)
-        config.scheduler_config.async_scheduling = ahead
         for name, value in kept.items():
             setattr(compilation, name, value)
         compilation.backend = backend

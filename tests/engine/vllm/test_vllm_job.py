@@ -1,7 +1,5 @@
 """The job with --engine vllm on a real Ray: the rows that our own engine makes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """What vLLM cannot do under a schedule is refused by name, before it runs; what it would choose wrongly is set."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import replace

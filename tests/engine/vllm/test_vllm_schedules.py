@@ -1,7 +1,5 @@
 """In vLLM every family gives our own engine's tokens: at full depth, and under schedules with all that they bring."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -21,7 +19,6 @@ from tests.engine.prompts import random_prompts
 
 pytest.importorskip("vllm.config", exc_type=ImportError)
 
-from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from engine.vllm.models import Skipping
@@ -30,18 +27,7 @@ from tests.engine.vllm.both_engines import LAYERS, LENGTHS, VARIANTS, WIDTH, Pai
 EXAMPLES = int(os.environ.get("SKIPDECODE_VLLM_EXAMPLES", "2"))  # of schedules; vLLM starts anew for each
 SAMPLING = Sampling(max_new_tokens=14)
 
-
-@pytest.fixture(autouse=True)
-def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM may prepare a pass while the one before runs, as on GPUs; on CPUs it sees no need for that."""
-    check = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
-
-    def checked(platform: Any, config: Any) -> None:
-        wanted = config.scheduler_config.async_scheduling
-        check(platform, config)
-        config.scheduler_config.async_scheduling = wanted
-
-    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(checked))
+pytestmark = pytest.mark.usefixtures("ahead")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """vLLM without our pipeline: its own entry points, in processes of their own, under one setting."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

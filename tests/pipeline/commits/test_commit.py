@@ -1,7 +1,5 @@
 """The commit log: first record wins, and nothing exists without one."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import math

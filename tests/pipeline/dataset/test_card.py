@@ -1,7 +1,5 @@
 """Whatever columns and patterns are called, the card shows them and means nothing else."""
 
-from __future__ import annotations
-
 import pyarrow as pa
 import pytest
 import yaml

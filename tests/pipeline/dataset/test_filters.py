@@ -1,7 +1,5 @@
 """Filters: what each drops, in which order rows are counted."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Data sets from their input to what `datasets` loads."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """No schema and no generation can stop the filters of a run that is paid for, nor keep them busy for long."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files of the Batch API, against the types of OpenAI's own client."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Rivals that are given bridges have one for every skipped block, and meet their target with them; those for the whole
 sample reach it with all that they bring, and a pruned model has the same layers for all."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Every rival is solved for the target it is judged at, on the lengths really generated."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

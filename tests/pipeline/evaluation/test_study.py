@@ -1,7 +1,5 @@
 """A study keeps what it has computed, and its figures are those of the outputs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Metrics and intervals say what their names say."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

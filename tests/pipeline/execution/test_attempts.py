@@ -1,7 +1,5 @@
 """However a unit comes back undone, something is done about it a bounded number of times."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """A Ray that cannot be had is told in a sentence, at once."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """What rows, processes and units can do to a job, and what the job makes of it."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Signals end a job in its own time, and a second one at once."""
 
-from __future__ import annotations
-
 import os
 import signal
 

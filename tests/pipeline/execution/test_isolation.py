@@ -1,7 +1,5 @@
 """How a unit is taken apart that kills processes: without Ray, whose part is to say how each range ended."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field

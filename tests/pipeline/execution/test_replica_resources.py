@@ -1,7 +1,5 @@
 """What replicas claim: decided by the cluster as a session finds it, and kept when the cluster shrinks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,8 +1,6 @@
 """What a session does with units that come back undone, beside a cluster that is stood in for; a job in which nothing
 moves is noticed, one that is merely slow is not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What a replica says a unit has cost."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

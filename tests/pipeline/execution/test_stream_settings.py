@@ -1,7 +1,5 @@
 """What Ray Data is told before it is imported."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

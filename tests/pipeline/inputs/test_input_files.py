@@ -1,7 +1,5 @@
 """Which files an input names: what a shell user would expect; what is left out is said."""
 
-from __future__ import annotations
-
 import logging
 import os
 import uuid

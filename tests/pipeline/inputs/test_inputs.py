@@ -1,7 +1,5 @@
 """An output holds rows of one content of each input file, whatever happens to the files between and during its jobs."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

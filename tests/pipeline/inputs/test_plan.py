@@ -1,7 +1,5 @@
 """The plan: work units from footers, and what ends a job before it starts."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from itertools import accumulate, pairwise

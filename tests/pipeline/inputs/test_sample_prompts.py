@@ -1,7 +1,5 @@
 """Prompts drawn from a corpus: its parts never meet, whatever the files, and a larger sample only adds to a smaller."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from itertools import chain

@@ -1,7 +1,5 @@
 """The board counts each row of a unit once, however often the unit is begun."""
 
-from __future__ import annotations
-
 from pipeline.monitoring.board import _BoardActor
 
 

@@ -1,7 +1,5 @@
 """Energy: what NVML counts, of a replica's own GPUs; nothing where there is none. Its library is stood in for."""
 
-from __future__ import annotations
-
 import pynvml
 import pytest
 

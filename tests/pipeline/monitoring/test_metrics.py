@@ -1,7 +1,5 @@
 """Metrics: what a commit's totals say is what is counted."""
 
-from __future__ import annotations
-
 from collections import Counter as Tally
 from typing import Any
 

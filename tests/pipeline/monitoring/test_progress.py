@@ -1,7 +1,5 @@
 """The progress line says what is known, and nothing that is not."""
 
-from __future__ import annotations
-
 import io
 import sys
 import time

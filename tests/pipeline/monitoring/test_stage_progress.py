@@ -1,7 +1,5 @@
 """Progress of stages on one machine."""
 
-from __future__ import annotations
-
 import logging
 import time
 

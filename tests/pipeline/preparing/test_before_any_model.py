@@ -1,7 +1,5 @@
 """What cannot work is said in one sentence, before a model is loaded and before anything is written."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which engine generates: vLLM only where it is named, or where there is a GPU that has it. And in which precision."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Which schedule a configuration names: a file, a directory, the right one of several calibrated, or a plain one."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Incremental runs: only what is new is done, a changed file's rows are replaced, and one job works at a time."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,8 +5,6 @@ The engine is a double whose generations begin with a digest of what it was load
 the checks of them are the real ones.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

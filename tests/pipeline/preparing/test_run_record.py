@@ -1,7 +1,5 @@
 """An output belongs to one run at a time, and what is left of an earlier one can add nothing to it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The quality guard: which rows it looks at, what it measures, and when it is sure."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

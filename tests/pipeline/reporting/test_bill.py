@@ -1,7 +1,5 @@
 """Cost ceilings: what counts, and that a job which has spent what it may stops, and can be resumed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

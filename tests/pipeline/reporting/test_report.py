@@ -1,7 +1,5 @@
 """report.html: one file, no network, and nothing in it but text can come from a row."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

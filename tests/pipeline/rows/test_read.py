@@ -1,7 +1,5 @@
 """Reading work units: each gets exactly its rows, wherever row groups and decode batches end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

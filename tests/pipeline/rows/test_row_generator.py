@@ -1,7 +1,5 @@
 """Whatever some rows do to the engine, the others are delivered, and each at its own place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal

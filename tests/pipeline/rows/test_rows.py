@@ -1,7 +1,5 @@
 """Rows between input and output: order kept, bad rows turned into rows with an error, one schema for all."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Sequence
 

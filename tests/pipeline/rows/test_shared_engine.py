@@ -1,7 +1,5 @@
 """Calls from several threads: each has its own rows, whoever shares the passes, and whatever breaks them."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The prompt template, with the packaged model's tokenizer."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The lease on an output: one holder at a time, given up at every end, taken over when its holder is seen dead."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Jobs write to, write over and remove nothing but what is theirs."""
 
-from __future__ import annotations
-
 import ast
 import errno
 import json

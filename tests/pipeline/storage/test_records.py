@@ -1,7 +1,5 @@
 """What is read back from an output is as it should be, or said to be damaged in one sentence; it leads nowhere else."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

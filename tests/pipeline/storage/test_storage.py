@@ -1,7 +1,5 @@
 """The directory a job reads and writes: whole objects, and put-if-absent."""
 
-from __future__ import annotations
-
 import errno
 import http.client
 import os

@@ -1,7 +1,5 @@
 """Stores say what an object's content is, read just that, and touch no object but the one that was named."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from datetime import UTC, datetime

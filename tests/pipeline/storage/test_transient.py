@@ -1,7 +1,5 @@
 """What passes is waited for, what does not is said at once."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import time

@@ -1,7 +1,5 @@
 """Values as text: whatever an Arrow array holds can be shown, and what Python can say reads as Python says it."""
 
-from __future__ import annotations
-
 import datetime as dt
 from decimal import Decimal
 from typing import Any

@@ -1,7 +1,5 @@
 """Columns of every Arrow type through a whole job and what follows: report, data set, inspection, the next night."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
