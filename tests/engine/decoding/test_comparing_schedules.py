@@ -1,6 +1,6 @@
 """Comparing schedules cheaply gives what running each of them alone gives."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
 
@@ -22,7 +22,7 @@ NO_SCHEDULE = recipes.skipdecode(LAYERS, warmup=1, max_active=5, min_active=5, h
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2", "opt"])
-def tiny(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Path]) -> Engine:
+def tiny(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Path]) -> Iterator[Engine]:
     """Plain attention; sliding windows with soft caps; learned positions."""
     family = {
         "llama": {},
@@ -30,7 +30,10 @@ def tiny(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Path]) -
         "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     }[request.param]
     directory = make_checkpoint(family=request.param, num_hidden_layers=LAYERS, eos=[3, 19, 35], **family)
-    return Engine.load(str(directory), device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        # In 8-bit integers a last bit of a state may move the rough logits of head previews by a hundredth.
+        patch.setattr(engine.kernels, "_integers_are_exact", lambda: False)
+        yield Engine.load(str(directory), device="cpu")
 
 
 @settings(max_examples=8)
