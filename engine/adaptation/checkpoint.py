@@ -87,7 +87,7 @@ def check_settings(path: Path, settings: Mapping[str, Any]) -> None:
         changes = "; ".join(f"{name} was {kept[name]!r}, is {settings[name]!r}" for name in differ)
         raise ScheduleError(
             f"the checkpoint {str(path)!r} is of another training ({changes}): go on as it was, delete it to start "
-            "anew, or write elsewhere"
+            "anew, or write elsewhere, where what it has brought can be the --schedule to begin with"
         )
 
 

@@ -89,5 +89,5 @@ def _check(held: Held, files: tuple[InputFile, ...], url: str) -> None:
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             raise JobError(
                 f"input file {names[0]!r} {how}{more} since the run in {url!r} began: put the input back as it was, "
-                "name another output, discard the run with --fresh, or use --incremental where files come and change"
+                "name another output (--incremental, where files come and change), or discard the run with --fresh"
             )

@@ -56,6 +56,8 @@ class Forecast(FlopSums):
             facts["replica-hours"] = (
                 f"{self.seconds / 3600:.4f}, at full depth {self.seconds_full_depth / 3600:.4f} ({self.speed_source})"
             )
+        else:
+            facts["replica-hours"] = "not told: that takes a speed, which --plan-prompts measures on this machine"
         if self.cost is not None and self.cost_full_depth is not None:
             facts["cost"] = f"{self.cost:.4f}, at full depth {self.cost_full_depth:.4f}"
         return facts

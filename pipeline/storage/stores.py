@@ -326,7 +326,8 @@ def _within(content: bytes, limit: int) -> bytes:
 def changed(path: str) -> ObjectChanged:
     return ObjectChanged(
         f"file {path!r} has changed since the job was planned, and its new content is not mixed in: put the old one "
-        "back and start the job again, or for the new one name another output, use --fresh or --incremental"
+        "back and start the job again; for the new one name another output or --fresh, which an --incremental run can "
+        "do without"
     )
 
 

@@ -106,6 +106,7 @@ def test_without_anything_known_every_row_reaches_the_longest_output_and_time_is
     assert "max_new_tokens" in forecast.output_source
     assert forecast.seconds is None
     assert forecast.cost is None
+    assert "--plan-prompts" in forecast.facts()["replica-hours"]
 
 
 def test_answers_to_sampled_prompts_give_lengths_and_speed(planned: Job) -> None:

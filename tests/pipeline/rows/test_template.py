@@ -198,6 +198,13 @@ def test_prompts_that_begin_with_their_text_share_what_stands_before_it_at_most(
     assert PromptTemplate(format="messages").shared_prefix(tokenizer) == []
 
 
+def test_a_sentence_around_a_chat_is_refused_and_a_list_around_columns_is_none(tokenizer: Tokenizer) -> None:
+    with pytest.raises(JobError, match=r"begins with 'Summarize: ': name --prompt '\{text\}'"):
+        PromptTemplate("Summarize: {text}", format="messages")
+    listed = PromptTemplate(' [{{"role": "user", "content": {text}}}]', format="messages")
+    assert listed.encode({"text": '"Hi"'}, tokenizer, PLENTY).tokens == tokenizer.encode_chat("Hi")
+
+
 # --- control tokens in rows ---
 
 HOSTILE = [
