@@ -1,6 +1,7 @@
 """The engine's face: load a model once, generate batches under a schedule."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import Any, Self, TypeVar
 
 import torch
@@ -99,6 +100,7 @@ class Engine:
         dtype: str = "auto",
         threads: int | None = None,
         kernels: Kernels | None = None,
+        now: datetime | None = None,
     ) -> Self:
         """Load a model.
 
@@ -110,6 +112,7 @@ class Engine:
                 matrices are of these.
             threads: CPU threads of this process; default torch's own choice.
             kernels: default the fastest for device and dtype.
+            now: as for `Tokenizer`.
 
         Raises:
             ModelError: no such model, or one this engine cannot run; a device that is not there.
@@ -129,7 +132,7 @@ class Engine:
             decoder = family.decoder(config, family.shape(config), weights, chosen, where)
         if where.type == "cpu":
             keep_freed_memory()
-        return cls(decoder, Tokenizer(directory), chosen, precision, where)
+        return cls(decoder, Tokenizer(directory, now), chosen, precision, where)
 
     def share_prefix(self, tokens: Sequence[int]) -> int:
         """Compute, once, tokens that prompts to come begin with, such as a job's instruction; none forgets the last.

@@ -26,7 +26,7 @@ from jobs.adaptation import CHECKPOINT_FILE, AdaptModel, Training, train, train_
 from jobs.answers import ANSWERS_FILE
 from pipeline.evaluation.charts import learning_curve
 from pipeline.evaluation.contender import ending
-from pipeline.preparing.fit import read_schedule, read_schedules, warn_of_another_model
+from pipeline.preparing.fit import check_no_others, read_schedule, read_schedules, warn_of_another_model
 from pipeline.storage.ownership import claim_directory
 
 PROGRAM = "adapt_model.py"
@@ -45,6 +45,7 @@ def adapt(config: AdaptModel) -> None:
     output = claim_directory(config.output, PROGRAM, [config.input], filter(None, [config.schedule]))
     shape = engine.describe(config.model)
     schedules = _read(config, shape)
+    check_no_others(output, schedules)
     for schedule in schedules.values():
         warn_of_another_model(schedule, config.model, engine.model_identity(config.model))
     done = (train if config.workers == 1 else train_on_cluster)(config, list(schedules.values()))

@@ -32,6 +32,7 @@ from pipeline import logs
 from pipeline.errors import JobError, JobStopped
 from pipeline.inputs.sample_prompts import Part
 from pipeline.monitoring.stage_progress import StageProgress
+from pipeline.storage.ownership import claimed_at
 from pipeline.storage.settings import Place, StorageConfig
 
 CHECKPOINT_FILE = "training.safetensors"
@@ -130,7 +131,8 @@ def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
     progress, output = StageProgress(log), Path(config.output)
     settings = settings_of(config, schedules)
     check_settings(output / CHECKPOINT_FILE, settings)
-    teacher = config.load_engine()
+    today = claimed_at(output)
+    teacher = config.load_engine(today)
     drawn = answer_corpus(
         config, teacher, progress, partial(check_fits, config, teacher, schedules), output / ANSWERS_FILE
     )
@@ -147,11 +149,13 @@ def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
     if config.prompt_layers is not None:
         prompts = next(packs([answer.prompt for answer in drawn.answers[:-kept]][:FITTED], len, FITTED_TOKENS))
         cut = prompt_cut(teacher.shape, config.prompt_layers, schedules)
-        bridge = fit_prompt_bridge(teacher, prompts, cut, progress)
+        # One fit for all processes, whose machines may round differently.
+        fitted = fit_prompt_bridge(teacher, prompts, cut, progress) if Peers().is_first else None
+        bridge = Peers().everyones(fitted)[0]
         schedules = [replace(schedule, prompt_bridge=bridge) for schedule in schedules]
     kernels = training_kernels_for(teacher.device, torch.float32)
     del teacher  # the memory has room for one of the two
-    student = Engine.load(config.model, config.device, "float32", config.threads, kernels)
+    student = Engine.load(config.model, config.device, "float32", config.threads, kernels, today)
     student.share_prefix(config.template().shared_prefix(student.tokenizer))  # no prompt bridge stands in for it
     trainer = Trainer(student, schedules, answers, held_out, config.recipe(), progress)
     points = []
@@ -213,6 +217,8 @@ def train_on_cluster(config: AdaptModel, schedules: Sequence[Schedule]) -> Train
 
     connect(config.ray_address)
     cores, gpus = (ray.cluster_resources().get(kind, 0.0) for kind in ("CPU", "GPU"))
+    if config.device == "cpu":
+        gpus = 0.0
     if 0 < gpus < config.workers or cores < config.workers:
         raise JobError(f"{config.workers} workers are too many for {cores:g} cores and {gpus:g} GPUs: lower workers")
     share = floor(100 * cores_each(machines(float(gpus > 0), config.workers), config.workers)) / 100

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,9 +43,9 @@ class AnswersConfig(CorpusConfig):
     part: Part = Field("all", description=PART)
     threads: int | None = Field(None, ge=1, description="CPU threads; default torch's own choice")
 
-    def load_engine(self) -> Engine:
+    def load_engine(self, now: datetime | None = None) -> Engine:
         """Raises ModelError."""
-        return Engine.load(self.model, device=self.device, dtype=self.dtype, threads=self.threads)
+        return Engine.load(self.model, self.device, self.dtype, self.threads, now=now)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, model_validator
@@ -19,14 +18,14 @@ from rich.table import Table
 from engine import ModelShape, describe
 from engine.calibration.calibrate import LEAST_ANSWERS, Calibrated, Calibration, check_targets
 from engine.calibration.prompts import check_prompt_layers
-from engine.schedules.schedule_file import SCHEDULE_FILE
 from jobs import command_line
 from jobs.answers import ANSWERS_FILE, PART, AnswersConfig, TargetSpeedup, answer_corpus
 from pipeline.errors import JobError
 from pipeline.inputs.sample_prompts import Part
 from pipeline.monitoring.stage_progress import StageProgress
+from pipeline.preparing.fit import check_no_others
 from pipeline.reporting.schedule_maps import schedule_maps
-from pipeline.storage.ownership import claim_directory
+from pipeline.storage.ownership import claim_directory, claimed_at
 from pipeline.storage.settings import Place
 
 PROGRAM = "calibrate_schedule.py"
@@ -79,11 +78,11 @@ def calibrate(config: CalibrateSchedule) -> None:
     start, progress = time.monotonic(), StageProgress(log)
     output = claim_directory(config.output, PROGRAM, [config.input])
     targets, sample_targets = sorted(set(config.target_speedups)), sorted(set(config.target_sample_speedups))
-    _check_others(output, sample_targets or targets)
+    check_no_others(output, map(_name, sample_targets or targets))
     shape = describe(config.model)
     if config.prompt_layers is not None:
         check_prompt_layers(config.prompt_layers, shape)
-    model = config.load_engine()
+    model = config.load_engine(claimed_at(output))
     drawn = answer_corpus(config, model, progress, partial(check_sample, config, shape), output / ANSWERS_FILE)
     chosen = (config.prompt_layers, config.whole_head, sample_targets)
     calibration = Calibration(model, drawn.answers, targets, progress, *chosen)
@@ -115,18 +114,6 @@ def check_sample(config: CalibrateSchedule, shape: ModelShape, prompts: Sequence
 def _name(target: float) -> str:
     """Of its directory."""
     return f"{target:g}x"
-
-
-def _check_others(output: Path, targets: Sequence[float]) -> None:
-    """Raises JobError for schedules of an earlier call that this one would leave beside its own: a job that names the
-    directory and a speed-up may then run one of them.
-    """
-    there = {file.parent.name for file in output.glob(f"*/{SCHEDULE_FILE}")}
-    if others := sorted(there - set(map(_name, targets))):
-        raise JobError(
-            f"{str(output)!r} holds schedules for other targets ({', '.join(others)}), among which a job could choose: "
-            "name another directory, or remove them"
-        )
 
 
 def _row(found: Calibrated) -> list[str]:

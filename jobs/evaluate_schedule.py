@@ -41,7 +41,7 @@ from pipeline.inputs.work import input_columns
 from pipeline.preparing.fit import longest_prompt, read_schedules, warn_of_another_model
 from pipeline.reporting.page import REPORT_FILE
 from pipeline.rows.rows import TOKENS
-from pipeline.storage.ownership import claim_directory
+from pipeline.storage.ownership import claim_directory, claimed_at
 from pipeline.storage.settings import Place, StorageConfig
 from pipeline.storage.storage import Storage
 from pipeline.values.show import names, texts
@@ -118,18 +118,18 @@ def main() -> int:
 
 def evaluate(config: EvaluateSchedule) -> None:
     """Raises JobError, ModelError, ScheduleError; before the model is loaded, but for rivals that cannot be solved."""
-    claim_directory(config.output, PROGRAM, [config.input])
+    today = claimed_at(claim_directory(config.output, PROGRAM, [config.input]))
     shape = describe(config.model)
     for layers in config.prompt_layers:
         check_prompt_layers(layers, shape)
     named = read_contenders(config.schedules, shape, config)
     config = with_reference_column(config)
     warn_of_seen_rows(config, named)
-    tokenizer = Tokenizer.load(config.model)
+    tokenizer = Tokenizer.load(config.model, today)
     prompts = read_prompts(config, config.part, config.rows, tokenizer, shape)
     needed = max(config.bridge_rows * config.needs_bridges, config.calibration_rows * bool(config.rivals))
     held_back = read_prompts(config, "calibrate", needed, tokenizer, shape) if needed else []
-    engine = Engine.load(config.model, config.device, config.dtype, config.threads)
+    engine = Engine.load(config.model, config.device, config.dtype, config.threads, now=today)
     sampling, identity = config.sampling(), model_identity(config.model)
     for contender in named:
         if isinstance(contender.method, Schedule):

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -119,7 +120,8 @@ class Trainer:
             settings: kept in it, see `check_settings`.
 
         Raises:
-            ScheduleError: the checkpoint is damaged, of another training, or not there for all of the processes.
+            ScheduleError: the checkpoint is damaged, of another training, or not there for all of the processes; the
+                training has diverged.
         """
         found = self._peers.everyones(checkpoint is not None and checkpoint.exists())
         if any(found) and not all(found):
@@ -134,6 +136,11 @@ class Trainer:
         while self._state.step < self._recipe.steps and self._state.waiting < self._recipe.patience:
             losses.append(self._step(self._state.step))
             self._state.step += 1
+            if not isfinite(losses[-1]):  # the same for all processes
+                raise ScheduleError(
+                    f"the loss of step {self._state.step} is {losses[-1]}: the training has diverged, begin it anew "
+                    "with a lower learning rate"
+                )
             self._state.seconds = time.monotonic() - begun
             self._progress("training", self._state.step, self._recipe.steps)
             if self._state.step % self._recipe.judge_every == 0 or self._state.step == self._recipe.steps:

@@ -14,6 +14,7 @@ from engine.json_text import check_is_file, read_json
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+WHOLE = "model.safetensors"  # of a checkpoint in one file, which then counts alone
 INDEX = "model.safetensors.index.json"
 MOST_INDEX = 2**27  # bytes
 COMPUTABLE = {"F64", "F32", "F16", "BF16"}
@@ -30,13 +31,22 @@ class Weights:
         self.dtype = dtype
         self._file_of: dict[str, Path] = {}
         self._sizes: dict[str, tuple[int, ...]] = {}
-        index = _read_index(directory)
-        files = sorted(set(index.values())) if index is not None else sorted(directory.glob("*.safetensors"))
+        whole = directory / WHOLE
+        index = None if whole.is_file() else _read_index(directory)
+        if index is not None:
+            files = sorted(set(index.values()))
+        else:
+            files = [whole] if whole.is_file() else sorted(directory.glob("*.safetensors"))
         for file in files:
             with open_weights(file) as opened:
                 for name in opened.keys():  # noqa: SIM118, no mapping
                     tensor = opened.get_slice(name)
                     _check_computable(file, name, tensor.get_dtype())
+                    if index is None and name in self._file_of:
+                        raise ModelError(
+                            f"tensor {name!r} is in {str(self._file_of[name])!r} and in {str(file)!r}, and no {INDEX} "
+                            "says which one counts: take the other file away"
+                        )
                     self._file_of[name], self._sizes[name] = file, tuple(tensor.get_shape())
         for name, file in (index or {}).items():
             if name not in self._file_of:

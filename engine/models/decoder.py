@@ -41,6 +41,9 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
     return ACTIVATIONS[name]
 
 
+HEAD = "lm_head.weight"
+
+
 class Decoder(ABC):
     """A model on one device. x is the hidden states of N tokens, [N, hidden]."""
 
@@ -56,8 +59,12 @@ class Decoder(ABC):
         self._layers = [f"{self.prefix}.layers.{i}" for i in range(shape.layers)]
         arranged = dict.fromkeys(self.rotated, partial(interleave, head_dim=shape.head_dim))
         self._projections = Projections(self._layers, self.layouts, arranged, weights, kernels, device)
-        self._embedding = self._take(f"{self.prefix}.embed_tokens.weight")
-        self._tied = config.tie_word_embeddings  # whether the embedding is the head's matrix too
+        embedding = f"{self.prefix}.embed_tokens.weight"
+        tied = config.tie_word_embeddings
+        self._embedding = self._take(HEAD if tied and HEAD in weights and embedding not in weights else embedding)
+        # Whether the embedding is the head's matrix too: what a config says does not count where both are there and
+        # differ, as where a head was trained and merged.
+        self._tied = tied and not (HEAD in weights and not torch.equal(self._take(HEAD), self._embedding))
         self._head = kernels.linear(self.head_weight())
         self._read(config)
 
@@ -102,7 +109,7 @@ class Decoder(ABC):
 
     def head_weight(self) -> Tensor:
         """The head's matrix [vocab, w]; read again where it is its own, as kernels may keep it in another layout."""
-        return self._embedding if self._tied else self._take("lm_head.weight")
+        return self._embedding if self._tied else self._take(HEAD)
 
     def capped(self, products: Tensor) -> Tensor:
         """Logits, of their products with the head's matrix; may change them in place. Order is kept."""

@@ -52,6 +52,7 @@ class Totals(FlopSums):
     flops_padding: Flops = 0
     active_layers: Amount = 0.0  # mean active layers x generated tokens
     seconds: Amount = 0.0  # of generation and audits, summed over replicas
+    gpu_seconds: Amount = 0.0  # these, times the GPUs of each replica
     joules: Amount = 0.0  # of replicas' GPUs in that time; 0 where nothing counts them
     audited: Count = 0  # rows generated at full depth too
     audit_rouge: Amount = 0.0  # ROUGE-L of their outputs to full depth's, summed

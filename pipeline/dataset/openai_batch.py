@@ -174,7 +174,8 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
 
 def _message(message: Any, where: str) -> dict[str, str]:
     """A message with its content as plain text, which a list of text parts stands for too."""
-    if isinstance(message, dict) and isinstance(message.get("role"), str):
+    calls = isinstance(message, dict) and (message.get("tool_calls") or message.get("function_call"))
+    if isinstance(message, dict) and isinstance(message.get("role"), str) and not calls:
         role = "system" if message["role"] == "developer" else message["role"]
         content = message.get("content")
         if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):

@@ -219,9 +219,12 @@ class SolvedRivals:
         for target in targets:
             for name in names:
                 file = self._file(name, target)
-                if not (self._directory / file).exists():
+                if is_new := not (self._directory / file).exists():
                     self._write(file, solve_rival(name, target, calibration()))
-                if (solved := _RECORD.read(self._storage, file)) is not None:
+                solved = _RECORD.read(self._storage, file)
+                if solved is None and not is_new:
+                    log.warning("%s at %gx is left out: it is out of reach", name, target)
+                if solved is not None:
                     method = solved.get("schedule") or solved.get("early exit")
                     if method is None:
                         raise _RECORD.damaged(self._storage, file, "it has no schedule and no early exit")

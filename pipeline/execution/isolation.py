@@ -38,10 +38,10 @@ class TooManyDeaths(RuntimeError):
 class _Cell:
     """An actor that reads, generates, and may die."""
 
-    def __init__(self, task: Task, threads: int, board: Board) -> None:
+    def __init__(self, task: Task, resources: ReplicaResources, board: Board) -> None:
         set_up_worker(task.config.log_format, task.run)
         self._task = task
-        self._generator = UnitGenerator(task, threads, board)
+        self._generator = UnitGenerator(task, resources, board)
 
     def run(self, unit: WorkUnit) -> tuple[None, Parcel]:
         """Two objects: the first tells the driver that it went well, the second stays out of the driver."""
@@ -55,7 +55,7 @@ class Isolation:
     def __init__(self, task: Task, resources: ReplicaResources, board: Board, on_wait: Callable[[], None]) -> None:
         """`on_wait` is called every second or so; what it raises ends the isolation."""
         self._task = task
-        self._threads = resources.threads
+        self._resources = resources
         self._options = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "max_restarts": 0}
         self._board = board
         self._on_wait = on_wait
@@ -121,7 +121,7 @@ class Isolation:
 
     def _begin(self, part: WorkUnit) -> tuple[Any, Any]:
         if self._cell is None:
-            self._cell = ray.remote(_Cell).options(**self._options).remote(self._task, self._threads, self._board)
+            self._cell = ray.remote(_Cell).options(**self._options).remote(self._task, self._resources, self._board)
         fate, parcel = self._cell.run.options(num_returns=2).remote(part)
         return fate, parcel
 

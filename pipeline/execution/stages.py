@@ -18,6 +18,7 @@ from engine import BatchStats, Generation, ModelError, Schedule, ScheduleError
 from pipeline.commits.commit import Commit, commit_unit
 from pipeline.config import JobConfig
 from pipeline.errors import JobError, JobStopped
+from pipeline.execution.cluster import ReplicaResources
 from pipeline.execution.wire import Failure, Parcel, from_bytes, to_bytes
 from pipeline.logs import LogFormat, about, set_up_worker
 from pipeline.monitoring.board import Board
@@ -98,14 +99,14 @@ def _read_span(units: list[WorkUnit], task: Task, board: Board) -> Iterator[Parc
 class UnitGenerator:
     """Turns units' prepared tables into output tables, on an engine of its own; several threads may each bring one."""
 
-    def __init__(self, task: Task, threads: int, board: Board) -> None:
+    def __init__(self, task: Task, resources: ReplicaResources, board: Board) -> None:
         config = task.config
-        self._board = board
+        self._board, self._gpus = board, resources.gpus
         self._input = config.input_storage()
         self._meter = ReplicaMeter(task.run)
         self._spending = Spending(EnergyMeter.of_this_process(config.gpus_per_replica).joules)
         board.starting()
-        engine = SharedEngine(lambda: task.backend.engine(config, threads))
+        engine = SharedEngine(lambda: task.backend.engine(config, resources.threads))
         tokenizer = task.backend.tokenizer(config)
         # Charged once, with the first unit that is done.
         self._flops_prefix = [engine.share_prefix(task.template.shared_prefix(tokenizer))]
@@ -120,7 +121,8 @@ class UnitGenerator:
         """Raises TooManyRowsFailed, and what the pipeline itself does wrong; ends the process if its device broke."""
         with self._spending.shared() as share:
             output, cost = self._generate(unit, prepared)
-        return Parcel(unit, table=to_bytes(output), cost=cost | {"seconds": share.seconds, "joules": share.joules})
+        cost |= {"seconds": share.seconds, "gpu_seconds": share.seconds * self._gpus, "joules": share.joules}
+        return Parcel(unit, table=to_bytes(output), cost=cost)
 
     def _generate(self, unit: WorkUnit, prepared: pa.Table) -> tuple[pa.Table, dict[str, float]]:
         """Output table, and what `Totals` holds of it beside; audited."""
@@ -186,10 +188,10 @@ def refusal(error: Exception) -> Exception | None:
 class Replica:
     """Generate stage: an actor with one engine."""
 
-    def __init__(self, task: Task, threads: int, board: Board) -> None:
+    def __init__(self, task: Task, resources: ReplicaResources, board: Board) -> None:
         set_up_worker(task.config.log_format, task.run)
         self._board = board
-        self._generator = UnitGenerator(task, threads, board)
+        self._generator = UnitGenerator(task, resources, board)
         spare_collector()
 
     def __call__(self, rows: pa.Table) -> Iterator[pa.Table]:

@@ -108,7 +108,7 @@ def stream(spans: Sequence[list[WorkUnit]], task: Task, resources: ReplicaResour
             .map_batches(
                 Replica,
                 compute=pool,
-                fn_constructor_kwargs={"task": task, "threads": resources.threads, "board": board},
+                fn_constructor_kwargs={"task": task, "resources": resources, "board": board},
                 num_cpus=resources.cpus,
                 num_gpus=resources.gpus or None,
                 # A unit whose replica dies goes to another pass, not back to the replica that Ray starts in its place:

@@ -97,9 +97,11 @@ def sample_prompts(
     The part goes by rows' ids, or where no id column is named, or a file lacks it, by their texts. Fewer than `count`
     are returned where it has no more; a larger count only adds to them. `longest` is in tokens.
 
-    Raises JobError if the input does not fit the configuration, or no row of the part makes a prompt.
+    Raises JobError if the input does not fit the configuration, or no row of the part makes a prompt; ModelError for a
+    model that no prompt of the configuration can be rendered for.
     """
     template = config.template()
+    template.shared_prefix(tokenizer)  # which raises that before all rows are read for nothing
     shared = set(JobConfig.model_fields) & set(CorpusConfig.model_fields)
     planned = JobConfig(**config.model_dump(include=shared), output="", keep_columns=list(keep_columns))
     plan = make_plan(planned, template)
@@ -113,15 +115,22 @@ def sample_prompts(
 
     tables: list[pa.Table] = []
     rows = bad = 0
+    why: str | None = None  # the first of them
     for prepared in draw_rows(config, plan, planned.input_storage(), template, tokenizer, longest, of_part):
         good = chosen(prepared, prepared[ERROR].is_null().to_pylist())
         tables.append(good)
         rows += good.num_rows
         bad += prepared.num_rows - good.num_rows
+        if why is None and prepared.num_rows > good.num_rows:
+            why = prepared[ERROR].drop_null()[0].as_py()
         if rows >= count:
             break
     which = "all rows" if part == "all" else f"the {part} part, told by a hash of each row's {config.parted_by},"
     if not rows:
+        if why is not None:
+            raise JobError(
+                f"{bad} of {bad} rows make no prompt ({which} of {config.input!r}); the first one's error: {why}"
+            )
         raise JobError(f"{which} of {config.input!r} make no prompt: give a larger input, or another part (--part)")
     log.info(
         "%d prompts drawn from %s of %s%s%s", min(rows, count), which, config.input,

@@ -22,7 +22,7 @@ from pipeline.rows.template import PromptTemplate
 from pipeline.rows.unit import WorkUnit
 from pipeline.storage.storage import Storage
 from pipeline.storage.stores import is_of_content, stamp
-from pipeline.values.column_types import common_type
+from pipeline.values.column_types import common_type, open_type
 from pipeline.values.show import is_text
 
 log = logging.getLogger(__name__)
@@ -256,7 +256,7 @@ def _column_type(files: Sequence[InputFile], column: str) -> pa.DataType:
     for file in files:
         if column not in file.schema.names:
             continue
-        type_ = file.schema.field(column).type
+        type_ = open_type(file.schema.field(column).type)
         common = type_ if found is None else common_type(found, type_)
         if common is None:
             raise JobError(

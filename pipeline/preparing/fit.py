@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -130,6 +131,21 @@ def _read_local(path: str) -> dict[str, Schedule]:
     if not found:
         raise ScheduleError(f"{path!r} holds no {SCHEDULE_FILE}, nor does a directory in it, so it cannot be read")
     return found
+
+
+def check_no_others(output: Path, names: Iterable[str]) -> None:
+    """Raises JobError for schedules of an earlier call that a directory would hold beside those of these names, "" for
+    one without a directory of its own: a job that names the output may then run one of them.
+    """
+    there = {file.parent.name for file in output.glob(f"*/{SCHEDULE_FILE}")}
+    if (output / SCHEDULE_FILE).exists():
+        there.add("")
+    if others := sorted(there - set(names)):
+        said = ", ".join(other or SCHEDULE_FILE for other in others)
+        raise JobError(
+            f"{str(output)!r} holds other schedules ({said}), of which a job could run one: name another directory, or "
+            "remove them"
+        )
 
 
 def longest_prompt(config: AnswerConfig, shape: ModelShape) -> int:

@@ -7,15 +7,16 @@ from pipeline.errors import JobStopped
 JOULES_PER_KWH = 3.6e6
 
 
-def _hours(config: JobConfig, totals: Totals) -> tuple[float, str]:
+def _hours(totals: Totals) -> tuple[float, str]:
     """GPU-hours, without GPUs replica-hours, that replicas spent on committed units, their audits included: starting up
     and what was done twice come on top. And which they are."""
-    return totals.seconds / 3600 * config.billed_gpus, "GPU-hours" if config.gpus_per_replica else "replica-hours"
+    on_gpus = totals.gpu_seconds > 0
+    return (totals.gpu_seconds if on_gpus else totals.seconds) / 3600, "GPU-hours" if on_gpus else "replica-hours"
 
 
 def bill(config: JobConfig, totals: Totals) -> dict[str, str]:
     """Lines of the bill; without a price just the hours."""
-    hours, unit = _hours(config, totals)
+    hours, unit = _hours(totals)
     lines = {unit: f"{hours:.4f}"}
     # Nothing was measured at full depth: what is known of it is its FLOPs, and that it needs no audit.
     spent = totals.flops + totals.flops_audit
@@ -38,7 +39,7 @@ def reached_ceiling(config: JobConfig, totals: Totals) -> str:
     """What is spent of the first ceiling that is reached, in words; '' while none is."""
     if config.max_flops is not None and totals.flops_spent >= config.max_flops:
         return f"{totals.flops_spent:.4g} FLOPs of max_flops {config.max_flops:g}"
-    hours, unit = _hours(config, totals)
+    hours, unit = _hours(totals)
     if config.max_gpu_hours is not None and hours >= config.max_gpu_hours:
         return f"{hours:.4g} {unit} of max_gpu_hours {config.max_gpu_hours:g}"
     return ""

@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator
+from datetime import datetime
 from enum import Enum
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -47,7 +48,7 @@ class Kind(Enum):
         r"_lease/|_plan\.json|_probe-[0-9a-f]{12}\.json",
     )
     DATA_SET = (
-        r"_DATASET\.json|_?README\.md|data/train-[0-9]{5}\.parquet|(output|errors)\.jsonl|"
+        r"_DATASET\.json|_?README\.md|data/train-[0-9]{5,}\.parquet|(output|errors)\.jsonl|"
         r"_requests/[0-9a-f]{16}\.parquet",
         ("_DATASET.json", f"_generation/{_RUN_FILE}"),
         r"_generation/|_requests/",
@@ -157,6 +158,13 @@ def claim_directory(
     except (OSError, ValueError) as error:  # the latter for a name that no file can have
         raise JobError(f"output {output!r} cannot be written: {error}") from error
     return directory
+
+
+def claimed_at(directory: str | Path) -> datetime:
+    """When `claim_directory` first made it a program's own: today, to chat templates that write the date, in all calls
+    that go on there.
+    """
+    return datetime.fromtimestamp((Path(directory) / CLAIM_FILE).stat().st_mtime)
 
 
 def _hold(file: Path, output: str) -> None:

@@ -1,4 +1,4 @@
-"""One type for a column that several files have: the narrowest that holds the values of all of them unchanged."""
+"""One type for a column of several tables: the narrowest that holds the values of all of them unchanged."""
 
 from collections.abc import Callable
 
@@ -9,6 +9,28 @@ UNITS = ("s", "ms", "us", "ns")
 TEXTS = (is_.is_string, is_.is_large_string, is_.is_string_view)
 BYTES = (is_.is_binary, is_.is_large_binary, is_.is_binary_view, is_.is_fixed_size_binary)
 LISTS = (is_.is_list, is_.is_large_list, is_.is_fixed_size_list, is_.is_list_view, is_.is_large_list_view)
+
+
+def open_type(type_: pa.DataType) -> pa.DataType:
+    """The same values, and those of other tables beside them.
+
+    Numbers of dictionaries have at least 32 bits, for two tables together may have more values than 8 bits can count;
+    fields of structs may be null, as they are in rows of a table that lacks the column.
+    """
+    wide = type_
+    if is_.is_dictionary(type_) and type_.index_type.bit_width < 32:
+        wide = pa.dictionary(pa.int32(), type_.value_type, type_.ordered)
+    elif is_.is_struct(type_):
+        wide = pa.struct([(field.name, open_type(field.type)) for field in type_])
+    elif is_.is_map(type_):
+        wide = pa.map_(open_type(type_.key_type), open_type(type_.item_type))
+    elif is_.is_fixed_size_list(type_):
+        wide = pa.list_(open_type(type_.value_type), type_.list_size)
+    elif is_.is_list(type_) and (item := open_type(type_.value_type)) != type_.value_type:
+        wide = pa.list_(item)
+    elif is_.is_large_list(type_) and (item := open_type(type_.value_type)) != type_.value_type:
+        wide = pa.large_list(item)
+    return type_ if wide == type_ else wide  # as it is, with what its file says of its fields
 
 
 def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:

@@ -22,8 +22,9 @@ def to_parquet(table: pa.Table) -> bytes:
 
 def open_parquet(stream: Any) -> pq.ParquetFile:
     """Raises OSError, pa.ArrowException."""
-    # One request for columns that lie side by side.
-    return pq.ParquetFile(stream, pre_buffer=True, page_checksum_verification=True)
+    # One request for columns that lie side by side. Of INT96 timestamps microseconds: nanoseconds end in the year 2262,
+    # and what lies beyond would become another date without a word.
+    return pq.ParquetFile(stream, pre_buffer=True, page_checksum_verification=True, coerce_int96_timestamp_unit="us")
 
 
 def read_batches(file: pq.ParquetFile, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:

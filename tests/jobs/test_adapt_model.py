@@ -24,10 +24,11 @@ from engine.forward.quality import Judge
 from engine.forward.teacher_forcing import Answer
 from engine.parts.part import digest_of
 from jobs import adapt_model, answers, calibrate_schedule, command_line
-from jobs.adaptation import CHECKPOINT_FILE, AdaptModel, reason_of, settings_of
+from jobs.adaptation import CHECKPOINT_FILE, AdaptModel, reason_of, settings_of, train_on_cluster
 from jobs.answers import ANSWERS_FILE, answer_corpus, with_more_answers
-from pipeline.errors import JobStopped
+from pipeline.errors import JobError, JobStopped
 from pipeline.evaluation.charts import learning_curve
+from pipeline.execution import cluster
 from pipeline.preparing.fit import read_schedule
 from pipeline.storage.ownership import CLAIM_FILE
 
@@ -126,6 +127,13 @@ def test_without_a_schedule_prompts_alone_run_fewer_layers(
     assert adapt([*of_decoding, "--prompt-layers", "3"]) == 1
     assert "has an adapter of decode tokens alone, that learns no prompts" in capsys.readouterr().err
 
+    several = tmp_path / "several"
+    for name in ("1.1x", "1.3x"):
+        adapted.write(several / name)
+    beside = [*common, "--schedule", str(several), "--output", str(tmp_path / "adapted"), "--steps", "1"]
+    assert adapt(beside) == 1
+    assert "holds other schedules (schedule.json), of which a job could run one" in capsys.readouterr().err
+
     assert adapt(arguments) == 1
     assert "name a --schedule, or the --prompt-layers that prompts run" in capsys.readouterr().err
     assert adapt([*arguments, "--prompt-layers", "3", "--target-speedup", "2"]) == 1
@@ -156,7 +164,7 @@ def test_the_teacher_is_gone_before_the_student_is_loaded(
 
     monkeypatch.setattr("jobs.adaptation.Engine", SimpleNamespace(load=watched))
     monkeypatch.setattr(
-        adapt_model.AdaptModel, "load_engine", lambda config: watched(config.model, config.device, config.dtype)
+        adapt_model.AdaptModel, "load_engine", lambda config, _: watched(config.model, config.device, config.dtype)
     )
     assert adapt([*common, *untrained, "--prompts", "60", "--prompt-layers", "4", "--steps", "1"]) == 0
     assert len(decoders) == 2
@@ -184,7 +192,7 @@ def test_another_option_is_refused_by_name_before_the_model_is_loaded(
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / CLAIM_FILE).write_text(json.dumps({"format": 1, "job": adapt_model.PROGRAM}))
     save_file({}, tmp_path / "out" / CHECKPOINT_FILE, {"state": state, "digest": digest_of(state, [])})
-    monkeypatch.setattr(AdaptModel, "load_engine", lambda config: pytest.fail("the model is loaded"))
+    monkeypatch.setattr(AdaptModel, "load_engine", lambda *_: pytest.fail("the model is loaded"))
     assert adapt([*arguments, option, value]) == 1
     assert f"of another training ({said}" in capsys.readouterr().err
 
@@ -263,6 +271,28 @@ def test_several_workers_train_on_a_ray_cluster(common: list[str], tmp_path: Pat
     assert schedule.provenance["adapted_on"]["workers"] == 2
     assert schedule.provenance["held_out"]["answers"] == 6
     assert [point["step"] for point in json.loads((adapted / adapt_model.CURVE_FILE).read_text())] == [0, 20]
+
+
+def test_workers_on_cpus_claim_no_gpus(
+    common: list[str], untrained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def no_trainer(*_: Any, scaling_config: Any, **__: Any) -> None:
+        asked.append(scaling_config)
+        raise JobError("asked for enough")
+
+    monkeypatch.setattr(cluster, "connect", lambda _: None)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4.0, "GPU": 1.0})
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 4.0, "GPU": 1.0}}])
+    monkeypatch.setattr("ray.train.torch.TorchTrainer", no_trainer)
+    config = command_line.parse(AdaptModel, adapt_model.PROGRAM, [*common, *untrained, "--workers", "2"])
+    (tmp_path / "out").mkdir()
+    with pytest.raises(JobError, match="asked for enough"):
+        train_on_cluster(config, [])
+    assert not asked[0].use_gpu
+    with pytest.raises(JobError, match="2 workers are too many for 4 cores and 1 GPUs"):
+        train_on_cluster(config.model_copy(update={"device": "auto"}), [])
 
 
 def test_what_a_worker_could_not_do_is_what_the_user_is_told() -> None:

@@ -190,8 +190,8 @@ def test_schedules_for_other_targets_are_not_left_among_the_new_ones(model: Path
             calibrate_schedule.calibrate(config)
         return str(refused.value)
 
-    assert "holds schedules for other targets (1.5x)" in refusal("--target-speedups", "1.05", "40")
-    assert "other targets (1.5x, 40x)" in refusal("--target-speedups", "1.5", "40", "--target-sample-speedups", "1.1")
+    assert "holds other schedules (1.5x)" in refusal("--target-speedups", "1.05", "40")
+    assert "other schedules (1.5x, 40x)" in refusal("--target-speedups", "1.5", "40", "--target-sample-speedups", "1.1")
     assert "40x cannot be met" in refusal("--target-speedups", "1.5", "40")  # those may be written over
 
 

@@ -313,6 +313,35 @@ def test_a_killed_training_goes_on_to_the_same_curve(
     assert [best for best, _ in resumed.best()] == [best for best, _ in whole.best()]
 
 
+def test_a_prompt_bridge_that_was_fitted_anew_on_another_machine_goes_on(
+    engine: Engine, schedule: Schedule, answers: list[Answer], tmp_path: Path
+) -> None:
+    bridge = random_prompt_bridge(engine.shape, 3)
+    last_bits = {role: tensor.nextafter(tensor + 1) for role, tensor in bridge.tensors.items()}
+    begun, again = (replace(schedule, prompt_bridge=each) for each in (bridge, replace(bridge, tensors=last_bits)))
+    recipe, checkpoint = replace(RECIPE, steps=10), tmp_path / "training.safetensors"
+    first, _ = train(engine, begun, answers, recipe, checkpoint)
+    second, _ = train(engine, again, answers, recipe, checkpoint)
+    assert [best for best, _ in second.best()] == [best for best, _ in first.best()]
+
+
+def test_a_training_that_diverges_ends_at_once_with_the_way_out(
+    engine: Engine, schedule: Schedule, answers: list[Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No checkpoint is left that holds no numbers."""
+    recipe, checkpoint = replace(RECIPE, steps=10, judge_every=1), tmp_path / "training.safetensors"
+    trainer = Trainer(engine, [schedule], answers[6:24], answers[:6], recipe, quiet)
+    points = trainer.run(checkpoint)
+    next(points), next(points)
+    monkeypatch.setattr(Trainer, "_loss", lambda _, full, ours, tokens: ours.sum() * torch.nan)
+    with pytest.raises(ScheduleError, match=r"the loss of step 2 is nan: .* a lower learning rate"):
+        list(points)
+    monkeypatch.undo()
+    assert [
+        point.step for point in Trainer(engine, [schedule], answers[6:24], answers[:6], recipe, quiet).run(checkpoint)
+    ]
+
+
 def test_a_checkpoint_of_another_training_is_refused(
     engine: Engine, schedule: Schedule, answers: list[Answer], tmp_path: Path
 ) -> None:

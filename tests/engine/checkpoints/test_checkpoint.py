@@ -170,6 +170,22 @@ def test_a_missing_shard_is_refused_by_name(make_checkpoint: MakeCheckpoint, tmp
         Engine.load(str(directory))
 
 
+def test_a_checkpoint_in_one_file_is_that_file_whatever_lies_beside_it(copied: Path, whole: Path) -> None:
+    """As transformers takes it: an index of the model that it was made from, older weights."""
+    (copied / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-00001.safetensors"}}))
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in load_file(whole / "model.safetensors").items()}
+    save_file(zeros, copied / "model_old.safetensors")
+    weights = Engine.load(str(copied), device="cpu").decoder.head_weight()
+    assert torch.equal(weights, Engine.load(str(whole), device="cpu").decoder.head_weight())
+
+
+def test_a_tensor_in_two_files_is_refused_where_nothing_says_which_counts(copied: Path) -> None:
+    shutil.copy(copied / "model.safetensors", copied / "b.safetensors")
+    (copied / "model.safetensors").rename(copied / "a.safetensors")
+    with pytest.raises(ModelError, match=r"is in .*a\.safetensors' and in .*b\.safetensors', and no .*index"):
+        Engine.load(str(copied))
+
+
 def test_a_checkpoint_without_tokenizer_is_refused_by_name(copied: Path) -> None:
     for file in copied.glob("tokenizer*"):
         file.unlink()
@@ -527,6 +543,7 @@ def test_tensors_of_a_quantised_model_are_refused_though_the_config_is_silent(
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": 1}', '{"weight_map": {"a": "../../x.safetensors"}}'])
 def test_a_damaged_index_is_refused_by_name(copied: Path, content: str) -> None:
+    (copied / "model.safetensors").rename(copied / "model-00001-of-00001.safetensors")
     (copied / "model.safetensors.index.json").write_text(content)
     with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json' is damaged"):
         Engine.load(str(copied))

@@ -1,11 +1,13 @@
 """At full depth, greedy, in float32, the engine gives token for token what transformers' `generate` gives."""
 
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine import Engine, Sampling
@@ -121,6 +123,26 @@ def test_a_checkpoint_in_shards_loads_like_one_in_a_single_file(make_checkpoint:
     prompts = random_prompts([3, 11, 40])
     expected = generated_by_engine(Engine.load(str(whole), device="cpu"), prompts, max_new_tokens=16)
     assert generated_by_engine(Engine.load(str(shards), device="cpu"), prompts, max_new_tokens=16) == expected
+
+
+@pytest.mark.parametrize("kept", ["both", "the head alone"])
+def test_a_config_that_says_tied_is_taken_as_transformers_takes_it(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, kept: str
+) -> None:
+    """A head that was trained and merged counts, and one of the two stands for the other."""
+    directory = Path(shutil.copytree(make_checkpoint(tie_word_embeddings=True), tmp_path / "tied"))
+    tensors = load_file(directory / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    if kept == "both":
+        tensors["lm_head.weight"] = embedding.flip(0).contiguous()
+    else:
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    prompts, settings = random_prompts([3, 11, 40]), {"max_new_tokens": 16, "min_new_tokens": 16}
+    expected = generated_by_transformers(AutoModelForCausalLM.from_pretrained(directory), prompts, **settings)
+    assert generated_by_engine(Engine.load(str(directory), device="cpu"), prompts, **settings) == expected
+    plain = Engine.load(str(make_checkpoint(tie_word_embeddings=True)), device="cpu")
+    assert (generated_by_engine(plain, prompts, **settings) == expected) == (kept != "both")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

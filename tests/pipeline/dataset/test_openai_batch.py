@@ -59,6 +59,7 @@ def test_requests_as_the_clients_types_describe_them_become_rows_and_options(tmp
         (request("b", tools=[{"type": "function"}]), "tools"),
         (request("b", messages=[]), "messages"),
         (request("b", messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "images"),
+        (request("b", messages=[{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]), "tools"),
         ({**request("b"), "url": "/v1/embeddings"}, "/v1/embeddings"),
         ({"method": "POST"}, "custom_id"),
     ],

@@ -68,7 +68,7 @@ def test_a_target_out_of_reach_leaves_the_rival_out_and_says_so(
 
 
 def test_what_was_solved_is_not_solved_again(
-    calibration: RivalCalibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    calibration: RivalCalibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     names, targets = ["unified-layer-skipping", "early-termination", "calm-dec"], [1.3, 40.0]
     exits = Contender("CALM-DEC", 1.3, EarlyExit("CALM-DEC", (10,), 0.25), is_rival=True, note="made up")
@@ -86,7 +86,9 @@ def test_what_was_solved_is_not_solved_again(
         "Unified Layer Skipping, 1.3x", "early termination, 1.3x", "CALM-DEC, 1.3x",
     ]  # fmt: skip
     again = SolvedRivals(tmp_path, "packaged", calibration.sampling, prompts)
+    caplog.clear()
     assert list(again.solve(names, targets, lambda: pytest.fail("measured again"))) == found
+    assert caplog.text.count("at 40x is left out: it is out of reach") == caplog.text.count("left out") > 0
     other = SolvedRivals(tmp_path, "packaged", calibration.sampling, prompts[1:])
     with pytest.raises(RuntimeError, match="asked"):
         list(other.solve(names, targets, lambda: _raise()))

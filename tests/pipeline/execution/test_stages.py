@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import pyarrow as pa
@@ -11,6 +11,7 @@ from engine_double import LAYERS, ByteTokenizer, Echo, EchoBackend
 
 from engine import Generation, ModelError, Schedule
 from pipeline.config import JobConfig
+from pipeline.execution.cluster import ReplicaResources
 from pipeline.execution.stages import Task, UnitGenerator
 from pipeline.monitoring.spending import EnergyMeter
 from pipeline.reporting.audit import Auditor
@@ -19,6 +20,7 @@ from pipeline.rows.template import PromptTemplate
 from pipeline.rows.unit import WorkUnit
 
 AUDIT_S = 0.2
+ONE = ReplicaResources(1, 1, 0.0, 0.5, 1)
 
 
 class NoBoard:
@@ -52,7 +54,7 @@ def test_rows_draw_by_their_places_and_samples_and_what_they_share_is_charged_on
     task = Task(config, EchoBackend(engine), template, schedule, ("text",), table.schema, 100, "run")
     prepared = prepare(table, table.schema, "text", template, ByteTokenizer(), 100)
     path = config.input_storage().url.rstrip("/") + "/a.parquet"
-    generator = UnitGenerator(task, 1, board)
+    generator = UnitGenerator(task, ONE, board)
     units = [WorkUnit(f"0000{sample}-000000004", path, 4, 2, sample=sample) for sample in (0, 1)]
     parcels = [generator.run(unit, prepared) for unit in units]
     assert engine.ids == ["a.parquet:4", "a.parquet:5", "a.parquet:4\x001", "a.parquet:5\x001"]
@@ -73,8 +75,10 @@ def test_the_time_of_an_audit_is_that_of_its_unit(
     task = Task(job(), EchoBackend(), template, schedule, ("text",), table.schema, 100, "run")
     board: Any = NoBoard()
     prepared = prepare(table, table.schema, "text", template, ByteTokenizer(), 100)
-    parcel = UnitGenerator(task, 1, board).run(WorkUnit("00000-000000000", "in/a.parquet", 0, 2), prepared)
+    two_gpus = replace(ONE, gpus=2.0)
+    parcel = UnitGenerator(task, two_gpus, board).run(WorkUnit("00000-000000000", "in/a.parquet", 0, 2), prepared)
     cost = parcel.cost or {}
+    assert cost["gpu_seconds"] == 2 * cost["seconds"]
     assert cost["audited"] == 1
     assert cost["seconds"] >= AUDIT_S
 
@@ -98,5 +102,5 @@ def test_an_engine_that_does_not_start_ends_its_replica_before_it_says_that_it_i
     template = PromptTemplate("{text}", format="raw")
     task = Task(job(), EchoBackend(Unstarted()), template, Schedule.full_depth(LAYERS), (), pa.schema([]), 100, "run")
     with pytest.raises(ModelError, match="does not start"):
-        UnitGenerator(task, 1, cast(Any, Board()))
+        UnitGenerator(task, ONE, cast(Any, Board()))
     assert told == ["starting"]

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 from engine_double import ByteTokenizer
 
+from engine import ModelError, Tokenizer
 from pipeline.errors import JobError
 from pipeline.inputs.sample_prompts import CorpusConfig, Part, part_of, sample_prompts
 
@@ -88,6 +89,22 @@ def test_a_part_without_rows_is_said(drawn: Drawn) -> None:
     of_train = next(row for row in range(ROWS) if part_of(IDS[row]) == "train")
     with pytest.raises(JobError, match=r"the test part, told by a hash of each row's id, of .* make no prompt"):
         drawn("test", table=pa.concat_tables([TABLE.slice(of_train, 1)] * 2))
+
+
+def test_rows_none_of_which_makes_a_prompt_say_why(drawn: Drawn) -> None:
+    with pytest.raises(
+        JobError, match=r"4000 of 4000 rows make no prompt .*; the first one's error: prompt has .* 100"
+    ):
+        drawn("all", prompt="x" * 100 + "{text}", overlong="reject")
+
+
+def test_a_model_that_makes_no_prompt_at_all_is_told_before_a_row_is_read(
+    tmp_path: Path, write_parquet: Callable[..., Path], make_checkpoint: Callable[..., Path]
+) -> None:
+    write_parquet(tmp_path / "in/0.parquet", TABLE.slice(0, 10))
+    tokenizer = Tokenizer.load(str(make_checkpoint()))
+    with pytest.raises(ModelError, match="no chat template: use raw prompts"):
+        sample_prompts(CorpusConfig(input=str(tmp_path / "in")), "all", 5, tokenizer, 100)
 
 
 def test_rows_of_a_file_without_the_id_column_are_parted_by_their_texts(

@@ -35,11 +35,13 @@ def test_what_full_depth_would_have_cost_does_not_count(job: Job) -> None:
 
 def test_gpu_hours_are_those_of_the_bill(job: Job) -> None:
     totals = Totals(seconds=3 * 3600)
-    halves = job(max_gpu_hours=1.5, gpus_per_replica=0.5)
-    assert bill(halves, totals) == {"GPU-hours": "1.5000"}
-    assert reached_ceiling(halves, totals) == "1.5 GPU-hours of max_gpu_hours 1.5"
-    assert not reached_ceiling(halves.model_copy(update={"max_gpu_hours": 1.6}), totals)
+    halves, ceiling = Totals(seconds=3 * 3600, gpu_seconds=1.5 * 3600), job(max_gpu_hours=1.5)
+    assert bill(ceiling, halves) == {"GPU-hours": "1.5000"}
+    assert reached_ceiling(ceiling, halves) == "1.5 GPU-hours of max_gpu_hours 1.5"
+    assert not reached_ceiling(job(max_gpu_hours=1.6), halves)
     assert reached_ceiling(job(max_gpu_hours=3), totals) == "3 replica-hours of max_gpu_hours 3"
+    resumed_on_fewer_gpus = halves + Totals(seconds=3600, gpu_seconds=0.5 * 3600)
+    assert bill(job(gpus_per_replica=0.5), resumed_on_fewer_gpus) == {"GPU-hours": "2.0000"}
 
 
 def test_without_a_ceiling_none_is_reached(job: Job) -> None:

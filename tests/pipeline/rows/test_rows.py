@@ -11,7 +11,7 @@ from engine_double import ByteTokenizer, Echo
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import BatchStats, Sampling
+from engine import BatchStats, ModelError, Sampling
 from pipeline.errors import JobError
 from pipeline.rows.row_generator import RowGenerator
 from pipeline.rows.rows import generate, output_schema, prepare
@@ -96,6 +96,18 @@ def test_a_bad_row_costs_nothing_and_says_why() -> None:
     figures = [name for name, type_ in CONTRACT if pa.types.is_integer(type_)] + ["mean_active_layers"]
     assert {row[name] for name in figures} == {0}
     assert (row["generation"], row["finish_reason"], row["error"]) == (None, "error", "text is null")
+
+
+def test_an_error_that_quotes_half_a_surrogate_pair_is_that_rows_alone() -> None:
+    class Refuses(ByteTokenizer):
+        def encode(self, text: str) -> list[int]:
+            if text == "bad":
+                raise ModelError("the template refuses a chat of \ud800")
+            return super().encode(text)
+
+    template = PromptTemplate(format="raw")
+    prepared = prepare(pa.table({"text": ["bad", "good"]}), pa.schema([]), "text", template, Refuses(), 100)
+    assert prepared["_error"].to_pylist() == ["ModelError: the template refuses a chat of \\ud800", None]
 
 
 @pytest.mark.parametrize("texts", [["good", None], [None, " "], []])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,16 @@ from pipeline.errors import JobError, JobStopped, NothingToDo, UnitsFailed
 from pipeline.forecaster import forecast_run
 from pipeline.run import run_job
 from pipeline.storage.lease import Lease
-from pipeline.storage.ownership import CLAIM_FILE, Kind, check_files, check_place, claim_directory, own, remove
+from pipeline.storage.ownership import (
+    CLAIM_FILE,
+    Kind,
+    check_files,
+    check_place,
+    claim_directory,
+    claimed_at,
+    own,
+    remove,
+)
 from pipeline.storage.storage import Storage
 
 ROOT = Path(__file__).parents[3]
@@ -427,12 +437,18 @@ def test_nothing_else_in_the_project_removes_a_file() -> None:
     assert found == ALLOWED
 
 
+def test_a_shard_is_ours_however_many_there_are() -> None:
+    assert all(Kind.DATA_SET.names.fullmatch(f"data/train-{number:05d}.parquet") for number in (0, 99_999, 100_000))
+
+
 def test_a_directory_is_claimed_by_one_job_and_only_if_it_is_empty(tmp_path: Path) -> None:
     claim_directory(tmp_path / "a", "one.py")
     lay(tmp_path / "a", {"figures.json": b"1"})
     assert claim_directory(str(tmp_path / "a"), "one.py") == tmp_path / "a"
     with pytest.raises(JobError, match=r"was not written by two.py"):
         claim_directory(tmp_path / "a", "two.py")
+    os.utime(tmp_path / "a" / CLAIM_FILE, (day := datetime(2020, 2, 29).timestamp(), day))
+    assert claimed_at(claim_directory(tmp_path / "a", "one.py")) == datetime(2020, 2, 29)
     lay(tmp_path / "b", {".gitkeep": b""})
     claim_directory(tmp_path / "b", "one.py")
     lay(tmp_path / "c", NOTES)

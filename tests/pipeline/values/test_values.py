@@ -1,8 +1,10 @@
 """Columns of every Arrow type through a whole job and what follows: report, data set, inspection, the next night."""
 
+import io
 import json
 import re
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,6 +22,7 @@ from pipeline.errors import JobStopped
 from pipeline.inspection import inspect, verify
 from pipeline.run import run_job
 from pipeline.storage.storage import Storage
+from pipeline.values.row_groups import read_parquet
 from pipeline.values.show import shown
 
 Job = Callable[..., JobConfig]
@@ -71,6 +74,35 @@ def test_all_types_at_once_are_published_as_a_data_set_of_several_shards(job: Jo
     shards = [pq.read_table(tmp_path / "set" / name) for name in result.files]
     assert [shard.num_rows for shard in shards] == [2, 2]
     assert_same(pa.concat_tables(shards))
+
+
+@pytest.mark.usefixtures("inline")
+def test_columns_that_hold_less_than_several_files_together_are_widened(job: Job, tmp_path: Path) -> None:
+    """Categories numbered in 8 bits, two row groups of which have more; fields that may not be null, in one file."""
+    (tmp_path / "in").mkdir()
+    small = pa.dictionary(pa.int8(), pa.string())
+    meta = pa.struct([pa.field("id", pa.int64(), nullable=False), pa.field("kind", small)])
+    kinds = [[f"kind {group} {row}" for row in range(100)] for group in range(2)]
+    with pq.ParquetWriter(
+        tmp_path / "in/a.parquet", pa.schema([("text", "string"), ("kind", small), ("meta", meta)])
+    ) as file:
+        for group in kinds:
+            coded = pa.array(group).dictionary_encode().cast(small)
+            numbered = pa.StructArray.from_arrays([pa.array(range(100)), coded], fields=list(meta))
+            file.write_table(pa.table({"text": group, "kind": coded, "meta": numbered}, file.schema))
+    pq.write_table(pa.table({"text": ["later"]}), tmp_path / "in/b.parquet")
+    options = job(rows_per_unit=256).model_dump(exclude_unset=True) | {"output": str(tmp_path / "set")}
+    result = generate_dataset(DatasetConfig(**options), EchoBackend())
+    rows = pa.concat_tables([pq.read_table(tmp_path / "set" / name) for name in result.files]).to_pylist()
+    wanted = [(kind, {"id": number, "kind": kind}) for group in kinds for number, kind in enumerate(group)]
+    assert [(row["kind"], row["meta"]) for row in rows] == [*wanted, (None, None)]
+
+
+def test_dates_that_nanoseconds_cannot_count_stay_what_they_are() -> None:
+    days = pa.array([datetime(9999, 12, 31), datetime(1, 1, 1), datetime(2026, 2, 28, 1, 2, 3, 4)], pa.timestamp("us"))
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"day": days}), sink, use_deprecated_int96_timestamps=True)
+    assert read_parquet(sink)["day"].combine_chunks().equals(days)
 
 
 @pytest.mark.parametrize("name", COLUMNS)
