@@ -14,7 +14,7 @@ from engine.decoding.generation import Generation
 from engine.decoding.sampling import Sampling
 from engine.decoding.stats import BatchStats
 from engine.engine import Engine, describe, resolve_device, resolve_dtype
-from engine.errors import ModelError, PromptError, ScheduleError, brief
+from engine.errors import ModelError, PromptError, ScheduleError, StreamLost, brief
 from engine.forward.ledger import Ledger
 from engine.forward.quality import AnswerScore, Likelihood, Scores
 from engine.forward.target import decode_flop_speedup, for_target_speedup

@@ -1,4 +1,4 @@
-"""What can go wrong before generation starts. Each message names the bad value and the way out."""
+"""What can go wrong. Each message names the bad value and the way out."""
 
 MOST_SAID = 1500  # characters
 
@@ -22,6 +22,10 @@ class ModelError(_Brief):
 
 class ScheduleError(_Brief):
     """The schedule is malformed, does not fit the model, or cannot meet its target."""
+
+
+class StreamLost(RuntimeError):
+    """What a stream's rows ran in has ended, through nothing that they did: in another one they can be generated."""
 
 
 class PromptError(ValueError):

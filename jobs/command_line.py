@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import reprlib
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -25,6 +26,7 @@ from pydantic_core import PydanticUndefined
 from engine import ModelError, ScheduleError, brief
 from pipeline import logs
 from pipeline.errors import JobError, JobStopped, NothingToDo, UnitsFailed, one_line
+from pipeline.redaction import redacted
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ def parse(
     except (OSError, ValueError, yaml.YAMLError) as error:
         mistakes += [f"--config {file!r} cannot be read: {one_line(error)}"]
     for mistake in mistakes:
-        print(f"{program}: error: {mistake}", file=sys.stderr)
+        print(redacted(f"{program}: error: {mistake}"), file=sys.stderr)
     print(f"try {program} --help", file=sys.stderr)
     raise SystemExit(USAGE_EXIT)
 
@@ -67,6 +69,7 @@ def start(config_class: type[Config], program: str, job: Callable[[Config], None
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a file's name may be no text
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a job as Ctrl-C does, whatever it is at
     config = parse(config_class, program)
     logs.set_up(getattr(config, "log_format", "text"))
     return run(program, lambda: job(config))
@@ -106,7 +109,7 @@ def _ended(program: str, how: str, code: int) -> int:
     if logs.for_machines():
         log.log(logging.ERROR if code else logging.INFO, how, extra={"program": program, "exit_code": code})
     else:
-        print(f"{program}: {how}", file=sys.stderr)
+        print(redacted(f"{program}: {how}"), file=sys.stderr)
     return code
 
 

@@ -32,6 +32,7 @@ from pipeline.preparing.backend import Backend
 from pipeline.preparing.incremental import History, work_name
 from pipeline.preparing.preparation import Preparation, prepare_run
 from pipeline.preparing.run_record import Claim, claim_output
+from pipeline.reporting.audit import fails_audit, say_failed_audit
 from pipeline.reporting.bill import check_ceiling
 from pipeline.reporting.forecast import against_actual, read_forecast
 from pipeline.reporting.page import REPORT_FILE
@@ -98,6 +99,10 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
         commits = begun.history.settle(commits)
     commits.sort(key=lambda commit: commit.place)
     totals = total(commits)
+    minimum = job.config.min_audit_rouge
+    if minimum is not None and begun.history is None and fails_audit(totals, minimum):
+        # A job that stopped for it may have committed all units by then: starting it again accepts nothing.
+        raise JobStopped(say_failed_audit(totals, minimum, job.plan.rows))
     if begun.claim.resuming:
         forget_failures(storage, keep={unit.unit for unit in session.failed})
     if session.failed:
@@ -191,7 +196,6 @@ def _generate(begun: _Begun, lease: Lease | None) -> Done:
         plan.kept, job.longest_prompt, begun.claim.run,
     )  # fmt: skip
     connect(job.config.ray_address, log_to_driver=job.config.log_format == "text")
-    # After connecting, for Ray sets handlers of its own.
     with Interruption() as interruption:
         return Session(task, plan, begun.commits, interruption, lease).run(list(begun.new.units))
 

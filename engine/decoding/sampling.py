@@ -74,7 +74,8 @@ class Sampler:
         self, sampling: Sampling, eos_ids: Sequence[int], vocab: int, seats: int, device: torch.device
     ) -> None:
         self._sampling, self._device = sampling, device
-        self._eos = torch.tensor(eos_ids, dtype=torch.long, device=device)
+        within = [token for token in eos_ids if token < vocab]  # a tokenizer may name more than a model has
+        self._eos = torch.tensor(within, dtype=torch.long, device=device)
         self._keys = [0] * seats  # of their samples' random streams
         self._seen: Tensor | None = None  # [seats, vocab], tokens of the prompt and the generation so far
         if sampling.repetition_penalty != 1.0:

@@ -47,7 +47,11 @@ class Gemma2Decoder(LlamaDecoder):
         return (products / self._logit_softcap).tanh_() * self._logit_softcap  # a gradient needs what tanh gave
 
     def _norm_weight(self, name: str) -> Tensor:
-        return super()._norm_weight(name) + 1  # a checkpoint holds how far each weight is from 1
+        """A checkpoint holds how far each weight is from 1: a sum that 16 bits would round."""
+        return super()._norm_weight(name).float() + 1
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return super()._norm(x.float(), weight).to(x.dtype)
 
 
 def gemma3_shape(config: Any) -> ModelShape:

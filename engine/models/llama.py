@@ -136,7 +136,7 @@ class Qwen3Decoder(LlamaDecoder):
 
     def _project(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
         qk, v = super()._project(layer, x)
-        return self._norm(qk, torch.ones_like(qk[0, 0])) * self._head_norm[layer], v
+        return (self._norm(qk, torch.ones_like(qk[0, 0])) * self._head_norm[layer]).to(v.dtype), v
 
     def _head_norm_weight(self, layer: str) -> Tensor:
         """[heads + kv_heads, head_dim], in the order of the queries and keys that `Rotary` wants."""

@@ -25,7 +25,7 @@ from engine.decoding.sampling import Sampling
 from engine.decoding.stats import BatchStats
 from engine.decoding.stopping import Stopping
 from engine.engine import Engine, check_device, resolve_device, resolve_dtype
-from engine.errors import ModelError, ScheduleError, brief
+from engine.errors import ModelError, ScheduleError, StreamLost, brief
 from engine.forward.ledger import Ledger
 from engine.forward.prompt_pass import shared_tokens
 from engine.forward.quality import Scores
@@ -197,6 +197,7 @@ class VllmEngine:
     def close(self) -> None:
         """End vLLM, as far as one process can."""
         if self._running is not None:
+            self._running.broken = True
             self._running.llm.engine_core.shutdown()
             self._running = None
             gc.collect()
@@ -302,6 +303,9 @@ class VllmDecoding:
     def step(self) -> list[Generation]:
         """One pass; the generations that ended in it."""
         live, whose = min(self.unfinished, self._running.seats), self._running.whose
+        if self._running.broken and not self._done:
+            # By another stream's pass, or ended for another schedule: rows of that pass would wait for ever.
+            raise StreamLost("vLLM has ended under rows that it ran: another stream goes on with them")
         try:
             outputs = [] if self._done else self._llm.step()
         except Exception:

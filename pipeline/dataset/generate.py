@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
@@ -119,18 +119,28 @@ def generate_dataset(config: DatasetConfig, backend: Backend | None = None) -> D
     with leased(job) as lease:
         storage = config.output_storage()
         result = run_leased(job, backend, lease)
+        check = (lambda: None) if lease is None else lease.check  # publishing may take longer than a lease lasts
+        check()
         if config.fresh:
             remove(storage, Kind.DATA_SET, [MANIFEST])  # until now it stood for what the run before had made
-        manifest = _publish(config, job, storage, filters, result)
+        manifest = _publish(config, job, storage, filters, result, check)
     return DatasetResult(
         config.output, result, manifest["rows"], manifest["dropped"], [entry["file"] for entry in manifest["files"]]
     )
 
 
 def _publish(
-    config: DatasetConfig, job: DatasetConfig, storage: Storage, filters: Filters, result: RunResult
+    config: DatasetConfig,
+    job: DatasetConfig,
+    storage: Storage,
+    filters: Filters,
+    result: RunResult,
+    check: Callable[[], None],
 ) -> dict[str, Any]:
-    """The data set's manifest; what it lists is written unless it is there as it should be."""
+    """The data set's manifest; what it lists is written unless it is there as it should be.
+
+    `check` raises if the output is another job's by now; it is called before anything is replaced.
+    """
     success = read_manifest(job.output_storage())
     if success is None:
         raise JobError(f"{SUCCESS_FILE} of {job.output!r} vanished while its data set was made: who deletes it?")
@@ -145,18 +155,20 @@ def _publish(
         remove(storage, Kind.DATA_SET, [MANIFEST])  # what it lists is about to be replaced
         tables = _committed(job.output_storage(), success)
         if config.output_format == "openai-batch":
-            files = _write_responses(config, storage, tables, filters, success["fingerprint"])
+            files = _write_responses(config, storage, tables, filters, success["fingerprint"], check)
         else:
             kept = _kept(tables, filters)
             first = next(kept, None)
             if first is None:
                 raise JobError(f"input {config.input!r} has no rows: there is no data set to make")
-            shards = _write_shards(storage, chain([first], kept), config.rows_per_shard)
+            shards = _write_shards(storage, chain([first], kept), config.rows_per_shard, check)
             files = [asdict(shard) for shard in shards]
             card = write_card(job.model_copy(update={"output": config.output}), success, result.totals, filters,
                               first.schema)  # fmt: skip
+            check()
             storage.write(CARD if _may_write_card(storage) else CARD_BESIDE, card.encode())
         manifest = {**wanted, "rows": filters.kept, "dropped": dict(filters.dropped), "files": files}
+        check()
         storage.write(MANIFEST, json.dumps(manifest, indent=1).encode())
     return manifest
 
@@ -186,7 +198,9 @@ def _kept(tables: Iterable[pa.Table], filters: Filters) -> Iterator[pa.Table]:
         yield chosen(table, keep).drop_columns(list(LEFT_OUT))
 
 
-def _write_shards(storage: Storage, tables: Iterable[pa.Table], rows_per_shard: int) -> list[_Shard]:
+def _write_shards(
+    storage: Storage, tables: Iterable[pa.Table], rows_per_shard: int, check: Callable[[], None]
+) -> list[_Shard]:
     """Write the rows of one or more tables, and remove shards of an earlier, longer data set.
 
     Each is written whole under its number, so that writing again replaces the same objects.
@@ -196,9 +210,11 @@ def _write_shards(storage: Storage, tables: Iterable[pa.Table], rows_per_shard: 
     shards = []
     for number, table in enumerate(_cut(tables, rows_per_shard)):
         content, name = to_parquet(table), f"{FOLDER}/{SPLIT}-{number:05d}.parquet"
+        check()
         storage.write(name, content)
         shards.append(_Shard(name, table.num_rows, len(content), checksum(content)))
     written = {shard.file for shard in shards}
+    check()
     remove(storage, Kind.DATA_SET, [name for name in own(Kind.DATA_SET, storage.names(FOLDER)) if name not in written])
     return shards
 
@@ -231,7 +247,12 @@ def _may_write_card(storage: Storage) -> bool:
 
 
 def _write_responses(
-    config: DatasetConfig, storage: Storage, tables: Iterable[pa.Table], filters: Filters, run: str
+    config: DatasetConfig,
+    storage: Storage,
+    tables: Iterable[pa.Table],
+    filters: Filters,
+    run: str,
+    check: Callable[[], None],
 ) -> list[dict[str, Any]]:
     rows = [
         {**row, "dropped": filters.reason_to_drop(row)}
@@ -241,5 +262,6 @@ def _write_responses(
     answers, errors = openai_batch.responses(rows, run, config.model, int(time.time()))
     files = {openai_batch.OUTPUT_FILE: answers, openai_batch.ERRORS_FILE: errors}
     for name, content in files.items():
+        check()
         storage.write(name, content.encode())
     return [{"file": name, "rows": content.count("\n")} for name, content in files.items()]

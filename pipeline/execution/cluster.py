@@ -1,7 +1,9 @@
 """Connect to Ray and decide how many replicas it carries and what each may use."""
 
 import logging
+import signal
 import socket
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,6 +55,7 @@ def connect(address: str | None, log_to_driver: bool = True) -> None:
     joined = "a Ray cluster, or starting one" if address is None else f"the Ray cluster {address!r}"
     log.info("starting a Ray of its own" if address == "local" else f"joining {joined}")
     quiet = {"logging_level": logging.WARNING, "log_to_driver": log_to_driver}
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         if address == "local":
             # It says how to turn tokens off, which nobody needs who has not heard of them.
@@ -73,6 +76,8 @@ def connect(address: str | None, log_to_driver: bool = True) -> None:
         if address is None:
             raise JobError(f"no Ray cluster could be joined or started ({error}): name one, or 'local'") from error
         raise JobError(f"Ray cluster {address!r} cannot be reached ({error}): is it up?") from error
+    if callable(on_sigterm) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own would end the process with an exit code of its own
 
 
 def _knock(address: str | None) -> None:

@@ -156,6 +156,13 @@ def _read_footers(storage: Storage, known: Mapping[str, KnownFile] | None) -> tu
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
         files = tuple(pool.map(lambda path: _read_footer(storage, path, known), paths))
     _check_some_readable(files)
+    by_name: dict[str, str] = {}
+    for file in files:
+        if (other := by_name.setdefault(file.name, file.path)) != file.path:
+            raise JobError(
+                f"input files {redacted(other)!r} and {redacted(file.path)!r} are one and the same to all records of a "
+                f"run, {file.name!r}: rename one of them"
+            )
     if known is None:
         return files
     versions = name_versions({file.name: file.content for file in files}, known)

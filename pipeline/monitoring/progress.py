@@ -80,6 +80,6 @@ class ProgressReporter:
         if committed.rows:  # what is known of committed units alone
             share = 1 - committed.flops / committed.flops_full_depth if committed.flops_full_depth else 0.0
             facts += [f"FLOPs saved {share:.1%}", f"{committed.errors} errors", audit_estimate(committed)]
-        left = int((self._total_rows - rows) / row_rate)
+        left = max(0, int((self._total_rows - rows) / row_rate))
         facts.append(f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left")
         return rows, " | ".join(filter(None, facts))

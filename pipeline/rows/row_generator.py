@@ -58,6 +58,7 @@ class RowGenerator:
         if self._auto and prompts:
             longest = max(map(len, prompts))
             size = min(size, self._engine.fitting_batch_size(longest, self._sampling, self._schedule))
+        tried = size
         spans = [list(range(len(prompts)))] if prompts else []  # of rows still to do, the next one last
         while spans:
             rows = spans.pop()
@@ -80,7 +81,7 @@ class RowGenerator:
             left = [row for row in rows if row not in found]
             if is_out_of_memory(error) and min(size, len(left)) > 1:
                 size = min(size, len(left)) // 2
-                self.batch_size = max(size, self.batch_size // 2)
+                self.batch_size = max(size, min(self.batch_size, tried) // 2)
                 log.warning("out of memory: going on with batches of %d rows, then %d", size, self.batch_size)
                 spans.append(left)
             elif len(left) > 1:

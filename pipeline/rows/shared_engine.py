@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Literal, NamedTuple
 
-from engine import BatchStats, Decoding, Engine, Generation, Sampling, Schedule, Scores
+from engine import BatchStats, Decoding, Engine, Generation, Sampling, Schedule, Scores, StreamLost
 from engine.vllm.engine import VllmEngine  # which needs no vLLM before there is one
 
 WAITING = 5  # times as many rows as decode together are with the engine, so that it can put prompts in order of length
@@ -182,7 +182,7 @@ class SharedEngine:
         calls, terms = shared.calls, shared.terms
         del shared  # and its rows' cache, which is memory that the next try needs too
         for call in calls:  # none, unless the stream broke
-            if len(calls) == 1:
+            if len(calls) == 1 and not isinstance(error, StreamLost):
                 call.told.put(error)
             else:
                 self._alone(call, terms)

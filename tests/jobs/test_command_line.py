@@ -1,6 +1,9 @@
 """A configuration as a command line: flags, a YAML file, and a message for every mistake."""
 
 import errno
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -305,6 +308,36 @@ def test_an_interrupted_job_says_so_and_can_be_started_again(
     assert command_line.run("job.py", job) == 4
     said = caplog.messages if machines else [capsys.readouterr().err.removeprefix("job.py: ").rstrip("\n")]
     assert said == ["stopped: interrupted; start it again"]
+
+
+def test_sigterm_ends_a_job_as_ctrl_c_does_whatever_it_is_at(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def job(_: BaseModel) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    monkeypatch.setattr("sys.argv", ["job.py", "--input", "in", "--output", "out"])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert command_line.start(SummarizeCorpus, "job.py", job) == 4
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "stopped: interrupted; start it again" in capsys.readouterr().err
+
+
+def test_no_mistake_repeats_what_lets_anyone_in(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command_line.parse(SummarizeCorpus, "job.py", ["s3://AKIAKEY:SECRET@bucket/in", "--batch-size", "x:SECRET@y"])
+
+    def job() -> None:
+        raise ModelError("model 's3://AKIAKEY:SECRET@bucket/m' does not exist")
+
+    assert command_line.run("job.py", job) == 1
+    said = capsys.readouterr().err
+    assert "belongs to no option" in said
+    assert "does not exist" in said
+    assert "AKIAKEY" not in said
 
 
 @pytest.mark.parametrize(

@@ -445,3 +445,12 @@ def test_gradients_pass_capped_logits(make_checkpoint: Callable[..., Path], sche
     answers = answer_prompts(gemma, random_prompts([9] * 24), Sampling(max_new_tokens=8, min_new_tokens=6), 8, quiet)
     _, points = train(gemma, schedule, answers, replace(RECIPE, steps=20))
     assert points[-1].loss < points[0].loss
+
+
+def test_what_a_schedule_brings_is_made_once_whatever_runs_at_full_depth_in_between(
+    engine: Engine, schedule: Schedule
+) -> None:
+    schedule = replace(schedule, adapter=random_adapter(engine.decoder, schedule.active_units(1)))
+    first = engine.compiled(schedule)
+    assert not engine.compiled(Schedule.full_depth(engine.shape.layers)).adapted
+    assert engine.compiled(schedule).adapted[schedule.adapter] is first.adapted[schedule.adapter]

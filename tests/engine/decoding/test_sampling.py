@@ -281,6 +281,12 @@ def test_end_of_sequence_is_held_back_before_min_new_tokens(eager_to_end: Engine
     assert any(generation.generated_tokens == 11 for generation in generations)
 
 
+def test_an_end_token_that_the_model_does_not_have_is_never_held_back() -> None:
+    sampler = Sampler(Sampling(min_new_tokens=1), [1, 4], 4, 1, torch.device("cpu"))
+    sampler.enter(0, [0], "a")
+    assert sampler.choose(torch.tensor([[0.0, 2.0, 1.0, 0.0]]), [0], [0]).tolist() == [2]
+
+
 @pytest.mark.parametrize("limit", [1, 2, 17])
 def test_max_new_tokens_ends_a_generation_by_length(tiny: Engine, limit: int) -> None:
     generations = generate(tiny, random_prompts([1, 5, 20]), max_new_tokens=limit, min_new_tokens=limit)

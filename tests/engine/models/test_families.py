@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine import Engine, Ledger, Sampling, Schedule, decode_flop_speedup, describe
+from engine.kernels import Kernels
 from engine.models.families import FAMILIES
 from engine.parts.unit import Unit
 from tests.engine.adapters import adapted, random_adapter
@@ -174,3 +175,19 @@ def test_narrow_embeddings_are_counted_where_they_are_projected(checkpoint: Call
     ledger = Ledger(shape, Schedule.full_depth(LAYERS))
     matrices = 2 * (16 * 32 + LAYERS * (4 * 32 * 32 + 2 * 32 * 48) + 32 * 16 + 16 * 96)
     assert ledger.decode(9, 2) == matrices + 4 * 10 * 32 * LAYERS
+
+
+@pytest.mark.parametrize("variant", ["gemma2", "gemma3"])
+def test_a_gemmas_norms_are_of_weights_that_are_not_rounded(checkpoint: Callable[[str], Path], variant: str) -> None:
+    """A checkpoint holds how far they are from 1, which bfloat16 has fewer digits for than for the difference."""
+    directory = checkpoint(variant)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.get_decoder().norm.weight += 0.01 * torch.arange(1, 33)
+    engine = Engine.load(str(directory), device="cpu", dtype="bfloat16", kernels=Kernels())
+    decoder: Any = engine.decoder
+    weight = model.get_decoder().norm.weight.float() + 1
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(decoder._norm(x, weight), model.get_decoder().norm(x))
+    assert decoder._final_norm.dtype == torch.float32
+    assert engine.decoder.head_input(x).dtype == torch.bfloat16

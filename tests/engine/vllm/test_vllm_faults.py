@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from engine import Sampling
+from engine import Sampling, StreamLost
 from pipeline.rows.row_generator import RowGenerator
 from pipeline.rows.shared_engine import SharedEngine
 from tests.engine.prompts import random_prompts
@@ -27,6 +28,28 @@ def both(make_checkpoint: Callable[..., Path]) -> Iterator[Pair]:
     found = pair(make_checkpoint(**VARIANTS["llama"]))
     yield found
     found[1].close()
+
+
+def test_a_stream_whose_rows_were_in_anothers_pass_that_broke_does_not_wait_for_them(
+    both: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, vllm = both
+    stream, audit = vllm.decoding(SAMPLING, schedule(), 4), vllm.decoding(SAMPLING, None, 4)
+    stream.add(PROMPTS[0], "0", 0)
+    stream.step()
+    audit.add(PROMPTS[1], "1", 0)
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert vllm._running is not None
+    monkeypatch.setattr(vllm._running.llm.engine_core.engine_core.model_executor, "execute_model", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        audit.step()
+    with pytest.raises(StreamLost):
+        stream.step()
+    again, wanted = (generations(engine, PROMPTS[:1], SAMPLING, schedule()) for engine in (vllm, own))
+    assert [each.tokens for each in again] == [each.tokens for each in wanted]
 
 
 @pytest.mark.parametrize("fault", ["memory", "row"])

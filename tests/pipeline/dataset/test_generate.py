@@ -15,9 +15,10 @@ from openai.types.chat import ChatCompletion
 from pydantic import ValidationError
 
 from pipeline.commits.commit import read_commits
+from pipeline.dataset import generate
 from pipeline.dataset.config import GENERATION, DatasetConfig
 from pipeline.dataset.generate import generate_dataset
-from pipeline.errors import JobError, NothingToDo
+from pipeline.errors import JobError, JobStopped, NothingToDo
 from pipeline.inspection import inspect, verify
 from pipeline.storage.lease import Lease
 from pipeline.storage.storage import Storage
@@ -127,6 +128,36 @@ def test_an_incremental_data_set_grows_with_its_input(
     monkeypatch.setattr("pipeline.storage.lease.LOOK_S", 0.1)
     with Lease(Storage(f"{given.output}/{GENERATION}")), pytest.raises(NothingToDo):
         generate_dataset(given, NoEngineBackend())
+
+
+def test_a_data_set_that_another_job_has_taken_over_is_left_to_it(
+    config: Callable[..., DatasetConfig],
+    tmp_path: Path,
+    write_parquet: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own is paused for longer than the lease lasts, with the rows that it publishes in hand."""
+    without_ray(monkeypatch)
+    given = config(incremental=True, rows_per_shard=2, max_new_tokens=50)
+    files = generate_dataset(given, EchoBackend()).files
+    before = {name: (tmp_path / "set" / name).read_bytes() for name in files}
+    write_parquet(tmp_path / "in/1.parquet", {"id": [100], "text": ["new"]})
+    committed, lost = generate._committed, []
+
+    def taken_over(*given: Any) -> Any:
+        lost.append(True)
+        return committed(*given)
+
+    def check(_: Lease) -> None:
+        if lost:
+            raise JobStopped("another job has taken over")
+
+    monkeypatch.setattr(generate, "_committed", taken_over)
+    monkeypatch.setattr(Lease, "check", check)
+    with pytest.raises(JobStopped, match="another job has taken over"):
+        generate_dataset(given, EchoBackend(Echo(prefix="new ")))
+    assert {name: (tmp_path / "set" / name).read_bytes() for name in files} == before
+    assert not (tmp_path / "set/_DATASET.json").exists()
 
 
 def test_requests_are_not_done_incrementally() -> None:

@@ -35,3 +35,10 @@ def test_a_ray_that_cannot_start_says_why() -> None:
     said = last_words("local", RAY_TMPDIR="/proc/nowhere")
     assert said.startswith("pipeline.errors.JobError: Ray does not start on this machine (")
     assert "/proc/nowhere" in said
+
+
+def test_a_process_keeps_its_own_way_to_end_where_ray_would_put_in_another() -> None:
+    then = "import signal; own = signal.default_int_handler; signal.signal(signal.SIGTERM, own)"
+    check = "raise SystemExit(signal.getsignal(signal.SIGTERM) is not own)"
+    command = [sys.executable, "-c", f"{then}; {CONNECT}; {check}", "local"]
+    assert subprocess.run(command, timeout=120).returncode == 0

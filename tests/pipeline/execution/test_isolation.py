@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -38,7 +39,8 @@ class Here(Isolation):
     begun: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        super().__init__(self.task, ReplicaResources(1, 1, 0.0, 1.0, 1), None, lambda: None)  # type: ignore[arg-type]
+        board: Any = SimpleNamespace(read=lambda units: None)
+        super().__init__(self.task, ReplicaResources(1, 1, 0.0, 1.0, 1), board, lambda: None)
 
     def _begin(self, part: WorkUnit) -> tuple[Any, Any]:
         self.begun.append((part.start, part.rows))

@@ -20,6 +20,7 @@ from pipeline.commits.failed import read_failures
 from pipeline.config import JobConfig
 from pipeline.errors import JobError, JobStopped, UnitsFailed
 from pipeline.forecaster import forecast_run
+from pipeline.inputs import work as inputs
 from pipeline.inputs.work import make_plan
 from pipeline.inspection import inspect, verify
 from pipeline.rows.read import read_units
@@ -324,6 +325,16 @@ def test_names_with_dots_nested_columns_and_columns_twice_do_no_harm(
     run_job(config, echo)
     rows = [pq.read_table(path).to_pylist()[0] for path in Path(config.output, "data").iterdir()]
     assert [(row["a.b"], row["text"]) for row in rows] == [("dotted", "yes")] * 2
+
+
+def test_two_files_that_records_would_take_for_one_are_refused(
+    tmp_path: Path, job: Job, write_parquet: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stores have names with two slashes in a row, where disks have none."""
+    path = str(write_parquet(tmp_path / "in/a.parquet", {"text": ["x"]}))
+    monkeypatch.setattr(inputs, "find_input_files", lambda _: [path, path.replace("/a.parquet", "//a.parquet")])
+    with pytest.raises(JobError, match=r"in/a.parquet' and .*in//a.parquet' are one and the same .* rename one"):
+        make_plan(job(), PromptTemplate("{text}"))
 
 
 def test_files_without_any_rows_are_a_job_without_units(

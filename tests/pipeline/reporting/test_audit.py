@@ -1,17 +1,22 @@
 """The quality guard: which rows it looks at, what it measures, and when it is sure."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from engine_double import EchoBackend, NoEngineBackend
+from inline_session import without_ray
 from pydantic import ValidationError
 
 from engine import Engine, Generation, Ledger, Sampling, Schedule
 from engine.schedules import decays, orders
-from pipeline.commits.commit import Totals
+from pipeline.commits.commit import Totals, commit_unit
 from pipeline.config import JobConfig
+from pipeline.errors import JobStopped
 from pipeline.reporting.audit import (
     CONFIDENCE,
     FEWEST,
@@ -24,6 +29,7 @@ from pipeline.reporting.audit import (
 )
 from pipeline.rows.row_generator import DeviceBroken, RowGenerator
 from pipeline.rows.rows import ERROR, TOKENS, TRUNCATED, generate
+from pipeline.run import run_job
 
 IDS = [f"part-0.parquet:{row}" for row in range(20_000)]
 SAMPLING = Sampling(max_new_tokens=12)
@@ -196,3 +202,26 @@ def test_an_audit_of_no_numbers_costs_no_output(packaged: Engine, monkeypatch: p
     auditor = Auditor(packaged, packaged.tokenizer, packaged.shape, SAMPLING, schedule, 4, 1.0)
     monkeypatch.setattr(auditor, "_compare", lambda *_: {"audited": 2, "audit_nll": float("nan")})
     assert auditor.audit(prepared([[1], [2]]), IDS[:2], written(packaged, [[1], [2]])) == {}
+
+
+def test_starting_a_job_again_accepts_no_audit_that_it_was_stopped_for(
+    job: Callable[..., JobConfig],
+    tmp_path: Path,
+    write_parquet: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All units may have been in flight, and are committed by then."""
+    without_ray(monkeypatch)
+
+    def audited(storage: Any, unit: Any, output: Any, run: str, cost: dict[str, float]) -> Any:
+        found = {"audited": unit.rows, "audit_rouge": 0.1 * unit.rows, "audit_rouge_squares": 0.01 * unit.rows}
+        return commit_unit(storage, unit, output, run, cost | found)
+
+    monkeypatch.setattr("inline_session.commit_unit", audited)
+    write_parquet(tmp_path / "in/a.parquet", {"text": [f"row {row}" for row in range(12)]})
+    config = job(audit_fraction=1, min_audit_rouge=0.8, rows_per_unit=4)
+    for backend in (EchoBackend(), NoEngineBackend()):
+        with pytest.raises(JobStopped, match=r"too far from full depth: ROUGE-L .* 0\.100 .* after 12 of 12 rows"):
+            run_job(config, backend)
+        assert not Path(config.output, "_SUCCESS.json").exists()
+    assert run_job(job(audit_fraction=1, min_audit_rouge=0.1, rows_per_unit=4), NoEngineBackend()).totals.rows == 12

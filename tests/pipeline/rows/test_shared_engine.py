@@ -15,7 +15,7 @@ from engine_double import Echo
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import BatchStats, Decoding, Engine, Plateau, Sampling, Schedule, Unit
+from engine import BatchStats, Decoding, Engine, Plateau, Sampling, Schedule, StreamLost, Unit
 from pipeline.rows.row_generator import Generator, RowGenerator
 from pipeline.rows.shared_engine import SharedEngine
 
@@ -127,6 +127,20 @@ def test_what_broke_is_gone_before_its_calls_are_done_again() -> None:
     answers = at_once(Recording(bad=frozenset([7])), partial(ask, lengths=[3, 4]), partial(ask, lengths=[7, 5]))
     assert answers[0] == [3, 4]
     assert alive[:3] == [True, False, False]
+
+
+def test_rows_of_a_stream_that_was_lost_are_done_in_another_and_none_of_them_is_to_blame() -> None:
+    lost: list[int] = []
+
+    @dataclass(frozen=True)
+    class Losing(Watched):
+        def before(self, prompts: Sequence[str | Sequence[int]]) -> None:
+            if not lost:
+                lost.append(len(prompts))
+                raise StreamLost("by another stream's pass")
+
+    assert ask(SharedEngine(lambda: Losing()), [5]) == [5]
+    assert lost
 
 
 def test_a_call_has_one_sample_of_each_prompt() -> None:

@@ -229,6 +229,8 @@ def test_a_run_that_was_killed_once_it_had_discarded_the_last_can_be_started_aga
         with pytest.raises(KeyboardInterrupt):
             run_job(run_config(tmp_path, fresh=True), EchoBackend())
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"_commits", "_input", "data"}
+    half = "0" * 32  # written when an earlier writer was killed
+    lay(tmp_path / "out", {f"_commits/.00000-000000002.json.{half}": b"", f"_input/.0.json.{half}": b""})
     foreign = lay(tmp_path / "out", {"data/old/.keep": b""})
     with pytest.raises(JobError, match=r"did not write \('data/'\)"):
         run_job(run_config(tmp_path, fresh=fresh), NoEngineBackend())
