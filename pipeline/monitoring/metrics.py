@@ -43,6 +43,7 @@ COUNTED = {
     "audited": Metric("skipdecode_audited_rows_total", "rows generated at full depth too"),
     "joules": Metric("skipdecode_joules_total", "joules of GPUs while they did committed units"),
     "seconds": Metric("skipdecode_unit_seconds_total", "replica-seconds of committed units"),
+    "gpu_seconds": Metric("skipdecode_gpu_seconds_total", "GPU-seconds of committed units"),
 }
 PLANNED = Metric("skipdecode_planned_rows", "rows of the whole run")
 COMMITTED = Metric("skipdecode_committed_rows", "rows committed by all sessions of the run")

@@ -1,7 +1,10 @@
 """Kubernetes files, against KubeRay's published schemas and Kubernetes' own."""
 
 import json
-import shlex
+import os
+import re
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,8 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from ray.job_submission import JobSubmissionClient
+from servers import RayHead, wait_until
 
 from jobs.summarize_corpus import SummarizeCorpus
 
@@ -245,8 +250,8 @@ def test_gpu_workers_are_on_spot_scale_and_have_time_to_go(path: Path) -> None:
             assert group["minReplicas"] < group["maxReplicas"]
             assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in spec["tolerations"]
             (worker,) = spec["containers"]
-            seconds = int(shlex.split(worker["lifecycle"]["preStop"]["exec"]["command"][-1])[-1])
-            assert spec["terminationGracePeriodSeconds"] > seconds
+            works_on, stops = map(int, re.findall(r"\d+", worker["lifecycle"]["preStop"]["exec"]["command"][-1]))
+            assert spec["terminationGracePeriodSeconds"] > works_on + stops
             assert "tolerations" not in cluster["headGroupSpec"]["template"]["spec"]
 
 
@@ -273,3 +278,40 @@ def test_each_file_names_the_values_to_change(path: Path) -> None:
     comment = path.read_text().split("apiVersion")[0]
     for value in ("REGISTRY/skipdecode:0.1.0", "INPUT-BUCKET", "OUTPUT-BUCKET", "OWNER/MODEL", "nodeSelector"):
         assert value in comment
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_submitter_follows_its_job_to_the_end_and_stops_it_when_it_is_told_to_go() -> None:
+    pod = of_kind(KUBERAY / "cronjob.yaml", "CronJob")["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+    shell, flag, script = pod["containers"][0]["args"]
+    job = "python -m jobs.summarize_corpus --config /etc/skipdecode/job.yaml"
+    assert script.count(job) == 1
+    head = RayHead({})
+    environment = {**os.environ, **head.environment, "RAY_API_SERVER_ADDRESS": head.dashboard}
+    client = JobSubmissionClient(head.dashboard, headers={"Authorization": f"Bearer {environment['RAY_AUTH_TOKEN']}"})
+
+    def submitter(night: str, command: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([shell, flag, script.replace(job, command)], env={**environment, "ID": night})
+
+    try:
+        assert submitter("good", "true").wait(120) == 0
+        assert submitter("bad", "false").wait(120) != 0
+        assert submitter("bad", "true").wait(120) == 0  # tried again
+        first = submitter("long", "sleep 600")
+        wait_until(lambda: "long" in states(client), "the submission")
+        second = submitter("long", "sleep 600")  # in its place, on another node
+        time.sleep(15)
+        assert second.poll() is None
+        assert states(client)["long"] == "RUNNING"
+        second.terminate()
+        assert second.wait(120) != 0
+        assert first.wait(120) != 0
+        assert states(client)["long"] == "STOPPED"
+    finally:
+        head.stop()
+
+
+def states(client: JobSubmissionClient) -> dict[str | None, str]:
+    """Of submitted jobs, by name."""
+    return {job.submission_id: str(job.status) for job in client.list_jobs()}
