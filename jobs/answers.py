@@ -127,7 +127,7 @@ def _answered(
     keeps = kept_in if peers.is_first else None
     drawn_as = "" if keeps is None else _drawn_as(config, prompts, sampling)
     found = None if keeps is None else read_answers(keeps, drawn_as)
-    if (known := peers.everyones(found)[0]) is not None:
+    if (known := peers.firsts(found)) is not None:
         progress("answering at full depth", len(known), len(known))
         return known
     if batch_size == "auto":

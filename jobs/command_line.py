@@ -46,6 +46,9 @@ def parse(
 
     One field may be positional: given by its place instead of by a flag.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a file's name may be no text
     parsed, unknown = _parser(config_class, program, positional).parse_known_args(arguments)
     given, options = vars(parsed), ["--config", *map(_flag, config_class.model_fields)]
     file = given.pop("config")
@@ -66,9 +69,6 @@ def parse(
 
 def start(config_class: type[Config], program: str, job: Callable[[Config], None]) -> int:
     """Exit code of a job with the configuration that was given, which logs as that says."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a file's name may be no text
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a job as Ctrl-C does, whatever it is at
     config = parse(config_class, program)
     logs.set_up(getattr(config, "log_format", "text"))

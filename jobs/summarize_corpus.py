@@ -37,7 +37,7 @@ def summarize(config: SummarizeCorpus) -> None:
     result = run_job(config)
     job_output.show_result(config, result)
     print(f"report: {result.report}")
-    look = [sys.executable, "jobs/inspect_run.py", result.output, *job_output.storage_flags(config)]
+    look = [sys.executable, "-m", "jobs.inspect_run", result.output, *job_output.storage_flags(config)]
     print(f"look into it with: {shlex.join(look)}")
 
 

@@ -102,7 +102,7 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
     minimum = job.config.min_audit_rouge
     if minimum is not None and begun.history is None and fails_audit(totals, minimum):
         # A job that stopped for it may have committed all units by then: starting it again accepts nothing.
-        raise JobStopped(say_failed_audit(totals, minimum, job.plan.rows))
+        raise JobStopped(say_failed_audit(totals, minimum, job.plan.rows, incremental=False))
     if begun.claim.resuming:
         forget_failures(storage, keep={unit.unit for unit in session.failed})
     if session.failed:

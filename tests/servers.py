@@ -92,7 +92,11 @@ class S3Server:
             self._process = subprocess.Popen(
                 command, env=os.environ | self.environment, stdout=log, stderr=log, start_new_session=True
             )
-        wait_until(self._answers, "the start of the S3 server")
+        try:
+            wait_until(self._answers, "the start of the S3 server")
+        except TimeoutError:
+            self.stop()
+            raise
 
     def kill(self) -> None:
         """kill -9."""

@@ -36,6 +36,14 @@ class Peers:
         for gradient, mean in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
             gradient.copy_(mean.view_as(gradient) / self.count)
 
+    def firsts(self, value: T) -> T:
+        """What the first process has."""
+        if self.count == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
+
     def everyones(self, value: T) -> list[T]:
         """What each process has, in the order of ranks."""
         if self.count == 1:

@@ -1,5 +1,6 @@
 """Train what schedules bring along: KL divergence to full depth, through the frozen weights of the model."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isfinite
@@ -25,6 +26,8 @@ from engine.forward.teacher_forcing import Answer, AnswerPass
 from engine.kernels import Kernels
 from engine.parts.part import rounded
 from engine.schedules.schedule import Schedule
+
+log = logging.getLogger(__name__)
 
 BETAS, EPS = (0.9, 0.95), 1e-8
 
@@ -121,7 +124,7 @@ class Trainer:
 
         Raises:
             ScheduleError: the checkpoint is damaged, of another training, or not there for all of the processes; the
-                training has diverged.
+                training has diverged before it brought anything.
         """
         found = self._peers.everyones(checkpoint is not None and checkpoint.exists())
         if any(found) and not all(found):
@@ -137,10 +140,11 @@ class Trainer:
             losses.append(self._step(self._state.step))
             self._state.step += 1
             if not isfinite(losses[-1]):  # the same for all processes
-                raise ScheduleError(
-                    f"the loss of step {self._state.step} is {losses[-1]}: the training has diverged, begin it anew "
-                    "with a lower learning rate"
-                )
+                said = f"the loss of step {self._state.step} is {losses[-1]}: the training has diverged"
+                if min(self._state.curve, key=lambda point: point.kl).step == 0:
+                    raise ScheduleError(f"{said}, begin it anew with a lower learning rate")
+                log.warning("%s, and ends with its best so far", said)
+                return
             self._state.seconds = time.monotonic() - begun
             self._progress("training", self._state.step, self._recipe.steps)
             if self._state.step % self._recipe.judge_every == 0 or self._state.step == self._recipe.steps:
@@ -157,7 +161,7 @@ class Trainer:
     def _look(self, qualities: Sequence[Quality], loss: float | None) -> Point:
         state, ours = self._state, (mean(q.mean_kl for q in qualities), mean(q.agreement for q in qualities))
         # The first process's, lest processes that differ in a last bit end at different steps.
-        kl, agreement = self._peers.everyones(ours)[0]
+        kl, agreement = self._peers.firsts(ours)
         if kl < state.best_kl:
             state.best, state.best_kl, state.waiting = self._trainable.snapshot(), kl, 0
         else:

@@ -101,6 +101,17 @@ def open_weights(file: Path) -> Iterator[Any]:
         raise ModelError(f"weight file {str(file)!r} cannot be read ({error}): fetch the checkpoint again") from error
 
 
+def check_unambiguous(directory: Path) -> None:
+    """Raises ModelError where programs differ in which weight files they read."""
+    others = {file.name for file in directory.glob("*.safetensors")} - {WHOLE}
+    if (directory / INDEX).is_file():
+        others.add(INDEX)
+    if (directory / WHOLE).is_file() and others:
+        raise ModelError(
+            f"{str(directory)!r} holds {min(others)!r} beside {WHOLE}, and vLLM might read that: take it away"
+        )
+
+
 def check_not_quantised(config: Mapping[str, Any], model: str) -> None:
     """Raises ModelError, naming the method, for a config that says its weights are quantised."""
     said = config.get("quantization_config") or config.get("compression_config")

@@ -44,6 +44,13 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
 HEAD = "lm_head.weight"
 
 
+def has_own_head(weights: Weights, embedding: str) -> bool:
+    """Whether there is a head beside the embedding that differs from it, as where one was trained and merged: then a
+    config that says they are tied does not count, as in transformers.
+    """
+    return HEAD in weights and embedding in weights and not torch.equal(weights.take(HEAD), weights.take(embedding))
+
+
 class Decoder(ABC):
     """A model on one device. x is the hidden states of N tokens, [N, hidden]."""
 
@@ -60,11 +67,10 @@ class Decoder(ABC):
         arranged = dict.fromkeys(self.rotated, partial(interleave, head_dim=shape.head_dim))
         self._projections = Projections(self._layers, self.layouts, arranged, weights, kernels, device)
         embedding = f"{self.prefix}.embed_tokens.weight"
-        tied = config.tie_word_embeddings
-        self._embedding = self._take(HEAD if tied and HEAD in weights and embedding not in weights else embedding)
-        # Whether the embedding is the head's matrix too: what a config says does not count where both are there and
-        # differ, as where a head was trained and merged.
-        self._tied = tied and not (HEAD in weights and not torch.equal(self._take(HEAD), self._embedding))
+        tied, is_alone = config.tie_word_embeddings, HEAD in weights and embedding not in weights
+        self._embedding = self._take(HEAD if tied and is_alone else embedding)
+        # Whether the embedding is the head's matrix too.
+        self._tied = tied and not has_own_head(weights, embedding)
         self._head = kernels.linear(self.head_weight())
         self._read(config)
 

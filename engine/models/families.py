@@ -3,11 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from engine.checkpoints.weight_files import Weights
 from engine.errors import ModelError
-from engine.kernels import Kernels
 from engine.models import gemma, granite, llama, opt
 from engine.models.decoder import Decoder
 from engine.shape import ModelShape
@@ -20,7 +16,7 @@ class Family(NamedTuple):
     """How to read a family's config and weights."""
 
     shape: Callable[[Any], ModelShape]
-    decoder: Callable[[Any, ModelShape, Weights, Kernels, torch.device], Decoder]
+    decoder: type[Decoder]
 
 
 # By the config's model_type.

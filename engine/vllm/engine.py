@@ -19,6 +19,7 @@ import torch
 from engine.checkpoints import checkpoint
 from engine.checkpoints.digests import cache_directory
 from engine.checkpoints.tokenizer import Tokenizer
+from engine.checkpoints.weight_files import Weights, check_unambiguous
 from engine.decoding.feeding import feed, named
 from engine.decoding.generation import Generation, Sample, generation_of, samples_of
 from engine.decoding.sampling import Sampling
@@ -29,6 +30,7 @@ from engine.errors import ModelError, ScheduleError, StreamLost, brief
 from engine.forward.ledger import Ledger
 from engine.forward.prompt_pass import shared_tokens
 from engine.forward.quality import Scores
+from engine.models.decoder import has_own_head
 from engine.models.families import family_of
 from engine.schedules.schedule import Schedule
 from engine.shape import ModelShape
@@ -120,7 +122,9 @@ class VllmEngine:
         check_device(device)
         directory = checkpoint.prepare(model)
         config: Any = checkpoint.read_config(str(directory))
-        self.shape: ModelShape = family_of(config).shape(config)
+        family = family_of(config)
+        self.shape: ModelShape = family.shape(config)
+        _check_read_alike(directory, config, family.decoder.prefix)
         self._model, self._directory = model, directory
         self._device, self._dtype = resolve_device(device).type, resolve_dtype(device, dtype)
         # On CPUs blocks have 128 tokens by default, and an instruction that prompts share is found in whole ones alone.
@@ -244,6 +248,21 @@ class VllmEngine:
             **(self._options | setting),
         )
         return LLMEngine.from_engine_args(args)
+
+
+def _check_read_alike(directory: Path, config: Any, prefix: str) -> None:
+    """Raises ModelError for a checkpoint of which vLLM would take other weights than our engine, that calibrates and
+    judges.
+    """
+    check_unambiguous(directory)
+    quantised = getattr(config, "quantization_config", None) is not None  # which our engine never reads
+    if not config.tie_word_embeddings or quantised:
+        return
+    if has_own_head(Weights(directory, torch.float32), f"{prefix}.embed_tokens.weight"):
+        raise ModelError(
+            f"the model in {str(directory)!r} has a head of its own, but by its config the embedding is it, as vLLM "
+            'has it: set "tie_word_embeddings": false in its config.json'
+        )
 
 
 def _kept(schedule: Schedule) -> Path:

@@ -87,16 +87,20 @@ def apply(config: Any) -> None:
         if used:
             raise ScheduleError(f"a schedule does not run together with {what}")
     _record_in_pieces(config.compilation_config)
+    os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")  # which vLLM turns on for batch invariance
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if config.use_v2_model_runner:  # a watermark wants it, or vLLM has read its environment before
         raise ScheduleError(
             "a schedule does not run in vLLM's Model Runner V2: set VLLM_USE_V2_MODEL_RUNNER=0 before vLLM starts, and "
             "no watermark"
         )
-    if config.attention_config.backend is None:
-        config.attention_config.backend = _attention_backend(config)
-    elif (name := config.attention_config.backend.name) not in ATTENTION:
-        raise ScheduleError(f"a schedule does not run with attention backend {name}, but with {', '.join(ATTENTION)}")
+    attention = config.attention_config
+    for backend in (attention.backend, *attention.backend_per_kind.values()):
+        if backend is not None and backend.name not in ATTENTION:
+            known = ", ".join(ATTENTION)
+            raise ScheduleError(f"a schedule does not run with attention backend {backend.name}, but with {known}")
+    if attention.backend is None:
+        attention.backend = _attention_backend(config)
     config.scheduler_config.scheduler_cls = "engine.vllm.scheduler.keeper"
     model.hf_config.architectures = [PREFIX + model.architecture]
     log.info("decoding under the schedule %s", config.additional_config[SETTING])
@@ -117,8 +121,12 @@ def _unsupported(config: Any, schedule: Schedule) -> dict[str, bool]:
     from vllm import envs
     from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
     from vllm.config import CompilationMode
+    from vllm.utils.platform_utils import is_uva_available
 
     parallel, scheduler, model = config.parallel_config, config.scheduler_config, config.model_config
+    offload = config.offload_config
+    prefetched = offload.offload_backend == "prefetch" or offload.prefetch.offload_group_size > 0
+    uva = is_uva_available() and not envs.VLLM_WEIGHT_OFFLOADING_DISABLE_UVA
     adapter, bridge = schedule.adapter is not None, schedule.prompt_bridge is not None
     load_format = config.load_config.load_format
     return {
@@ -129,6 +137,9 @@ def _unsupported(config: Any, schedule: Schedule) -> dict[str, bool]:
         "microbatches": parallel.use_ubatching,
         "a cache shared with other servers": config.kv_transfer_config is not None,
         "a cache offloaded to the host": config.cache_config.kv_offloading_size is not None,
+        # Both fetch a layer's weights as the whole of it is called; a schedule calls its parts.
+        "weights prefetched from the host": prefetched,
+        "weights offloaded to the host without UVA": offload.uva.cpu_offload_gb > 0 and not uva,
         "sleep mode": model.enable_sleep_mode,
         "pooling": model.runner_type != "generate",
         "compilation by PyTorch alone": config.compilation_config.mode == CompilationMode.STOCK_TORCH_COMPILE,
@@ -152,11 +163,13 @@ def _attention_backend(config: Any) -> Any:
 
     if not current_platform.is_cuda_alike():
         return None
+    quantised = getattr(config.model_config.hf_config, "quantization_config", None)  # may name a cache, vLLM asks later
     is_flash = (
         current_platform.is_cuda()
         and current_platform.has_device_capability(80)
         and config.model_config.dtype in (torch.float16, torch.bfloat16)
         and not is_quantized_kv_cache(config.cache_config.cache_dtype)
+        and not (isinstance(quantised, dict) and quantised.get("kv_cache_scheme"))
     )
     return AttentionBackendEnum.FLASH_ATTN if is_flash else AttentionBackendEnum.TRITON_ATTN
 

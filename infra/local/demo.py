@@ -43,6 +43,8 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=1, help="Ray nodes, of two CPUs each but for the head")
     parser.add_argument("job_flags", nargs="*", help="flags for the job, after --")
     given = parser.parse_args()
+    for sign in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: servers end with this program, whatever ends it
+        signal.signal(sign, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="sd"))  # short: the paths of Ray's sockets have a limit
     try:
         with contextlib.ExitStack() as stack:

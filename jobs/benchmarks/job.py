@@ -143,6 +143,9 @@ def _job(config: BenchmarkJob, scratch: Path) -> tuple[Job, WholeJob, Tokenizer]
     directory, shape = checkpoint_directory(config.model), describe(config.model)
     tokenizer, template = Tokenizer(directory), PromptTemplate(config.prompt, format=config.prompt_format)
     columns = [config.text_column, config.reference_column]
+    for file in config.input:
+        if absent := set(columns) - set(pq.read_schema(file).names):
+            raise JobError(f"input {str(file)!r} has no column {min(absent)!r}: name another by its option")
     table = pa.concat_tables([pq.read_table(file, columns=columns) for file in config.input])
     if len(table) < config.rows:
         raise JobError(f"the input has {len(table)} rows, {config.rows} are asked for: lower --rows")
@@ -157,7 +160,8 @@ def _job(config: BenchmarkJob, scratch: Path) -> tuple[Job, WholeJob, Tokenizer]
         config.batch_size, list(tokenizer.eos_ids), config.threads, config.device, config.dtype,
         config.gpu_memory_share, config.random_weights, None, str(scratch),
     )  # fmt: skip
-    return job, WholeJob(shape, [len(prompt) for prompt in prompts], len(shared), references), tokenizer
+    lengths = [len(prompt) for prompt in prompts]
+    return job, WholeJob(shape, lengths, len(shared), [each or "" for each in references]), tokenizer
 
 
 def bare_schedules(speedups: Sequence[float], new_tokens: int, task: WholeJob, folder: Path) -> NamedSchedules:
@@ -203,6 +207,9 @@ def _contenders(
             if kind == config.contenders[0]:
                 raise JobError(reason)
             console.print(reason, soft_wrap=True)
+            continue
+        if kind == "openvino" and config.device != "cpu" and len(config.contenders) > 1:
+            console.print(f"{runner.label} is left out: it runs on CPUs alone here", soft_wrap=True)
             continue
         under: NamedSchedules = schedules if runner.takes_schedules else {}
         if kind == "vllm" and under and (reason := VLLM_PLUGIN.missing(python)) is not None:

@@ -22,6 +22,7 @@ from engine import Engine
 from jobs import command_line
 from jobs.summarize_corpus import SummarizeCorpus
 from pipeline.errors import JobError
+from pipeline.preparing.backend import runs_in_vllm
 from pipeline.preparing.fit import choose_schedule, longest_prompt
 from pipeline.run import run_job
 
@@ -47,6 +48,8 @@ def main() -> int:
 def benchmark(config: BenchmarkPipeline) -> None:
     if config.plan:
         raise JobError("a benchmark is no plan: leave out --plan")
+    if runs_in_vllm(config) or (config.replicas or 1) > 1 or config.audit_fraction:
+        raise JobError("both sides are one engine of our own, unaudited: --engine torch, and no --replicas, no audits")
     console = Console()
     engine = Engine.load(config.model, config.device, config.dtype, config.threads_per_replica)
     schedule = choose_schedule(config, engine.shape)

@@ -52,7 +52,8 @@ class Totals(FlopSums):
     flops_padding: Flops = 0
     active_layers: Amount = 0.0  # mean active layers x generated tokens
     seconds: Amount = 0.0  # of generation and audits, summed over replicas
-    gpu_seconds: Amount = 0.0  # these, times the GPUs of each replica
+    gpu_seconds: Amount = 0.0  # of replicas with GPUs, times these
+    gpuless_seconds: Amount = 0.0  # of replicas without
     joules: Amount = 0.0  # of replicas' GPUs in that time; 0 where nothing counts them
     audited: Count = 0  # rows generated at full depth too
     audit_rouge: Amount = 0.0  # ROUGE-L of their outputs to full depth's, summed
@@ -69,6 +70,10 @@ class Totals(FlopSums):
     audit_unsupported: Count = 0  # numbers and names that its prompt does not hold
     audit_full_unsupported: Count = 0
     flops_audit: Flops = 0  # what the audit cost, beside all other FLOPs
+
+    def __post_init__(self) -> None:
+        if not self.gpu_seconds + self.gpuless_seconds:  # in records of earlier versions
+            object.__setattr__(self, "gpuless_seconds", self.seconds)
 
     def __add__(self, other: "Totals") -> "Totals":
         return Totals(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))

@@ -87,6 +87,8 @@ def _never_ends(part: Any, resolver: Resolver, chain: list[Any], done: list[Any]
     """
     if not isinstance(part, dict) or part in done:
         return False
+    if isinstance(part.get("$id"), str) and chain != [part]:
+        return False  # a schema with a base of its own, against which the validator has resolved its references
     if isinstance(reference := part.get("$ref"), str):
         found = resolver.lookup(reference)
         again = found.contents in chain

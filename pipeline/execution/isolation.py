@@ -107,7 +107,7 @@ class Isolation:
                     raise told from None  # by an engine that does not start, whatever the rows
                 death = _detail(error)
             self._end_cell()
-            self._board.read([unit.id])  # what it had done of these rows is done again
+            self._board.read([unit.id])  # rows of ranges that lived too: too few on show are better than some twice
             deaths += 1
             if deaths > MOST_DEATHS:
                 raise TooManyDeaths(f"unit {unit.id} has killed {deaths} processes, the last with {death}")

@@ -174,9 +174,9 @@ class Session:
         self._board.read([unit.id])  # its rows count no more
 
     def _check_audit(self) -> None:
-        minimum = self._task.config.min_audit_rouge
+        minimum, incremental = self._task.config.min_audit_rouge, self._task.config.incremental
         if minimum is not None and fails_audit(self._totals, minimum):
-            self._stop(JobStopped(say_failed_audit(self._totals, minimum, self._plan.rows)))
+            self._stop(JobStopped(say_failed_audit(self._totals, minimum, self._plan.rows, incremental)))
 
     def _end_if_stopping(self) -> None:
         """Once nothing is in flight."""

@@ -137,7 +137,7 @@ def check_no_others(output: Path, names: Iterable[str]) -> None:
     """Raises JobError for schedules of an earlier call that a directory would hold beside those of these names, "" for
     one without a directory of its own: a job that names the output may then run one of them.
     """
-    there = {file.parent.name for file in output.glob(f"*/{SCHEDULE_FILE}")}
+    there = {file.parent.name for file in output.glob(f"[!.]*/{SCHEDULE_FILE}")}
     if (output / SCHEDULE_FILE).exists():
         there.add("")
     if others := sorted(there - set(names)):

@@ -172,10 +172,16 @@ def fails_audit(totals: Totals, minimum: float) -> bool:
     return mean + CONFIDENCE * sqrt(variance / count) < minimum
 
 
-def say_failed_audit(totals: Totals, minimum: float, rows: int) -> str:
+def say_failed_audit(totals: Totals, minimum: float, rows: int, incremental: bool) -> str:
     """Why a job stops, and the ways on."""
+    way_on = (
+        "they stay, and a job started again counts its own alone: start none before there is a better schedule (see "
+        "jobs/calibrate_schedule.py), with an output of its own"
+        if incremental
+        else "start the job again with a lower minimum to accept that and resume, or anew with a better schedule (see "
+        "jobs/calibrate_schedule.py) and --fresh"
+    )
     return (
         f"the schedule's outputs are too far from full depth: {audit_estimate(totals)}, less than min_audit_rouge "
-        f"{minimum:g}, after {totals.rows:,} of {rows:,} rows; start the job again with a lower minimum to accept that "
-        "and resume, or anew with a better schedule (see jobs/calibrate_schedule.py) and --fresh"
+        f"{minimum:g}, after {totals.rows:,} of {rows:,} rows; {way_on}"
     )

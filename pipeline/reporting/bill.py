@@ -10,8 +10,8 @@ JOULES_PER_KWH = 3.6e6
 def _hours(totals: Totals) -> tuple[float, str]:
     """GPU-hours, without GPUs replica-hours, that replicas spent on committed units, their audits included: starting up
     and what was done twice come on top. And which they are."""
-    on_gpus = totals.gpu_seconds > 0
-    return (totals.gpu_seconds if on_gpus else totals.seconds) / 3600, "GPU-hours" if on_gpus else "replica-hours"
+    hours = (totals.gpu_seconds + totals.gpuless_seconds) / 3600
+    return hours, "GPU-hours" if totals.gpu_seconds else "replica-hours"
 
 
 def bill(config: JobConfig, totals: Totals) -> dict[str, str]:

@@ -37,7 +37,9 @@ class RowGenerator:
     ) -> None:
         self._engine, self._sampling, self._schedule = engine, sampling, schedule
         self._auto = batch_size == "auto"
-        self.batch_size = MOST_ROWS if batch_size == "auto" else batch_size  # halved for good when memory runs out
+        # Halved for good when memory runs out: the size, or where that is "auto" the share that is taken of what fits.
+        self.batch_size = MOST_ROWS if batch_size == "auto" else batch_size
+        self._room = 1.0
 
     def generate(
         self,
@@ -57,8 +59,8 @@ class RowGenerator:
         size = self.batch_size
         if self._auto and prompts:
             longest = max(map(len, prompts))
-            size = min(size, self._engine.fitting_batch_size(longest, self._sampling, self._schedule))
-        tried = size
+            fitting = self._engine.fitting_batch_size(longest, self._sampling, self._schedule)
+            size = max(1, int(min(size, fitting) * self._room))
         spans = [list(range(len(prompts)))] if prompts else []  # of rows still to do, the next one last
         while spans:
             rows = spans.pop()
@@ -81,8 +83,12 @@ class RowGenerator:
             left = [row for row in rows if row not in found]
             if is_out_of_memory(error) and min(size, len(left)) > 1:
                 size = min(size, len(left)) // 2
-                self.batch_size = max(size, min(self.batch_size, tried) // 2)
-                log.warning("out of memory: going on with batches of %d rows, then %d", size, self.batch_size)
+                if self._auto:
+                    self._room /= 2
+                else:
+                    self.batch_size = max(size, self.batch_size // 2)
+                then = f"{self._room:.0%} of what should fit" if self._auto else f"{self.batch_size} rows"
+                log.warning("out of memory: going on with batches of %d rows, then of %s", size, then)
                 spans.append(left)
             elif len(left) > 1:
                 middle = len(left) // 2

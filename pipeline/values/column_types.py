@@ -15,7 +15,7 @@ def open_type(type_: pa.DataType) -> pa.DataType:
     """The same values, and those of other tables beside them.
 
     Numbers of dictionaries have at least 32 bits, for two tables together may have more values than 8 bits can count;
-    fields of structs may be null, as they are in rows of a table that lacks the column.
+    fields of structs and items of lists of one size may be null, as in rows of a table that lacks the column.
     """
     wide = type_
     if is_.is_dictionary(type_) and type_.index_type.bit_width < 32:

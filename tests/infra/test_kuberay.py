@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -292,11 +293,14 @@ def test_the_submitter_follows_its_job_to_the_end_and_stops_it_when_it_is_told_t
     client = JobSubmissionClient(head.dashboard, headers={"Authorization": f"Bearer {environment['RAY_AUTH_TOKEN']}"})
 
     def submitter(night: str, command: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([shell, flag, script.replace(job, command)], env={**environment, "ID": night})
+        command = script.replace(job, command)
+        return subprocess.Popen([shell, flag, command], env={**environment, "ID": night}, start_new_session=True)
 
     try:
         assert submitter("good", "true").wait(120) == 0
-        assert submitter("bad", "false").wait(120) != 0
+        # Ray shows the end of a failed job's log with its state.
+        bad = """sh -c "echo Job \\'bad\\' succeeded; echo RUNNING PENDING; false\""""
+        assert submitter("bad", bad).wait(120) != 0
         assert submitter("bad", "true").wait(120) == 0  # tried again
         first = submitter("long", "sleep 600")
         wait_until(lambda: "long" in states(client), "the submission")
@@ -304,7 +308,7 @@ def test_the_submitter_follows_its_job_to_the_end_and_stops_it_when_it_is_told_t
         time.sleep(15)
         assert second.poll() is None
         assert states(client)["long"] == "RUNNING"
-        second.terminate()
+        os.killpg(second.pid, signal.SIGTERM)  # as the image's tini does
         assert second.wait(120) != 0
         assert first.wait(120) != 0
         assert states(client)["long"] == "STOPPED"

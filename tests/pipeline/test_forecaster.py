@@ -176,7 +176,7 @@ def test_the_bill_is_hours_times_price_and_names_full_depth(job: Job) -> None:
     totals = Totals(
         rows=10, seconds=7200, flops_prompt=50, flops_decode=50, flops_decode_full_depth=100, flops_full_depth=150
     )
-    lines = bill(job(price_per_gpu_hour=3.0), replace(totals, gpu_seconds=14400))
+    lines = bill(job(price_per_gpu_hour=3.0), replace(totals, gpu_seconds=14400, gpuless_seconds=0))
     assert lines["GPU-hours"] == "4.0000"
     assert lines["cost"].startswith("12.0000 at 3 an hour, 1,200,000.00 per million rows")
     assert lines["cost at full depth"].startswith("18.0000")

@@ -31,7 +31,11 @@ class Emulator:
         self.scheme, self.environment = scheme, environment
         with log.open("wb") as out:
             self._process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
-        wait_until(lambda: _listens(port), f"the start of {command[0]}")
+        try:
+            wait_until(lambda: _listens(port), f"the start of {command[0]}")
+        except TimeoutError:
+            self.stop()
+            raise
 
     def folder(self, name: str = "") -> str:
         """URL of a directory that nobody has used."""

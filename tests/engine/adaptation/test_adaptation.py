@@ -328,15 +328,24 @@ def test_a_prompt_bridge_that_was_fitted_anew_on_another_machine_goes_on(
 def test_a_training_that_diverges_ends_at_once_with_the_way_out(
     engine: Engine, schedule: Schedule, answers: list[Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No checkpoint is left that holds no numbers."""
-    recipe, checkpoint = replace(RECIPE, steps=10, judge_every=1), tmp_path / "training.safetensors"
+    """Or with its best so far; no checkpoint is left that holds no numbers."""
+    recipe, checkpoint = replace(RECIPE, steps=40, judge_every=10), tmp_path / "training.safetensors"
     trainer = Trainer(engine, [schedule], answers[6:24], answers[:6], recipe, quiet)
     points = trainer.run(checkpoint)
-    next(points), next(points)
-    monkeypatch.setattr(Trainer, "_loss", lambda _, full, ours, tokens: ours.sum() * torch.nan)
-    with pytest.raises(ScheduleError, match=r"the loss of step 2 is nan: .* a lower learning rate"):
-        list(points)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        next(points)
+        patch.setattr(Trainer, "_loss", lambda _, full, ours, tokens: ours.sum() * torch.nan)
+        with pytest.raises(ScheduleError, match=r"the loss of step 1 is nan: .* a lower learning rate"):
+            list(points)
+    trainer = Trainer(engine, [schedule], answers[6:24], answers[:6], recipe, quiet)
+    points = trainer.run(checkpoint)
+    better = [next(points), next(points)]
+    assert better[1].kl < better[0].kl
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_loss", lambda _, full, ours, tokens: ours.sum() * torch.nan)
+        assert list(points) == []
+    ((_, quality),) = trainer.best()
+    assert quality.mean_kl == pytest.approx(better[1].kl, rel=1e-2)
     assert [
         point.step for point in Trainer(engine, [schedule], answers[6:24], answers[:6], recipe, quiet).run(checkpoint)
     ]

@@ -16,6 +16,7 @@ from tests.engine.conftest import random_prompt_bridge
 pytest.importorskip("vllm.config", exc_type=ImportError)
 
 from vllm import EngineArgs, SamplingParams
+from vllm.config.offload import PrefetchOffloadConfig, UVAOffloadConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -46,6 +47,8 @@ def config(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     ("part", "name", "value", "what"),
     [
         ("cache_config", "kv_offloading_size", 1.0, "a cache offloaded to the host"),
+        ("offload_config", "offload_backend", "prefetch", "weights prefetched from the host"),
+        ("offload_config", "prefetch", PrefetchOffloadConfig(offload_group_size=8), "weights prefetched from the host"),
         ("model_config", "enable_sleep_mode", True, "sleep mode"),
         ("scheduler_config", "policy", "priority", "priorities"),
         ("model_config", "runner_type", "pooling", "pooling"),
@@ -112,6 +115,19 @@ def test_on_cuda_an_attention_backend_of_your_own_stays(config: Any, monkeypatch
 def test_an_attention_backend_that_has_not_been_proven_is_refused(config: Any) -> None:
     config.attention_config.backend = AttentionBackendEnum.FLEX_ATTENTION
     with pytest.raises(ScheduleError, match="does not run with attention backend FLEX_ATTENTION, but with FLASH_ATTN"):
+        apply(config)
+
+
+def test_weights_that_a_layers_call_would_fetch_are_refused(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_WEIGHT_OFFLOADING_DISABLE_UVA", "1")
+    config.offload_config.uva = UVAOffloadConfig(cpu_offload_gb=1)
+    with pytest.raises(ScheduleError, match="does not run together with weights offloaded to the host without UVA"):
+        apply(config)
+
+
+def test_an_attention_backend_of_one_kind_of_layers_is_held_to_the_same(config: Any) -> None:
+    config.attention_config.backend_per_kind = {"sliding_window": AttentionBackendEnum.FLASHINFER}
+    with pytest.raises(ScheduleError, match="does not run with attention backend FLASHINFER"):
         apply(config)
 
 

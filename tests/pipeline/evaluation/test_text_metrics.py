@@ -2,6 +2,9 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rouge_score.rouge_scorer import RougeScorer
 
 from engine.bootstrap import Bootstrap
 from pipeline.reporting.text_metrics import overlap, repetition, unsupported
@@ -20,6 +23,27 @@ def test_rouge_is_an_f_measure_of_words_in_order() -> None:
     assert found.rouge2 == pytest.approx(2 * (1 / 2) * (1 / 5) / (1 / 2 + 1 / 5))
     assert found.rouge_l == pytest.approx(found.rouge1)
     assert overlap("sat cat the", "the cat on the mat sat").rouge_l < found.rouge_l
+
+
+def test_texts_without_a_word_share_all_or_nothing() -> None:
+    assert overlap("★★★★☆", "★★★★☆") == (1, 1, 1, 1)
+    assert overlap("👍", "?") == (0, 0, 0, 0)
+
+
+def test_vowels_that_are_marks_are_part_of_their_words() -> None:
+    assert overlap("काला", "कीली").rouge_l == 0
+    assert overlap("हिन्दी में किताबें", "हिन्दी में किताबें").rouge2 == 1
+    assert repetition("वह घर के पास है। वे घर के पीछे हैं, और वो घर की ओर हैं।") == 0
+
+
+@given(
+    st.lists(st.sampled_from(["a", "b", "c", "d", "e"]), max_size=12),
+    st.lists(st.sampled_from(["a", "b", "c", "d"]), max_size=12),
+)
+def test_the_longest_common_subsequence_is_rouge_scores(words: list[str], wanted: list[str]) -> None:
+    text, reference = " ".join(words), " ".join(wanted)
+    theirs = RougeScorer(["rougeL"]).score(reference, text)["rougeL"].fmeasure
+    assert overlap(text, reference).rouge_l == pytest.approx(theirs if words or wanted else 1)
 
 
 def test_only_runs_of_three_words_that_were_there_before_count_as_repeated() -> None:
