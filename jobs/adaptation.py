@@ -150,7 +150,8 @@ def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
         prompts = next(packs([answer.prompt for answer in drawn.answers[:-kept]][:FITTED], len, FITTED_TOKENS))
         cut = prompt_cut(teacher.shape, config.prompt_layers, schedules)
         # One fit for all processes, whose machines may round differently.
-        bridge = Peers().firsts(fit_prompt_bridge(teacher, prompts, cut, progress) if Peers().is_first else None)
+        peers = Peers()
+        bridge = peers.firsts(fit_prompt_bridge(teacher, prompts, cut, progress) if peers.is_first else None)
         schedules = [replace(schedule, prompt_bridge=bridge) for schedule in schedules]
     kernels = training_kernels_for(teacher.device, torch.float32)
     del teacher  # the memory has room for one of the two

@@ -28,5 +28,8 @@ class NothingToDo(Exception):
 
 
 def one_line(error: BaseException) -> str:
-    """What a library says in several lines, for use inside such a message."""
-    return redacted(" ".join(str(error).split())) or type(error).__name__
+    """What a library says in several lines, for use inside such a message; half a surrogate pair, which no table and no
+    file holds, is written out.
+    """
+    said = redacted(" ".join(str(error).split())) or type(error).__name__
+    return said.encode(errors="backslashreplace").decode()

@@ -32,7 +32,7 @@ from pipeline.preparing.backend import Backend
 from pipeline.preparing.incremental import History, work_name
 from pipeline.preparing.preparation import Preparation, prepare_run
 from pipeline.preparing.run_record import Claim, claim_output
-from pipeline.reporting.audit import fails_audit, say_failed_audit
+from pipeline.reporting.audit import failed_audit
 from pipeline.reporting.bill import check_ceiling
 from pipeline.reporting.forecast import against_actual, read_forecast
 from pipeline.reporting.page import REPORT_FILE
@@ -99,10 +99,9 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
         commits = begun.history.settle(commits)
     commits.sort(key=lambda commit: commit.place)
     totals = total(commits)
-    minimum = job.config.min_audit_rouge
-    if minimum is not None and begun.history is None and fails_audit(totals, minimum):
+    if begun.history is None and (said := failed_audit(job.config, totals, job.plan.rows)):
         # A job that stopped for it may have committed all units by then: starting it again accepts nothing.
-        raise JobStopped(say_failed_audit(totals, minimum, job.plan.rows, incremental=False))
+        raise JobStopped(said)
     if begun.claim.resuming:
         forget_failures(storage, keep={unit.unit for unit in session.failed})
     if session.failed:

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import s3fs
 from botocore.exceptions import BotoCoreError
@@ -45,6 +46,15 @@ def wait_until(ready: Callable[[], bool], what: str, limit_s: float = START_S) -
             return
         time.sleep(0.1)
     raise TimeoutError(f"{what} did not happen within {limit_s:g} s")
+
+
+def wait_or_stop(server: Any, ready: Callable[[], bool], what: str, limit_s: float = START_S) -> None:
+    """`wait_until`, of a server that nobody else could stop if it does not come."""
+    try:
+        wait_until(ready, what, limit_s)
+    except TimeoutError:
+        server.stop()
+        raise
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -92,11 +102,7 @@ class S3Server:
             self._process = subprocess.Popen(
                 command, env=os.environ | self.environment, stdout=log, stderr=log, start_new_session=True
             )
-        try:
-            wait_until(self._answers, "the start of the S3 server")
-        except TimeoutError:
-            self.stop()
-            raise
+        wait_or_stop(self, self._answers, "the start of the S3 server")
 
     def kill(self) -> None:
         """kill -9."""
@@ -144,11 +150,7 @@ class RayHead:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        try:
-            wait_until(self._takes_jobs, "the start of the Ray head", limit_s=120)
-        except TimeoutError:
-            self.stop()
-            raise
+        wait_or_stop(self, self._takes_jobs, "the start of the Ray head", limit_s=120)
 
     def submit(self, command: Sequence[str]) -> list[str]:
         """The command line that submits another, with this directory."""

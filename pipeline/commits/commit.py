@@ -72,7 +72,7 @@ class Totals(FlopSums):
     flops_audit: Flops = 0  # what the audit cost, beside all other FLOPs
 
     def __post_init__(self) -> None:
-        if not self.gpu_seconds + self.gpuless_seconds:  # in records of earlier versions
+        if not self.gpu_seconds + self.gpuless_seconds:  # of one unit
             object.__setattr__(self, "gpuless_seconds", self.seconds)
 
     def __add__(self, other: "Totals") -> "Totals":

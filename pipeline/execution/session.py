@@ -27,7 +27,7 @@ from pipeline.inputs.work import Plan
 from pipeline.monitoring.board import Board, Counts
 from pipeline.monitoring.metrics import RunMeter
 from pipeline.monitoring.progress import ProgressReporter
-from pipeline.reporting.audit import fails_audit, say_failed_audit
+from pipeline.reporting.audit import failed_audit
 from pipeline.reporting.bill import check_ceiling, reached_ceiling
 from pipeline.rows.unit import WorkUnit
 from pipeline.storage.lease import Lease
@@ -174,9 +174,8 @@ class Session:
         self._board.read([unit.id])  # its rows count no more
 
     def _check_audit(self) -> None:
-        minimum, incremental = self._task.config.min_audit_rouge, self._task.config.incremental
-        if minimum is not None and fails_audit(self._totals, minimum):
-            self._stop(JobStopped(say_failed_audit(self._totals, minimum, self._plan.rows, incremental)))
+        if said := failed_audit(self._task.config, self._totals, self._plan.rows):
+            self._stop(JobStopped(said))
 
     def _end_if_stopping(self) -> None:
         """Once nothing is in flight."""

@@ -122,7 +122,6 @@ class UnitGenerator:
         with self._spending.shared() as share:
             output, cost = self._generate(unit, prepared)
         cost |= {"seconds": share.seconds, "gpu_seconds": share.seconds * self._gpus, "joules": share.joules}
-        cost["gpuless_seconds"] = 0.0 if self._gpus else share.seconds
         return Parcel(unit, table=to_bytes(output), cost=cost)
 
     def _generate(self, unit: WorkUnit, prepared: pa.Table) -> tuple[pa.Table, dict[str, float]]:

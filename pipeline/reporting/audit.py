@@ -13,6 +13,7 @@ import pyarrow as pa
 from engine import Generation, Ledger, ModelShape, Sampling, Schedule, Tokenizer
 from engine.bootstrap import Bootstrap, Estimate
 from pipeline.commits.commit import Totals, total_of
+from pipeline.config import JobConfig
 from pipeline.rows.row_generator import DeviceBroken, Generator, RowGenerator, is_device_broken
 from pipeline.rows.rows import TOKENS
 
@@ -172,12 +173,15 @@ def fails_audit(totals: Totals, minimum: float) -> bool:
     return mean + CONFIDENCE * sqrt(variance / count) < minimum
 
 
-def say_failed_audit(totals: Totals, minimum: float, rows: int, incremental: bool) -> str:
-    """Why a job stops, and the ways on."""
+def failed_audit(config: JobConfig, totals: Totals, rows: int) -> str:
+    """Why a job over so many rows stops, and the ways on; '' while it need not."""
+    minimum = config.min_audit_rouge
+    if minimum is None or not fails_audit(totals, minimum):
+        return ""
     way_on = (
         "they stay, and a job started again counts its own alone: start none before there is a better schedule (see "
         "jobs/calibrate_schedule.py), with an output of its own"
-        if incremental
+        if config.incremental
         else "start the job again with a lower minimum to accept that and resume, or anew with a better schedule (see "
         "jobs/calibrate_schedule.py) and --fresh"
     )

@@ -68,8 +68,7 @@ def prepare(
                 _check_text(name, row[name])
             tokens[index], truncated[index] = template.encode(row, tokenizer, longest)
         except Exception as error:  # whatever a tokenizer makes of odd text is that row's affair
-            said = str(error) if isinstance(error, RowError) else f"{type(error).__name__}: {one_line(error)}"
-            errors[index] = said.encode(errors="backslashreplace").decode()  # it may quote half a surrogate pair
+            errors[index] = str(error) if isinstance(error, RowError) else f"{type(error).__name__}: {one_line(error)}"
     prepared = {
         TOKENS: pa.array(tokens, pa.list_(pa.int32())),
         TRUNCATED: pa.array(truncated, pa.bool_()),

@@ -37,10 +37,12 @@ class PromptTemplate:
     def __post_init__(self) -> None:
         if "text" not in self.fields:
             raise JobError(f"the prompt {self.user!r} has no {{text}} field: say where the text column goes")
-        if self.format == "messages" and self.system is not None:
+        if self.format != "messages":
+            return
+        if self.system is not None:
             raise JobError("messages bring their own system text: leave system out")
         begins = next(iter(string.Formatter().parse(self.user.lstrip())))[0]
-        if self.format == "messages" and begins and not begins.startswith("["):
+        if begins and not begins.startswith("["):
             raise JobError(
                 f"a prompt of messages is a JSON list; this one begins with {begins[:40]!r}: name --prompt '{{text}}'"
             )

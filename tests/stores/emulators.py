@@ -12,7 +12,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from servers import free_ports, stop, wait_until
+from servers import free_ports, stop, wait_or_stop
 
 from pipeline.storage.settings import StorageConfig
 from pipeline.storage.storage import Storage
@@ -31,11 +31,7 @@ class Emulator:
         self.scheme, self.environment = scheme, environment
         with log.open("wb") as out:
             self._process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
-        try:
-            wait_until(lambda: _listens(port), f"the start of {command[0]}")
-        except TimeoutError:
-            self.stop()
-            raise
+        wait_or_stop(self, lambda: _listens(port), f"the start of {command[0]}")
 
     def folder(self, name: str = "") -> str:
         """URL of a directory that nobody has used."""

@@ -114,6 +114,11 @@ def test_memory_that_does_not_do_for_one_row_makes_that_row_an_error() -> None:
     assert rows == [5, 6, "MemoryError: no memory", 8]
 
 
+def test_an_error_that_quotes_half_a_surrogate_pair_is_written_out() -> None:
+    _, rows = outcome(Moody(raising={7: ValueError("no \ud800")}), [5, 7])
+    assert rows == [5, "ValueError: no \\ud800"]
+
+
 def test_finished_batches_are_not_generated_again() -> None:
     engine = Moody(raising={9: ValueError("nine")})
     outcome(engine, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], 4)
