@@ -132,6 +132,10 @@ class Engine:
             decoder = family.decoder(config, family.shape(config), weights, chosen, where)
         if where.type == "cpu":
             keep_freed_memory()
+        else:
+            # Torch prefers cuDNN's attention in half precision on recent GPUs. It plans anew for each shape, in tenths
+            # of a second, and here shapes change from pass to pass.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         return cls(decoder, Tokenizer(directory, now), chosen, precision, where)
 
     def share_prefix(self, tokens: Sequence[int]) -> int:
@@ -355,8 +359,10 @@ class Engine:
         alike: dict[PromptPlan, list[int]] = {}  # indices of ledgers
         for index, ledger in enumerate(ledgers):
             alike.setdefault(ledger.schedule.prompt_plan, []).append(index)
-        together = max(1, batch_size // context.sampling.samples_per_prompt)  # prompts of a batch
         waiting = sorted(prompts, key=lambda each: -len(each[2]))
+        longest = len(waiting[0][2]) if waiting else 0
+        fitting = self.fitting_batch_size(longest, context.sampling) // 2  # each row is in two caches, base and fork
+        together = max(1, min(batch_size, fitting) // context.sampling.samples_per_prompt)  # prompts of a batch
         seats = max(batch_size, context.sampling.samples_per_prompt)
         for first in range(0, len(waiting), together):
             for plan, indices in alike.items():

@@ -23,6 +23,7 @@ class Kernels:
     """Portable kernels in plain torch."""
 
     states: torch.dtype | None = None  # of all that is not a weight, where that is another precision
+    keeps_weights = True  # as they are given, not in a layout of their own
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """x -> x W' + b for a weight of [out, in]."""
@@ -48,11 +49,6 @@ class Kernels:
         """Interleaved queries and keys [N, heads, head_dim] times `Rotary.factors` [N, 1, head_dim / 2], in float32."""
         pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
         return torch.view_as_real(pairs * factors).flatten(-2).to(x.dtype)
-
-    def gate(self, gate_up: Tensor, activation: Linear) -> Tensor:
-        """activation(gate) * up, [N, width], for gate and up side by side, [N, 2 * width]."""
-        gate, up = gate_up.chunk(2, -1)
-        return activation(gate) * up
 
     def prompt_attention(self, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
         """Causal attention of the last m of a prompt's n tokens.
@@ -155,6 +151,8 @@ class OneDnnKernels(Kernels):
     of the packaged model run 1.3 to 2.5 times as fast with 8 or 32 rows on two AVX2 cores.
     """
 
+    keeps_weights = False
+
     def __init__(self) -> None:
         with warnings.catch_warnings():  # torch says once that sparse tensors are in beta
             warnings.simplefilter("ignore")
@@ -222,6 +220,8 @@ class FrozenOneDnnKernels(Kernels):
     products ran 1.1 to 1.4 times as fast as torch's plain ones. Where the CPU multiplies bfloat16 numbers, products
     that gradients pass are of these, at 1.7 to 1.9 times the rate; what is only computed, to judge by, is not.
     """
+
+    keeps_weights = False
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return _Frozen(weight, bias, torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32)

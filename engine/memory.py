@@ -47,8 +47,8 @@ def batch_bytes(
 
 def cache_peak(shape: ModelShape, rows: int, prompt_tokens: int, new_tokens: int, element_bytes: int) -> int:
     """Bytes of the key/value cache of rows that enter together: each has room in all layers, and to its end."""
-    slots = slots_for(prompt_tokens + new_tokens)
-    return shape.layers * rows_held(rows) * shape.cache_elements(slots) * element_bytes
+    row_bytes = shape.cache_elements(slots_for(prompt_tokens + new_tokens)) * element_bytes  # in a layer
+    return shape.layers * rows_held(rows, row_bytes) * row_bytes
 
 
 def rows_that_fit(
@@ -75,8 +75,9 @@ def free_bytes(device: torch.device) -> int:
     may run beside it.
     """
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
+        reserved, (free, whole) = torch.cuda.memory_reserved(device), torch.cuda.mem_get_info(device)
+        ours = int(torch.cuda.get_per_process_memory_fraction(device) * whole) - reserved
+        return min(free, ours) + reserved - torch.cuda.memory_allocated(device)
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
     machine = min(1.0, threads / cores) * _available()
     container = min(1.0, threads / min(cores, _container_cores())) * _container_rest()

@@ -253,5 +253,5 @@ def reason_of(error: Exception) -> Exception:
     for failure in getattr(error, "worker_failures", {}).values():
         if isinstance(failure, JobError | ModelError | ScheduleError):
             return failure
-    last = str(error).strip().splitlines()[-1]
+    last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
     return JobStopped(f"Ray ended the training ({last}): start it again to go on from its checkpoint")

@@ -203,6 +203,10 @@ class JobConfig(GenerationConfig, StorageConfig):
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
+        if ":" in self.device:
+            raise ValueError(
+                f"device {self.device!r} names one of several GPUs, and Ray gives each replica its own: cuda"
+            )
         if self.incremental and self.limit is not None:
             raise ValueError(f"limit {self.limit} cannot be combined with incremental, which does files as a whole")
         if self.min_audit_rouge is not None and not self.audit_fraction:

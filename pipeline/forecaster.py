@@ -178,7 +178,7 @@ def _earlier(job: Preparation) -> ExpectedOutputs | None:
 def _lengths(storage: Storage, commits: Sequence[Commit]) -> list[int]:
     """Output lengths, spread evenly over an earlier run's sorted ones."""
     found: list[int] = []
-    for commit in commits[:: max(1, len(commits) // MOST_FILES)]:
+    for commit in commits[:: max(1, math.ceil(len(commits) / MOST_FILES))]:
         with open_rows(storage, commit) as stream:
             rows = pq.read_table(stream, columns=["generated_tokens", "error"])
         found += rows.filter(pa.compute.is_null(rows["error"]))["generated_tokens"].to_pylist()

@@ -11,6 +11,9 @@ from jinja2 import TemplateError
 from engine.checkpoints import checkpoint
 from engine.checkpoints.control_tokens import ControlTokens, is_marked
 from engine.errors import ModelError, PromptError
+from engine.json_text import read_json
+
+GENERATION_CONFIG, CONFIG = "generation_config.json", "config.json"
 
 
 class Tokenizer:
@@ -26,7 +29,8 @@ class Tokenizer:
         except Exception as error:  # libraries raise much at a damaged file
             raise ModelError(f"the tokenizer in {str(directory)!r} cannot be read: {error}") from error
 
-        # Tokens that end a generation: the generation config's, else the tokenizer's. Read now, with all else.
+        # Tokens that end a generation: the generation config's, else the config's and the tokenizer's. Read now, with
+        # all else.
         self.eos_ids = self._read_eos_ids(directory)
 
     @classmethod
@@ -35,7 +39,7 @@ class Tokenizer:
         return cls(checkpoint.prepare(model), now)
 
     def _read_eos_ids(self, directory: Path) -> tuple[int, ...]:
-        file = directory / "generation_config.json"
+        file = directory / GENERATION_CONFIG
         if file.is_file():
             from transformers import GenerationConfig
 
@@ -43,15 +47,15 @@ class Tokenizer:
                 ids = GenerationConfig.from_pretrained(directory).eos_token_id
             except (OSError, ValueError, TypeError) as error:
                 raise ModelError(f"the generation config in {str(directory)!r} cannot be read: {error}") from error
-            several = ids if isinstance(ids, list) else [] if ids is None else [ids]
-            if not all(type(each) is int and each >= 0 for each in several):
-                raise ModelError(
-                    f"{str(file)!r} names {ids!r} as eos_token_id: a token's number belongs there, or a list"
-                )
             if ids is not None:
-                return tuple(several)
-        own: int | None = self._tokenizer.eos_token_id
-        return () if own is None else (own,)
+                return _token_ids(ids, file)
+        # Fine-tunes that lack it end with what the one says or with what the other does.
+        config, own = directory / CONFIG, self._tokenizer.eos_token_id
+        try:
+            ids = read_json(config)["eos_token_id"]
+        except (OSError, ValueError, TypeError, KeyError):  # a damaged one is refused as a config
+            ids = None
+        return tuple(dict.fromkeys([*_token_ids(ids, config), *_token_ids(own, directory)]))
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
@@ -133,3 +137,11 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of generated tokens; special tokens are left out."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def _token_ids(said: Any, file: Path) -> tuple[int, ...]:
+    """Raises ModelError for what is no token's number, nor a list of them."""
+    several = said if isinstance(said, list) else [] if said is None else [said]
+    if not all(type(each) is int and each >= 0 for each in several):
+        raise ModelError(f"{str(file)!r} names {said!r} as eos_token_id: a token's number belongs there, or a list")
+    return tuple(several)

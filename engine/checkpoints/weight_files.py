@@ -72,7 +72,9 @@ class Weights:
         return self._sizes[name]
 
     def check_shapes(self, config: "PreTrainedConfig") -> None:
-        """Raises ModelError, naming a tensor whose shape is not what the config asks for."""
+        """Raises ModelError, naming a tensor whose shape is not what the config asks for, or a bias that is missing:
+        what else is missing is when it is read.
+        """
         from transformers import AutoModelForCausalLM
 
         try:
@@ -81,6 +83,8 @@ class Weights:
         except Exception:  # a config that nothing can be built of: the model's family says what of it
             return
         for name, tensor in expected.items():
+            if name.endswith(".bias") and name not in self:
+                raise ModelError(f"the checkpoint has no tensor {name!r}, which config.json asks for: fetch it again")
             if name in self and (found := self.size(name)) != tuple(tensor.shape):
                 raise ModelError(
                     f"tensor {name!r} of {str(self._file_of[name])!r} has shape {list(found)}, config.json asks for "

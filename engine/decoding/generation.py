@@ -44,12 +44,19 @@ class Sample:
         return self.ended or len(self.tokens) >= self.limit
 
 
-def samples_of(prompt: Sequence[int], sample_id: str, index: int, sampling: Sampling, context: int) -> list[Sample]:
-    """All of a prompt's. Raises PromptError where it is empty or does not fit the context."""
+def samples_of(
+    prompt: Sequence[int], sample_id: str, index: int, sampling: Sampling, context: int, vocab: int
+) -> list[Sample]:
+    """All of a prompt's. Raises PromptError where it is empty, does not fit the context, or has tokens that the model
+    does not: a tokenizer may name more. On a GPU such a token would end the process.
+    """
     if not len(prompt):
         raise PromptError(f"prompt {index} is empty")
     if len(prompt) >= context:
         raise PromptError(f"prompt {index} has {len(prompt)} tokens, the context is {context}")
+    if not 0 <= min(prompt) <= max(prompt) < vocab:
+        strange = next(token for token in prompt if not 0 <= token < vocab)
+        raise PromptError(f"prompt {index} has token {strange}, the model's vocabulary ends at {vocab - 1}")
     limit = min(sampling.max_new_tokens, context - len(prompt))
     ids = [f"{sample_id}\0{copy}" if copy else sample_id for copy in range(sampling.samples_per_prompt)]
     return [Sample(index, copy, name, prompt, limit) for copy, name in enumerate(ids)]

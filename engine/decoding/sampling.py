@@ -92,8 +92,8 @@ class Sampler:
         """Tokens [B] of rows in these seats, which have generated so many before, from logits [B, vocab], which are
         overwritten.
         """
-        rows = torch.tensor(seats, device=self._device)
         if self._seen is not None:
+            rows = torch.tensor(seats, device=self._device)
             logits, penalty = logits.float(), self._sampling.repetition_penalty
             penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
             logits = torch.where(self._seen[rows], penalised, logits)

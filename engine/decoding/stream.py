@@ -152,7 +152,8 @@ class Stream:
 
     def add(self, prompt: Sequence[int], sample_id: str, index: int) -> None:
         """As `Decoding.add`."""
-        samples = samples_of(prompt, sample_id, index, self._context.sampling, self._decoder.shape.context)
+        shape = self._decoder.shape
+        samples = samples_of(prompt, sample_id, index, self._context.sampling, shape.context, shape.vocab)
         for first in range(0, len(samples), self._seats):
             self._queue.add(samples[first : first + self._seats])
 
@@ -292,7 +293,7 @@ class Stream:
         if all(len(copies) == 1 for copies in entering):
             return logits
         counts = [len(copies) for copies in entering] + [1] * (len(logits) - len(entering))
-        return logits.repeat_interleave(torch.tensor(counts, device=logits.device), 0)
+        return logits.repeat_interleave(torch.tensor(counts, device=logits.device), 0, output_size=sum(counts))
 
     def _choose(self, rows: Sequence[Sample], logits: Tensor) -> list[Generation]:
         """Take rows on by a token, from logits [rows, vocab], which are overwritten; those that ended by it."""

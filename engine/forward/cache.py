@@ -12,7 +12,8 @@ from torch import Tensor
 
 from engine.shape import ModelShape
 
-ROWS = 8  # by which a block grows and shrinks
+ROWS = 8  # by which a block grows and shrinks at the most
+SPARE_BYTES = 1 << 25  # that a block may have memory for in a layer before it goes by fewer rows
 LEAST_SLOTS = 64  # of a row
 
 
@@ -24,9 +25,16 @@ def slots_for(tokens: int) -> int:
     return size
 
 
-def rows_held(rows: int) -> int:
-    """Rows that a block has memory for when so many have come and none has left."""
-    return -(-rows // ROWS) * ROWS
+def rows_held(rows: int, row_bytes: int) -> int:
+    """Rows that a block has memory for when so many have come and none has left, each of so many bytes in a layer."""
+    step = _step(rows, row_bytes)
+    return -(-rows // step) * step
+
+
+def _step(rows: int, row_bytes: int) -> int:
+    """By how many rows a block of so many grows and shrinks: of long ones by few, by an eighth of many."""
+    most = min(ROWS, max(SPARE_BYTES // row_bytes, rows // ROWS, 1))
+    return 1 << (most.bit_length() - 1)  # a power of two, so that more rows never need less
 
 
 class RowBlock:
@@ -38,6 +46,7 @@ class RowBlock:
         # Of each layer [keys or values, rows, kv_heads, slots, head_dim]: where a block grows, one layer at a time has
         # old and new. Zeros, not empty: a masked slot is multiplied by zero, and 0 x NaN would not be zero.
         size = (2, 0, shape.kv_heads, slots, shape.head_dim)
+        self._row_bytes = shape.cache_elements(slots) * dtype.itemsize  # in a layer
         self._store = [torch.zeros(size, dtype=dtype, device=device) for _ in range(layers)]
 
     @property
@@ -79,11 +88,13 @@ class RowBlock:
             layer[:, len(self.seats)] = 0
         if last != seat:
             self.seats[place], self.place[last] = last, place
-        if self.capacity - rows_held(len(self.seats)) > ROWS:
+        rows = len(self.seats)
+        if self.capacity - rows_held(rows, self._row_bytes) > _step(rows, self._row_bytes):
             self._resize()
 
     def _resize(self) -> None:
-        kept, capacity = min(len(self.seats), self.capacity), rows_held(len(self.seats))
+        rows = len(self.seats)
+        kept, capacity = min(rows, self.capacity), rows_held(rows, self._row_bytes)
         for index, old in enumerate(self._store):
             self._store[index] = old.new_zeros(old.shape[0], capacity, *old.shape[2:])
             self._store[index][:, :kept] = old[:, :kept]

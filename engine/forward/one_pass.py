@@ -3,7 +3,8 @@
 A pass's tokens are sorted: prompts without their last tokens, then those first ones that run every layer under a prompt
 bridge, then the last ones, then decode tokens, those on the earliest plateau first. Active sets only shrink, so the
 tokens that run a unit are one slice of them: a layer that prompts do not reach leaves out the first part, a skipped
-unit leaves out the tail. (Two, where prompts skip a unit that decode tokens run.) No second code path for prompts.
+unit leaves out the tail. (Two, where prompts skip a unit that decode tokens run.) What all prompts share, and known
+answers, go through `PromptPass`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -164,6 +165,19 @@ class OnePass:
                 for layer, pair in enumerate(prefix.layers):
                     for row, kept in zip(cache.row(prompt.seat, layer), pair, strict=True):
                         row[:, : prompt.shared] = kept.transpose(0, 1)
+        # Now, not in mid-pass: what goes to a GPU from here waits for all that was asked of it before.
+        for operation, start, end in self.slices:
+            if isinstance(operation, RunUnit) and operation.unit.kind == "a" and end > max(start, self._single):
+                self._attending_between(operation.unit.layer, *self._singles(start, end))
+
+    @property
+    def _single(self) -> int:
+        """Where single tokens begin."""
+        return self.bulk + self.whole
+
+    def _singles(self, start: int, end: int) -> tuple[int, int]:
+        """Those among the tokens from `start` to `end`, by place among single tokens."""
+        return max(0, start - self._single), end - self._single
 
     def run(self) -> Tensor:
         """Hidden states [last + decoding, hidden] after all layers, of the prompts' last tokens and the newest ones."""
@@ -199,8 +213,6 @@ class OnePass:
         """Of the tokens from `start` to `end`: those of prompts, or the single ones, or both."""
         bulk = max(0, self.bulk - start)
         whole = self.whole if start <= self.bulk else 0
-        single = self.bulk + self.whole  # where these begin
-        singles = max(0, start - single), end - single
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             attended = []
@@ -218,7 +230,8 @@ class OnePass:
                 attended += [self._attend_prompt(layer, q, index) for index in self._longer]
             if whole:
                 attended.append(attended_alone(v[bulk:first], q.shape[1]))
-            if end > single:
+            if end > self._single:
+                singles = self._singles(start, end)
                 attended.append(self._attend_alone(layer, q[first:], k[first:], v[first:], *singles))
             return torch.cat(attended) if len(attended) > 1 else attended[0]
 
@@ -261,11 +274,9 @@ class OnePass:
 
     def _attend_alone(self, layer: int, q: Tensor, k: Tensor, v: Tensor, first: int, last: int) -> Tensor:
         """Of the single tokens from `first` to `last`, each to its row's cache, which it joins."""
-        span, within = self._cache.place[layer]
+        within = self._cache.place[layer][1]
         kind = self._decoder.shape.attention_kind(layer)
-        if (span, first, last) not in self._attending:
-            self._attending[span, first, last] = self._attending_in(span, first, last)
-        groups, order = self._attending[span, first, last]
+        groups, order = self._attending_between(layer, first, last)
         attended = []
         for group in groups:
             pair = group.block.layer(within)[:, group.rows]
@@ -276,6 +287,13 @@ class OnePass:
             attended.append(self._kernels.decode_attention(q[group.tokens], keys, values, mask, kind))
             self.padding += 4 * self._decoder.shape.query_width * (len(group.places) * group.longest - seen)
         return torch.cat(attended)[order]
+
+    def _attending_between(self, layer: int, first: int, last: int) -> tuple[list[Attending], Tensor]:
+        """As `_attending_in`, made once."""
+        where = (self._cache.place[layer][0], first, last)
+        if where not in self._attending:
+            self._attending[where] = self._attending_in(*where)
+        return self._attending[where]
 
     def _attending_in(self, span: int, first: int, last: int) -> tuple[list[Attending], Tensor]:
         """The single tokens from `first` to `last` by block, and where each of them is among these."""

@@ -71,7 +71,11 @@ class Decoder(ABC):
         self._embedding = self._take(HEAD if tied and is_alone else embedding)
         # Whether the embedding is the head's matrix too.
         self._tied = tied and not has_own_head(weights, embedding)
-        self._head = kernels.linear(self.head_weight())
+        self._own_head: Tensor | None = None  # where it is one, and kept as it is
+        head = self.head_weight()
+        self._head = kernels.linear(head)
+        if kernels.keeps_weights and not self._tied:
+            self._own_head = head
         self._read(config)
 
     @abstractmethod
@@ -114,7 +118,9 @@ class Decoder(ABC):
         return self.capped(self._head(self.head_input(x)))
 
     def head_weight(self) -> Tensor:
-        """The head's matrix [vocab, w]; read again where it is its own, as kernels may keep it in another layout."""
+        """The head's matrix [vocab, w]; read again where it is its own and kernels keep it in another layout."""
+        if self._own_head is not None:
+            return self._own_head
         return self._embedding if self._tied else self._take(HEAD)
 
     def capped(self, products: Tensor) -> Tensor:

@@ -65,6 +65,10 @@ class Gemma3Decoder(Qwen3Decoder, Gemma2Decoder):
 
     layer_types = ("full_attention", "sliding_attention")
 
+    def _unit_norm(self, qk: Tensor) -> Tensor:
+        """In float32, to be rounded once, behind the weights."""
+        return super()._unit_norm(qk.float())
+
     def place_keys(self, layer: int, k: Tensor, rotations: Rotations) -> Tensor:
         windowed = self.shape.attention_kind(layer).window is not None
         return super().place_keys(layer, k, (rotations[windowed],))

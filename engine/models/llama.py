@@ -92,8 +92,8 @@ class LlamaDecoder(Decoder):
 
     def mlp(self, layer: int, x: Tensor) -> Tensor:
         maps = self._projections.mlp[layer]
-        gated = self._kernels.gate(maps.into(self._norm(x, self._mlp_norm[layer])), self._activation)
-        return self._add(x, maps.out(gated), "m", layer)
+        gate, up = maps.into(self._norm(x, self._mlp_norm[layer])).chunk(2, -1)
+        return self._add(x, maps.out(self._activation(gate) * up), "m", layer)
 
     def keys_and_values(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
         qk, v = self._project(layer, x)
@@ -136,7 +136,11 @@ class Qwen3Decoder(LlamaDecoder):
 
     def _project(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
         qk, v = super()._project(layer, x)
-        return (self._norm(qk, torch.ones_like(qk[0, 0])) * self._head_norm[layer]).to(v.dtype), v
+        return (self._unit_norm(qk) * self._head_norm[layer]).to(v.dtype), v
+
+    def _unit_norm(self, qk: Tensor) -> Tensor:
+        """Each head's queries and keys, before its weights."""
+        return self._norm(qk, torch.ones_like(qk[0, 0]))
 
     def _head_norm_weight(self, layer: str) -> Tensor:
         """[heads + kv_heads, head_dim], in the order of the queries and keys that `Rotary` wants."""
@@ -160,5 +164,5 @@ class SmolLM3Decoder(LlamaDecoder):
 
 
 def _activation_name(config: Any) -> str:
-    name: str = getattr(config, "hidden_act", None) or config.hidden_activation
+    name: str = getattr(config, "hidden_activation", None) or config.hidden_act  # Gemma may have both, and means this
     return name

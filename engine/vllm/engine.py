@@ -314,7 +314,8 @@ class VllmDecoding:
 
     def add(self, prompt: Sequence[int], sample_id: str, index: int) -> None:
         """As `Decoding.add`."""
-        for sample in samples_of(prompt, sample_id, index, self._stopping.sampling, self._context):
+        sampling, vocab = self._stopping.sampling, self._ledger.shape.vocab
+        for sample in samples_of(prompt, sample_id, index, sampling, self._context, vocab):
             sample.shared_prefix, sample.shares_prompt = shared_tokens(self._prefix, prompt), sample.copy > 0
             request = next(self._running.names)
             self._llm.add_request(request, {"prompt_token_ids": list(prompt)}, self._params(sample))

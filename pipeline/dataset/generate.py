@@ -4,7 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -48,16 +48,6 @@ class _DatasetManifest(OpenRecord):
 _RECORD: Record[dict[str, Any]] = Record(
     _DatasetManifest, "delete it, and start the job again: the data set is published anew from the run", LARGE
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Shard:
-    """A Parquet file of the data set."""
-
-    file: str  # below the data set's directory
-    rows: int
-    size: int  # in bytes
-    checksum: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +151,7 @@ def _publish(
             first = next(kept, None)
             if first is None:
                 raise JobError(f"input {config.input!r} has no rows: there is no data set to make")
-            shards = _write_shards(storage, chain([first], kept), config.rows_per_shard, check)
-            files = [asdict(shard) for shard in shards]
+            files = _write_shards(storage, chain([first], kept), config.rows_per_shard, check)
             card = write_card(job.model_copy(update={"output": config.output}), success, result.totals, filters,
                               first.schema)  # fmt: skip
             check()
@@ -200,8 +189,8 @@ def _kept(tables: Iterable[pa.Table], filters: Filters) -> Iterator[pa.Table]:
 
 def _write_shards(
     storage: Storage, tables: Iterable[pa.Table], rows_per_shard: int, check: Callable[[], None]
-) -> list[_Shard]:
-    """Write the rows of one or more tables, and remove shards of an earlier, longer data set.
+) -> list[dict[str, Any]]:
+    """Write the rows of one or more tables, and remove shards of an earlier, longer data set. What its manifest lists.
 
     Each is written whole under its number, so that writing again replaces the same objects.
 
@@ -212,8 +201,9 @@ def _write_shards(
         content, name = to_parquet(table), f"{FOLDER}/{SPLIT}-{number:05d}.parquet"
         check()
         storage.write(name, content)
-        shards.append(_Shard(name, table.num_rows, len(content), checksum(content)))
-    written = {shard.file for shard in shards}
+        entry = {"file": name, "rows": table.num_rows, "size": len(content), "checksum": checksum(content)}
+        shards.append(entry)
+    written = {shard["file"] for shard in shards}
     check()
     remove(storage, Kind.DATA_SET, [name for name in own(Kind.DATA_SET, storage.names(FOLDER)) if name not in written])
     return shards

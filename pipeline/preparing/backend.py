@@ -9,6 +9,8 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, Self
 
+import torch
+
 import engine
 from engine import Engine, ModelError, ModelShape, Schedule, Tokenizer
 from engine.vllm.engine import VllmEngine  # which needs no vLLM before there is one
@@ -69,6 +71,9 @@ class Backend:
         dtype = config.dtype if self.held is None else self.held.dtype
         if in_vllm:
             return _vllm_engine(config, dtype, threads)
+        share = _gpus(config)
+        if 0 < share < 1 and engine.resolve_device(config.device).type == "cuda":  # others are on the same card
+            torch.cuda.set_per_process_memory_fraction(share)
         loaded = Engine.load(config.model, device=config.device, dtype=dtype, threads=threads)
         engine.check_model_files(config.model, files)
         return loaded
@@ -94,15 +99,20 @@ def _has_vllm() -> bool:
 def _vllm_engine(config: GenerationConfig, dtype: str, threads: int | None) -> VllmEngine:
     """All GPUs of a replica share one model. Raises ModelError if vLLM is not installed."""
     options: dict[str, Any] = {"kv_cache_dtype": config.cache_dtype}
+    gpus = _gpus(config)
     if engine.resolve_device(config.device).type == "cuda":
-        options["gpu_memory_utilization"] = config.gpu_memory_share
+        options["gpu_memory_utilization"] = config.gpu_memory_share * min(1.0, gpus or 1.0)
     if config.quantization is not None:
         options["quantization"] = config.quantization
-    gpus = getattr(config, "gpus_per_replica", None) or 0
     if gpus > 1:
         # Its workers are children of the replica, which holds the GPUs: Ray need not know of them.
         options |= {"tensor_parallel_size": int(gpus), "distributed_executor_backend": "mp"}
     return VllmEngine(config.model, dtype, config.device, threads, **options)
+
+
+def _gpus(config: GenerationConfig) -> float:
+    """Of a replica, as far as the options say; 0 where they say nothing."""
+    return getattr(config, "gpus_per_replica", None) or 0.0
 
 
 def _dtype(config: GenerationConfig) -> str:

@@ -1,6 +1,7 @@
 """report.html of a run: what ran, lengths, throughput, FLOPs spent and saved, errors, samples."""
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -39,7 +40,7 @@ def write_report(
 ) -> None:
     """The report of a finished run; `stats` is what Ray Data says of each pass of this session."""
     looked = _Looked(config.id_column)
-    for commit in commits[:: max(1, len(commits) // MAX_FILES)]:
+    for commit in commits[:: max(1, math.ceil(len(commits) / MAX_FILES))]:
         looked.into(storage, commit)
     schedules = schedule_maps([("which layers run at which step", schedule)], config.max_new_tokens)
     charts = [_flops_chart(totals), schedules]

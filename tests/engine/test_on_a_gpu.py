@@ -156,8 +156,8 @@ def test_known_answers_are_judged_alike(real: Pair, chats: list[list[int]]) -> N
 
 def test_a_schedule_is_calibrated_trained_and_written(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     directory = str(make_checkpoint(num_hidden_layers=12, eos=[3, 40, 77]))
-    kernels = training_kernels_for(torch.device("cpu"), torch.float32)
-    engines = Engine.load(directory, "cpu", kernels=kernels), Engine.load(directory, "cuda", "float32")
+    # Plain ones: those that training takes on a CPU may learn through bfloat16 products.
+    engines = Engine.load(directory, "cpu", kernels=Kernels()), Engine.load(directory, "cuda", "float32")
     prompts, sampling = random_prompts([*range(8, 128)]), Sampling(max_new_tokens=16, min_new_tokens=6, temperature=1.0)
     answers = answer_prompts(engines[0], prompts, sampling, 32, quiet)
     losses = []

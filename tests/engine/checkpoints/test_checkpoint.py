@@ -235,6 +235,10 @@ def test_the_end_of_sequence_is_the_generation_configs_else_the_tokenizers(copie
     assert Tokenizer.load(str(copied)).eos_ids == (0,)
     file.unlink()
     assert Tokenizer.load(str(copied)).eos_ids == (0,)
+    edit_config(copied, eos_token_id=[7, 9])
+    assert Tokenizer.load(str(copied)).eos_ids == (7, 9, 0), "without a generation config, what either says"
+    file.write_text(json.dumps({"eos_token_id": 5}))
+    assert Tokenizer.load(str(copied)).eos_ids == (5,)
 
 
 @pytest.mark.parametrize("said", ["abc", [None], [7, "9"], True, 2.0, -1])
@@ -242,6 +246,15 @@ def test_an_end_token_that_is_no_number_of_a_token_is_refused_naming_file_and_va
     (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": said}))
     with pytest.raises(ModelError, match=rf"generation_config\.json' names {re.escape(repr(said))} as eos_token_id"):
         Tokenizer.load(str(copied))
+
+
+def test_a_bias_that_is_missing_is_refused_by_name(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    directory = shutil.copytree(make_checkpoint(family="qwen2"), tmp_path / "copied")
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["model.layers.1.self_attn.k_proj.bias"]
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"no tensor 'model\.layers\.1\.self_attn\.k_proj\.bias', which config\.json"):
+        Engine.load(str(directory), device="cpu")
 
 
 # --- GGUF ---

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import engine.decoding.stream
-from engine import BatchStats, Engine, PromptError, Sampling, Schedule, ScheduleError
+from engine import BatchStats, Engine, Generation, PromptError, Sampling, Schedule, ScheduleError
 from engine.decoding.sampling import Sampler
 from engine.schedules import decays, orders, recipes
 from tests.engine.prompts import random_prompts
@@ -74,6 +74,25 @@ def test_one_prompt_pass_for_all_schedules_gives_what_a_call_for_each_gives(
         assert mine.samples == len(alone)
         assert mine.generated_tokens == sum(generation.generated_tokens for generation in alone)
         assert mine.prompt_tokens == sum(lengths)
+
+
+def test_rows_that_do_not_fit_twice_run_in_smaller_batches(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is in the cache that the prompts have filled and in a schedule's copy of it."""
+    prompts, sampling, schedules = random_prompts([9, 4, 7, 3, 5], seed=3), Sampling(max_new_tokens=6), [None, None]
+    seats: list[int] = []
+
+    def run(fitting: int) -> list[tuple[int, Generation]]:
+        monkeypatch.setattr(Engine, "fitting_batch_size", lambda *_: fitting)
+        seats.clear()
+        told = tiny.generate_each(
+            prompts, sampling, schedules, 5, on_batch=lambda _, stats: seats.append(stats.samples)
+        )
+        return sorted(told, key=lambda pair: (pair[0], pair[1].index))
+
+    whole = run(fitting=100)
+    assert seats == [5, 5]
+    assert run(fitting=5) == whole
+    assert seats == [2, 2, 2, 2, 1, 1]
 
 
 def logits_of(engine_: Engine, prompts: list[list[int]], sampling: Sampling, schedule: Schedule) -> list[list[Tensor]]:

@@ -435,3 +435,11 @@ def test_a_special_token_may_be_a_stop_string(packaged: Engine) -> None:
 def test_a_temperature_that_logits_cannot_be_divided_by_is_refused(temperature: float) -> None:
     with pytest.raises(ValueError, match="temperature must be 0, or 1e-06 at least"):
         Sampling(temperature=temperature)
+
+
+@pytest.mark.parametrize("token", [-1, 96])
+def test_a_token_that_the_model_does_not_have_is_refused(tiny: Engine, token: int) -> None:
+    """A tokenizer may name more than the model has: on a GPU looking such a one up would end the process."""
+    assert tiny.shape.vocab == 96
+    with pytest.raises(PromptError, match=f"prompt 1 has token {token}, the model's vocabulary ends at 95"):
+        list(tiny.generate([[1, 95], [1, token, 2]], Sampling(max_new_tokens=2)))

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import engine.decoding.stream
 from engine import Engine, ModelShape, Plateau, Sampling, Schedule, Unit
-from engine.forward.cache import ROWS, KVCache, slots_for
+from engine.forward.cache import ROWS, SPARE_BYTES, KVCache, rows_held, slots_for
 
 SHAPE = ModelShape("llama", 6, 8, 4, 2, 3, 50, 100, attention_parameters=1, mlp_parameters=1, head_parameters=1)
 SPANS = ((1, 2), (0, 3, 4, 5))
@@ -25,6 +25,14 @@ def make_cache(spans: Sequence[Sequence[int]] = SPANS) -> KVCache:
 @given(tokens=st.integers(1, 100_000))
 def test_a_row_has_room_for_all_its_tokens_and_less_than_half_again(tokens: int) -> None:
     assert tokens <= slots_for(tokens) <= max(64, 1.5 * tokens)
+
+
+@given(rows=st.integers(1, 600), row_bytes=st.integers(1, 1 << 30))
+def test_a_block_of_long_rows_has_little_to_spare(rows: int, row_bytes: int) -> None:
+    held = rows_held(rows, row_bytes)
+    assert rows <= held <= rows_held(rows + 1, row_bytes)
+    assert (held - rows) * row_bytes <= max(SPARE_BYTES, rows * row_bytes / 8)
+    assert held < rows + ROWS
 
 
 @settings(max_examples=60)

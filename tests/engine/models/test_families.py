@@ -37,7 +37,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "smollm3": {"family": "smollm3"},
     "smollm3, windows": {"family": "smollm3", "use_sliding_window": True, "sliding_window": 16},
     "gemma2": {"family": "gemma2", **GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
-    "gemma2, no caps": {"family": "gemma2", **GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "gemma2, no caps": {
+        "family": "gemma2", **GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None,
+        "hidden_act": "relu",  # which counts for nothing beside hidden_activation
+    },
     "gemma3": {"family": "gemma3_text", **GEMMA, "layer_types": ALTERNATING},
     "granite": {"family": "granite", **GRANITE},
     "granite, tied, biases": {

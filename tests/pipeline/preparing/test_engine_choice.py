@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from engine import Engine, HeadPreview, ModelError, Schedule
 from pipeline.config import GenerationConfig, JobConfig
@@ -61,6 +62,30 @@ def test_a_machine_without_a_gpu_leaves_the_precision_to_replicas_that_have_one(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = JobConfig(input="in", output="out", **options)
     assert Backend().identity(config).dtype == dtype
+
+
+def test_a_gpu_by_number_is_refused_as_ray_hands_them_out() -> None:
+    with pytest.raises(ValidationError, match="device 'cuda:1' names one of several GPUs, and Ray gives each replica"):
+        JobConfig(input="in", output="out", device="cuda:1")
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(None, 0.8), (0.5, 0.4), (2.0, 0.8)])
+def test_replicas_that_share_a_gpu_share_its_memory(
+    gpus: float | None, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(backend, "VllmEngine", lambda *_, **options: asked.append(options["gpu_memory_utilization"]))
+    monkeypatch.setattr(backend, "runs_in_vllm", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    options = {"engine": "vllm", "device": "cuda", "gpu_memory_share": 0.8, "gpus_per_replica": gpus}
+    Backend().engine(JobConfig(input="in", output="out", **options), None)  # type: ignore[arg-type]
+    assert asked == [pytest.approx(expected)]
+
+    monkeypatch.setattr(backend, "runs_in_vllm", lambda _: False)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", asked.append)
+    monkeypatch.setattr(Engine, "load", lambda *_, **__: None)
+    Backend().engine(JobConfig(input="in", output="out", **options), None)  # type: ignore[arg-type]
+    assert asked[1:] == ([gpus] if gpus == 0.5 else [])
 
 
 def test_what_vllm_leaves_out_is_neither_counted_nor_judged() -> None:
