@@ -39,7 +39,7 @@ CHECKPOINT_FILE = "training.safetensors"
 MORE_ANSWERS_FILE = "more_answers.safetensors"
 DECIDE_NOTHING = {
     *StorageConfig.model_fields,
-    *("output", "target_speedup", "device", "batch_size", "threads", "workers", "ray_address", "s3_anonymous_input"),
+    *("output", "target_speedup", "device", "batch_size", "threads", "ray_address", "s3_anonymous_input"),
 }  # options, of what comes of a training
 FITTED, FITTED_TOKENS = 600, 120_000  # prompts, and their tokens, that a prompt bridge is fitted to before training
 DEFAULT = Recipe()

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -25,6 +26,8 @@ PART = (
     "of the input's rows, to draw from; a hash of each row's id, or of its text where there is no id column, says to "
     "which one it belongs: test and calibrate are an eighth each, train is the rest"
 )
+
+log = logging.getLogger(__name__)
 
 ANSWERS_FILE = "answers.safetensors"  # of an output, that a rerun finds
 
@@ -70,7 +73,10 @@ def answer_corpus(
     """
     longest = longest_prompt(config, model.shape)
     rows = sample_prompts(config, config.part, config.prompts, model.tokenizer, longest)
-    prompts: list[list[int]] = rows[TOKENS].to_pylist()
+    drawn = rows[TOKENS].to_pylist()
+    prompts: list[list[int]] = [list(prompt) for prompt in dict.fromkeys(map(tuple, drawn))]
+    if len(prompts) < len(drawn):  # else some would be judged by that were learnt from
+        log.info("%d of the prompts are others once more, and left out", len(drawn) - len(prompts))
     check(prompts)
     # As in the job that will run the schedule: computed once, and at full depth.
     prefix = config.template().shared_prefix(model.tokenizer)
@@ -132,7 +138,9 @@ def _answered(
         return known
     if batch_size == "auto":
         batch_size = model.fitting_batch_size(max(map(len, prompts)), sampling)
-    ours = answer_prompts(model, peers.share(prompts), sampling, batch_size, progress)
+    # Under the ids that they would have in one process.
+    ids = peers.share([*map(str, range(len(prompts)))])
+    ours = answer_prompts(model, peers.share(prompts), sampling, batch_size, progress, ids)
     answers = [answer for share in peers.everyones(ours) for answer in share]
     if keeps is not None:
         write_answers(keeps, answers, drawn_as)

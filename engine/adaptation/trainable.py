@@ -144,6 +144,12 @@ class Trainable:
             yield from (part for part in (start.prompt_bridge, start.adapter) if part is not None)
 
 
+def has_parts(schedules: Sequence[Schedule], adapter_rank: int) -> bool:
+    """Whether there is something to train: what schedules bring, or an adapter of such a rank."""
+    brought = any(each.bridges or each.prompt_bridge or each.adapter for each in schedules)
+    return brought or bool(adapter_rank and _above(schedules))
+
+
 def _above(schedules: Sequence[Schedule]) -> list[Unit]:
     """Units that some of them run, in running order, from where all of them have changed something."""
     place = max(schedule.changed_from for schedule in schedules)

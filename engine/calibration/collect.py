@@ -18,11 +18,18 @@ Progress = Callable[[str, int, int], None]  # what is being done, how much of it
 
 
 def answer_prompts(
-    engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, batch_size: int, progress: Progress
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    batch_size: int,
+    progress: Progress,
+    sample_ids: Sequence[str] | None = None,
 ) -> list[Answer]:
-    """Full-depth answers in the order of the prompts; those that end at once have no decode pass and are left out."""
+    """Full-depth answers in the order of the prompts; those that end at once have no decode pass and are left out.
+    `sample_ids` as for `Engine.generate`.
+    """
     answers: dict[tuple[int, int], Answer] = {}
-    for generation in engine.generate(prompts, sampling, batch_size=batch_size):
+    for generation in engine.generate(prompts, sampling, batch_size=batch_size, sample_ids=sample_ids):
         answers[generation.index, generation.sample] = Answer(prompts[generation.index], generation.tokens)
         progress("answering at full depth", len(answers), len(prompts) * sampling.samples_per_prompt)
     return [answers[key] for key in sorted(answers) if answers[key].passes > 0]

@@ -24,7 +24,10 @@ PROMPT_SHARE = 8  # times as many prompt tokens run with them: bounds the keys a
 
 @dataclass(frozen=True)
 class Quality:
-    """Per decode token: KL divergence from full depth in nats, and whether the likeliest token is the same."""
+    """Per token: KL divergence from full depth in nats, and whether the likeliest token is the same.
+
+    The tokens are those that decode passes give, and where prompts are bridged the answers' first ones too.
+    """
 
     kl: Tensor  # [N]
     agrees: Tensor  # [N], bool
@@ -81,9 +84,11 @@ class Judge:
             if place in places:
                 self._states[place] = x
 
-        x = answers.full_depth(keep)
         # In half precision: a probability is then off by a thousandth of itself, the divergence by less than that.
-        self._full = torch.cat([logits.float().log_softmax(-1).half() for _, logits in answers.logits(x)])
+        self._full, self._first = (
+            torch.cat([logits.float().log_softmax(-1).half() for _, logits in answers.logits(x)])
+            for x in (answers.full_depth(keep), answers.first_hidden)
+        )
 
     def judge(self, schedule: Schedule, compiled: Compiled, answers: AnswerPass | None = None) -> Quality:
         """Teacher-forced quality of a schedule; `answers` are the same after their prompts ran under it, where it
@@ -94,7 +99,12 @@ class Judge:
         start = (place, self._states[place]) if place else None
         x = passed.hidden(schedule, compiled, start)
         kl, agrees = divergences(self._full, passed.scheduled_logits(x, schedule, compiled))
-        return Quality(kl.cpu(), agrees.cpu(), self.answers.sample)
+        sample = self.answers.sample
+        if answers is not None:  # a prompt's last state gives the first token, by the whole head
+            first_kl, first_agrees = divergences(self._first, answers.logits(answers.first_hidden))
+            kl, agrees = torch.cat([kl, first_kl]), torch.cat([agrees, first_agrees])
+            sample = torch.cat([sample, torch.arange(len(first_kl))])
+        return Quality(kl.cpu(), agrees.cpu(), sample)
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,8 +147,11 @@ def _exits(kind: Kind, calibration: RivalCalibration, target: float) -> Contende
         full = sum(generation.flops_decode_full_depth for generation in found)
         return full / max(1, sum(generation.flops_decode for generation in found)), confidences
 
+    seen = generated(2.0)[1]
+    if not seen:
+        raise ScheduleError("no answer to the calibration prompts has a decode step")
     # Thresholds between the confidences seen: the share of tokens that leave falls along them.
-    thresholds = np.quantile(generated(2.0)[1], np.linspace(0, 1, 61)).tolist()
+    thresholds = np.quantile(seen, np.linspace(0, 1, 61)).tolist()
     low, high, best = 0, len(thresholds) - 1, (0.0, 0.0)
     while low <= high:
         middle = (low + high) // 2

@@ -15,7 +15,7 @@ from engine.adaptation.trainer import Trainer
 from engine.calibration.calibrate import Calibration
 from engine.calibration.collect import answer_prompts
 from engine.decoding.early_exit import EarlyExit
-from engine.kernels import Kernels, training_kernels_for
+from engine.kernels import Kernels
 from tests.conftest import PACKAGED
 from tests.engine.models.test_families import LAYERS, VARIANTS
 from tests.engine.prompts import random_prompts

@@ -377,6 +377,20 @@ def test_a_judge_goes_on_from_where_prompts_begin_to_differ(tiny: Engine, skippe
     torch.testing.assert_close(found[0].kl, found[1].kl, rtol=1e-4, atol=1e-6)
 
 
+def test_a_judge_hears_the_first_tokens_that_bridged_prompts_give(tiny: Engine) -> None:
+    """All that there is to hear of an answer of one word."""
+    schedule, prompts = bridged(tiny), random_prompts([9, 14, 20], seed=4)
+    answers = [Answer(prompt, [7, 3]) for prompt in prompts]
+    with torch.inference_mode():
+        passed, compiled = tiny.teacher_forced(answers, schedule), tiny.compiled(schedule)
+        found = Judge(tiny.teacher_forced(answers)).judge(schedule, compiled, passed)
+        logits = [tiny.decoder.logits(tiny.teacher_forced(answers, one).first_hidden) for one in (None, schedule)]
+    full, ours = (each.log_softmax(-1) for each in logits)
+    assert found.sample.tolist() == [0, 1, 2, 0, 1, 2]
+    torch.testing.assert_close(found.kl[3:], (full.exp() * (full - ours)).sum(-1), rtol=1e-2, atol=1e-4)
+    assert found.agrees[3:].tolist() == (full.argmax(-1) == ours.argmax(-1)).tolist()
+
+
 def test_one_of_another_model_is_refused(tiny: Engine) -> None:
     fitting = random_prompt_bridge(tiny.shape, FIRST)
     for wrong in (PromptBridge(FIRST - 1, fitting.tensors), PromptBridge(LAYERS, fitting.tensors)):
