@@ -15,6 +15,10 @@ class JobError(_SafeBrief):
     """The job cannot start or go on: the input, the output or the configuration has to change first."""
 
 
+class NoFiles(JobError):
+    """The input names no file."""
+
+
 class JobStopped(_SafeBrief):
     """The job ended before its end through nothing that its configuration could change; a rerun resumes it."""
 

@@ -99,6 +99,7 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
         speed_source=outputs.speed[2] if outputs.speed else "unknown",
         cost=cost,
         cost_full_depth=full_cost,
+        audit_fraction=0.0 if job.schedule.is_full_depth else config.audit_fraction,
     )
 
 

@@ -31,7 +31,7 @@ from pipeline.inputs.work import Plan
 from pipeline.preparing.backend import Backend
 from pipeline.preparing.incremental import History, work_name
 from pipeline.preparing.preparation import Preparation, prepare_run
-from pipeline.preparing.run_record import Claim, claim_output
+from pipeline.preparing.run_record import RUN_FILE, Claim, claim_output
 from pipeline.reporting.audit import failed_audit
 from pipeline.reporting.bill import check_ceiling
 from pipeline.reporting.forecast import against_actual, read_forecast
@@ -108,10 +108,13 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
         _report(begun, storage, session, commits, totals)
         raise UnitsFailed(_say_failed(session.failed, begun.work, job.config.output))
     _check_complete(job.plan, commits, storage)
-    begun.claim.check(storage)
-    if lease is not None:
-        lease.check()
-    swept = sweep_orphans(storage, commits, begun.history.is_replaced if begun.history is not None else None)
+
+    def check() -> None:
+        begun.claim.check(storage)
+        if lease is not None:
+            lease.check()
+
+    swept = sweep_orphans(storage, commits, check, begun.history.is_replaced if begun.history is not None else None)
     if swept:
         log.info("removed %d data files that no commit names", swept)
     if begun.new.units or not is_manifest_of(storage, job.fingerprint, commits):
@@ -119,6 +122,7 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
         if begun.history is not None:
             held = begun.history.describe(commits)
         description = {"fingerprint": job.fingerprint, **job.description, "input": job.description["input"] | held}
+        check()
         write_success(storage, description, commits, totals)
     # After the manifest: whatever becomes of the report, the run is finished.
     if begun.new.units or not is_reported(storage, commits):
@@ -153,14 +157,16 @@ def _begin(job: Preparation, storage: Storage) -> _Begun:
         discard_run(storage)
     claim = claim_output(storage.at_first(), job.description)
     logs.name_lines(run=claim.run)
-    commits = read_commits(storage, claim.run) if claim.resuming else []
+    commits = read_commits(storage, claim.run, keep=True) if claim.resuming else []
     history = History(storage, job, job.known if claim.resuming else {}) if job.config.incremental else None
     if history is not None:
         commits = history.settle(commits)
     else:
         hold_input(storage, job.plan, begun=bool(commits))
     begun = _Begun(job, claim, history, commits, job.plan.without({commit.unit for commit in commits}))
-    if history is not None and (begun.new.units or job.plan.unreadable):
+    if claim.resuming and begun.new.units:
+        storage.at_first().prove_put_if_absent()  # who began the run may have been allowed more than who goes on
+    if claim.resuming and (begun.new.units or (history is not None and job.plan.unreadable)):
         remove(storage, Kind.RUN, [SUCCESS_FILE])  # or it would tell readers and schedulers that nothing is left to do
     _say_begun(begun)
     return begun
@@ -194,7 +200,10 @@ def _generate(begun: _Begun, lease: Lease | None) -> Done:
         job.config, job.backend.held_to(job.model, begun.claim.began), job.template, job.schedule, plan.read_columns,
         plan.kept, job.longest_prompt, begun.claim.run,
     )  # fmt: skip
-    connect(job.config.ray_address, log_to_driver=job.config.log_format == "text")
+    output, source = job.config.output_storage(), job.config.input_storage()
+    local = {"output": output.path(RUN_FILE)} if output.is_local else {}
+    local |= {"input": begun.new.units[0].path} if source.is_local else {}
+    connect(job.config.ray_address, job.config.log_format == "text", local)
     with Interruption() as interruption:
         return Session(task, plan, begun.commits, interruption, lease).run(list(begun.new.units))
 

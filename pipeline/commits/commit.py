@@ -175,10 +175,10 @@ def checksum(content: bytes) -> str:
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
-def read_commits(storage: Storage, run: str | None = None) -> list[Commit]:
+def read_commits(storage: Storage, run: str | None = None, keep: bool = False) -> list[Commit]:
     """All commits of an output, by unit. Raises JobError if one is by another run than `run`, or is no commit.
 
-    Those that a snapshot holds unchanged are not read again; when many were, a new one is written.
+    Those that a snapshot holds unchanged are not read again; with `keep`, when many were, a new one is written.
     """
     stamps = storage.stamps(COMMITS, ".json")
     held = _read_snapshot(storage, stamps)
@@ -190,7 +190,7 @@ def read_commits(storage: Storage, run: str | None = None) -> list[Commit]:
     for commit in commits:
         if run is not None and commit.run != run:
             raise _foreign(storage, commit, run)
-    if len(names) >= SNAPSHOT_EVERY:
+    if keep and len(names) >= SNAPSHOT_EVERY:
         write_snapshot(storage, commits, stamps)
     return commits
 
@@ -268,9 +268,14 @@ def _foreign(storage: Storage, commit: Commit, run: str) -> JobError:
     )
 
 
-def sweep_orphans(storage: Storage, commits: Collection[Commit], is_over: Callable[[str], bool] | None = None) -> int:
+def sweep_orphans(
+    storage: Storage,
+    commits: Collection[Commit],
+    check: Callable[[], None],
+    is_over: Callable[[str], bool] | None = None,
+) -> int:
     """Remove data files of ours that no commit names: what attempts left that died, also while they wrote it, or came
-    second. Returns how many.
+    second. Returns how many. `check` raises where the output has become another's by the time that they are found.
 
     With `is_over`, only those of units that are committed, so that no other attempt can be any more, and those of which
     it says that they never will be.
@@ -281,6 +286,7 @@ def sweep_orphans(storage: Storage, commits: Collection[Commit], is_over: Callab
         named = ((name, name.removeprefix(f"{DATA}/").rpartition("-")[0]) for name in orphans)
         orphans = [name for name, unit in named if unit in units or is_over(unit)]
     orphans += unfinished(storage)
+    check()
     remove(storage, Kind.RUN, orphans)
     return len(orphans)
 

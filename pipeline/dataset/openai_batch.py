@@ -97,9 +97,10 @@ def write_requests(storage: Storage, requests: Requests) -> str:
     """As the Parquet file that a job reads; its name, which is one for these requests and no others."""
     sink = pa.BufferOutputStream()
     pq.write_table(requests.table, sink)
-    content = sink.getvalue().to_pybytes()
-    name = f"{REQUESTS}/{hashlib.sha256(content).hexdigest()[:16]}.parquet"
-    storage.write_if_absent(name, content)  # its time may be what tells a job that its input has not changed
+    # By what is asked: the file's own bytes name the library that wrote them.
+    digest = hashlib.sha256(json.dumps(requests.table.to_pylist()).encode()).hexdigest()
+    name = f"{REQUESTS}/{digest[:16]}.parquet"
+    storage.write_if_absent(name, sink.getvalue().to_pybytes())  # its time may tell a job that it has not changed
     return name
 
 

@@ -4,10 +4,11 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.config import JobConfig
 from pipeline.errors import JobError
@@ -15,6 +16,8 @@ from pipeline.errors import JobError
 log = logging.getLogger(__name__)
 
 MOST_REPLICAS = 100_000
+LOOK_S = 60.0  # for all nodes to say whether they have a file
+HEAD_BYTES = 4096
 PATIENCE_S = 10  # with a cluster's address, until nobody is taken to listen there
 EMBEDDED_STORE_BYTES = 1 << 30  # work units in flight are small; Ray's default would claim a third of the memory
 # A Ray of one machine shares its cores with the replicas, whose threads wait for each other: what it reports to itself
@@ -45,13 +48,17 @@ class ReplicaResources:
     threads: int  # each, as torch runs
 
 
-def connect(address: str | None, log_to_driver: bool = True) -> None:
+def connect(address: str | None, log_to_driver: bool = True, shared: Mapping[str, str] | None = None) -> None:
     """Join a cluster, or start an embedded one that ends with this process; show what its processes log, or don't.
 
-    Raises JobError if that fails.
+    `shared` are local files, by what they are of, that all nodes are to have. Raises JobError if any of that fails.
     """
-    if ray.is_initialized():
-        return
+    if not ray.is_initialized():
+        _join(address, log_to_driver)
+    check_shared(shared or {})
+
+
+def _join(address: str | None, log_to_driver: bool) -> None:
     joined = "a Ray cluster, or starting one" if address is None else f"the Ray cluster {address!r}"
     log.info("starting a Ray of its own" if address == "local" else f"joining {joined}")
     quiet = {"logging_level": logging.WARNING, "log_to_driver": log_to_driver}
@@ -85,6 +92,45 @@ def _knock(address: str | None) -> None:
     host, _, port = (address or "").rpartition(":")
     if port.isdecimal() and "/" not in host:
         socket.create_connection((host.strip("[]"), int(port)), PATIENCE_S).close()
+
+
+def check_shared(files: Mapping[str, str]) -> None:
+    """Raises JobError unless all nodes that run tasks have these local files, by what they are of, as this one has."""
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+    if not files or len(nodes) < 2:
+        return
+    expected = {path: head_of(path) for path in files.values()}
+    looks = {}
+    for node in nodes:
+        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        look = ray.remote(_lacking).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+        looks[look.remote(expected)] = node["NodeManagerAddress"]
+    done, _ = ray.wait(list(looks), num_returns=len(looks), timeout=LOOK_S)
+    for look in done:
+        try:
+            lacking = ray.get(look)
+        except ray.exceptions.RayError:  # the node has gone: what it lacked does not matter
+            continue
+        for what, path in files.items():
+            if path in lacking:
+                raise JobError(
+                    f"{what} {path!r} is a local file, and node {looks[look]} of the cluster has not the same there: "
+                    "name a place that all nodes share, or a URL such as s3://"
+                )
+
+
+def head_of(path: str) -> bytes | None:
+    """What a file begins with, or None if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(HEAD_BYTES)
+    except OSError:
+        return None
+
+
+def _lacking(expected: Mapping[str, bytes | None]) -> list[str]:
+    """Files that this node does not have like that."""
+    return [path for path, head in expected.items() if head_of(path) != head]
 
 
 @dataclass(frozen=True, slots=True)

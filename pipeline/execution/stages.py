@@ -115,6 +115,7 @@ class UnitGenerator:
         shape, size, fraction = task.backend.shape(config), config.batch_size, config.audit_fraction
         self._auditor = Auditor(engine, tokenizer, shape, config.sampling(), schedule, size, fraction)
         engine.begin(config.sampling(), schedule, config.batch_size)
+        self._auditor.begin()
         board.ready()
 
     def run(self, unit: WorkUnit, prepared: pa.Table) -> Parcel:

@@ -9,7 +9,7 @@ from functools import partial
 
 from fsspec.utils import glob_translate
 
-from pipeline.errors import JobError, one_line
+from pipeline.errors import JobError, NoFiles, one_line
 from pipeline.storage.patterns import fixed_part, without_braces
 from pipeline.storage.storage import Storage
 
@@ -41,7 +41,7 @@ def find_input_files(storage: Storage) -> list[str]:
     paths = listing.once(found)
     listing.say()
     if not paths:
-        raise JobError(f"input {storage.url!r} holds no Parquet files: name a .parquet file, its directory or a glob")
+        raise NoFiles(f"input {storage.url!r} holds no Parquet files: name a .parquet file, its directory or a glob")
     return paths
 
 

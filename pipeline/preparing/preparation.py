@@ -7,16 +7,17 @@ from typing import Any
 
 from engine import ModelShape, Schedule
 from pipeline.config import JobConfig
-from pipeline.errors import JobError
+from pipeline.errors import JobError, NoFiles, NothingToDo
 from pipeline.inputs.known_files import KnownFile, recall_files
 from pipeline.inputs.work import Plan, make_plan
 from pipeline.preparing.backend import Backend, ModelIdentity
 from pipeline.preparing.fit import choose_schedule, longest_prompt, warn_of_another_model
-from pipeline.preparing.run_record import describe_run, fingerprint
+from pipeline.preparing.run_record import describe_run, fingerprint, read_run
+from pipeline.redaction import redacted
 from pipeline.rows.rows import output_schema
 from pipeline.rows.template import PromptTemplate
 from pipeline.storage.ownership import Kind, check_files, check_place
-from pipeline.storage.storage import absolute
+from pipeline.storage.storage import Storage, absolute
 
 PACKAGES = "working_dir_files"  # where Ray unpacks the working directory of a submitted job, on each node
 
@@ -51,7 +52,12 @@ def prepare_run(config: JobConfig, backend: Backend | None = None) -> Preparatio
     known: dict[str, KnownFile] | None = None
     if config.incremental:
         known = {} if config.fresh else recall_files(output, source)
-    plan = make_plan(config, template, known)
+    try:
+        plan = make_plan(config, template, known)
+    except NoFiles:
+        if known and _is_emptied(config, output, source):
+            raise NothingToDo(f"nothing is new: {config.input!r} holds no files any more") from None
+        raise
     check_files(output, source, (file.path for file in plan.files))
     output_schema(plan.kept, config.reserved)
     config = config.model_copy(update={"model": backend.pinned(config.model)})
@@ -64,6 +70,13 @@ def prepare_run(config: JobConfig, backend: Backend | None = None) -> Preparatio
     warn_of_another_model(schedule, config.model, identity.digest)
     description = describe_run(config, plan, schedule, identity)
     return Preparation(config, backend, template, plan, shape, schedule, longest, description, identity, known or {})
+
+
+def _is_emptied(config: JobConfig, output: Storage, source: Storage) -> bool:
+    """Whether an input without files is that of the run that is there; of a local one, the directory is left."""
+    record = read_run(output)
+    same = record is not None and record["input"].get("root") == redacted(config.input)
+    return same and (not source.is_local or os.path.isdir(source.root))
 
 
 def absolute_paths(config: JobConfig) -> JobConfig:

@@ -50,6 +50,11 @@ class Auditor:
         self._full_depth = RowGenerator(engine, sampling, None, batch_size)
         self._fraction = 0.0 if schedule.is_full_depth else fraction  # those would be compared with themselves
 
+    def begin(self) -> None:
+        """Have the engine load what it judges with: where there is no room for it, that is told before any row is."""
+        if self._fraction:
+            self._engine.score([[0]], [[0]], [self._schedule])
+
     def audit(self, prepared: pa.Table, ids: Sequence[str], answers: Mapping[int, Generation]) -> dict[str, float]:
         """What a unit's audited rows add to `Totals`, of those that have an answer. Raises DeviceBroken; any other
         trouble leaves the unit unaudited."""

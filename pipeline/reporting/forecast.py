@@ -34,6 +34,7 @@ class Forecast(FlopSums):
     speed_source: str = "unknown"  # where the seconds come from, in words
     cost: Amount | None = None
     cost_full_depth: Amount | None = None
+    audit_fraction: Amount = 0.0  # of the rows, that are generated at full depth too: on top of all this
 
     @property
     def decode_share(self) -> float:
@@ -60,6 +61,8 @@ class Forecast(FlopSums):
             facts["replica-hours"] = "not told: that takes a speed, which --plan-prompts measures on this machine"
         if self.cost is not None and self.cost_full_depth is not None:
             facts["cost"] = f"{self.cost:.4f}, at full depth {self.cost_full_depth:.4f}"
+        if self.audit_fraction:
+            facts["audits"] = f"come on top: {self.audit_fraction:.1%} of the rows are generated at full depth too"
         return facts
 
 

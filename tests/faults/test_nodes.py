@@ -1,6 +1,7 @@
 """A second node of the cluster dies under a job."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
@@ -9,7 +10,11 @@ from nodes import Nodes
 from servers import IMPORTS, S3Server
 from trial import Trial
 
-pytestmark = pytest.mark.timeout(600)
+from pipeline.errors import JobError
+from pipeline.execution import cluster
+from pipeline.execution.cluster import check_shared
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +24,18 @@ def nodes(s3: S3Server) -> Iterator[Nodes]:
     nodes = Nodes({**s3.environment, "PYTHONPATH": IMPORTS})
     yield nodes
     nodes.close()
+
+
+def test_a_local_place_that_nodes_do_not_share_is_refused_before_a_replica_starts(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nodes are one machine here: of a file that changes under them, they have not what was looked for."""
+    shared = tmp_path / "in.parquet"
+    shared.write_bytes(b"content")
+    check_shared({"input": str(shared)})
+    monkeypatch.setattr(cluster, "head_of", lambda path: b"what only the driver has")
+    with pytest.raises(JobError, match=rf"^input '{shared}' is a local file, and node [0-9.]+ of the cluster has not"):
+        check_shared({"input": str(shared)})
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@ def without_ray(patch: pytest.MonkeyPatch) -> type[InlineSession]:
     """
     patch.setattr(report, "to_svg", lambda figure: "")
     patch.setattr(run, "Session", InlineSession)
-    patch.setattr(run, "connect", lambda address, log_to_driver: None)
+    patch.setattr(run, "connect", lambda *_: None)
     patch.setattr(InlineSession, "stop_after", None)
     patch.setattr(InlineSession, "units_done", 0)
     patch.setattr(InlineSession, "begin_unit", InlineSession.begin_unit)  # which tests replace

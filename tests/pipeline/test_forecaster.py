@@ -110,6 +110,14 @@ def test_without_anything_known_every_row_reaches_the_longest_output_and_time_is
     assert "--plan-prompts" in forecast.facts()["replica-hours"]
 
 
+def test_a_plan_says_that_audits_come_on_top(planned: Job) -> None:
+    told = forecast_run(planned(audit_fraction=0.05), NoEngineBackend()).facts()
+    assert told["audits"] == "come on top: 5.0% of the rows are generated at full depth too"
+    assert "audits" not in forecast_run(planned(), NoEngineBackend()).facts()
+    at_full_depth = planned(audit_fraction=0.05, schedule=None)
+    assert "audits" not in forecast_run(at_full_depth, NoEngineBackend()).facts()
+
+
 def test_answers_to_sampled_prompts_give_lengths_and_speed(planned: Job) -> None:
     forecast = forecast_run(planned(plan_prompts=12, price_per_gpu_hour=3.6), EchoBackend(Echo(seconds_per_batch=0.01)))
     assert 1 <= forecast.output_tokens / ROWS < 16

@@ -14,6 +14,7 @@ from engine_double import SUMMED, ByteTokenizer, Echo
 from engine import Sampling
 from pipeline.commits import commit as commit_log
 from pipeline.commits.commit import SNAPSHOT_FILE, Commit, Totals, commit_unit, read_commits, sweep_orphans
+from pipeline.errors import JobError
 from pipeline.rows.row_generator import RowGenerator
 from pipeline.rows.rows import generate, prepare
 from pipeline.rows.template import PromptTemplate
@@ -108,15 +109,22 @@ def test_an_output_without_commits_has_none(storage: Storage) -> None:
     assert read_commits(storage) == []
 
 
+def lost() -> None:
+    raise JobError("the output is another's")
+
+
 def test_the_sweep_removes_what_no_commit_names_and_nothing_else(storage: Storage, rows: pa.Table) -> None:
     kept = commit_unit(storage, UNIT, rows)
     commit_unit(storage, UNIT, rows)  # comes second
     storage.write("data/00007-000000000-00000000dead.parquet", b"died before its commit")
     storage.write("report.html", b"")
-    assert sweep_orphans(storage, [kept]) == 2
+    with pytest.raises(JobError, match="another's"):
+        sweep_orphans(storage, [kept], lost)
+    assert len(storage.names("data")) == 3, "nothing is removed once the output is another's"
+    assert sweep_orphans(storage, [kept], lambda: None) == 2
     assert storage.names("data") == [kept.file]
     assert storage.read("report.html") == b""
-    assert sweep_orphans(storage, [kept]) == 0
+    assert sweep_orphans(storage, [kept], lambda: None) == 0
 
 
 @pytest.fixture
@@ -127,6 +135,8 @@ def log(storage: Storage, rows: pa.Table, monkeypatch: pytest.MonkeyPatch) -> li
     for unit in units:
         commit_unit(storage, unit, rows)
     read_commits(storage)
+    assert storage.read(SNAPSHOT_FILE) is None, "who only looks leaves nothing behind"
+    read_commits(storage, keep=True)
     assert storage.read(SNAPSHOT_FILE) is not None
     return units
 

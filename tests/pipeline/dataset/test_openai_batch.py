@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from openai.types.chat import ChatCompletion
 from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming
 from pydantic import TypeAdapter
 
-from pipeline.dataset.openai_batch import ID, read_requests, responses
+from pipeline.dataset.openai_batch import ID, read_requests, responses, write_requests
 from pipeline.errors import JobError
 from pipeline.storage.storage import Storage
 
@@ -121,6 +122,19 @@ def test_each_request_is_answered_once_in_the_clients_types() -> None:
 def test_the_requests_table_has_one_fixed_schema(tmp_path: Path) -> None:
     table = read_requests(write(tmp_path / "in.jsonl", request("a"))).table
     assert table.schema == pa.schema([("custom_id", pa.string()), ("messages", pa.string())])
+
+
+def test_requests_are_named_by_what_they_ask_and_not_by_who_wrote_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = read_requests(write(tmp_path / "in.jsonl", request("a"), request("b")))
+    other = read_requests(write(tmp_path / "in.jsonl", request("a"), request("c")))
+    name = write_requests(Storage(str(tmp_path / "out")), asked)
+    assert write_requests(Storage(str(tmp_path / "out")), other) != name
+    write_table = pq.write_table
+    monkeypatch.setattr(pq, "write_table", lambda table, sink: write_table(table, sink, compression="zstd"))
+    assert write_requests(Storage(str(tmp_path / "again")), asked) == name
+    assert (tmp_path / "again" / name).read_bytes() != (tmp_path / "out" / name).read_bytes()
 
 
 def test_a_prompt_is_counted_where_its_first_sample_failed() -> None:

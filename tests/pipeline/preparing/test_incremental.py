@@ -159,6 +159,23 @@ def test_with_nothing_new_no_cluster_and_no_engine_is_started_and_nothing_writte
 
 
 @pytest.mark.usefixtures("inline")
+def test_an_input_that_was_emptied_has_nothing_new_and_one_that_is_gone_or_another_is_refused(
+    nightly: Job, put: Put, tmp_path: Path, inline: type[InlineSession]
+) -> None:
+    put("a", 4)
+    config = nightly()
+    run_job(config, by("one"))
+    (tmp_path / "in/a.parquet").unlink()
+    with pytest.raises(NothingToDo, match="holds no files any more"):
+        run_job(config, NoEngineBackend())
+    (tmp_path / "other").mkdir()
+    with pytest.raises(JobError, match="holds no Parquet files"):
+        run_job(nightly(input=str(tmp_path / "other")), NoEngineBackend())
+    (tmp_path / "in").rmdir()  # as where a disk is not mounted
+    with pytest.raises(JobError, match="holds no Parquet files"):
+        run_job(config, NoEngineBackend())
+
+
 def test_a_file_that_was_copied_again_is_not_new_and_is_read_but_once(
     nightly: Job, put: Put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,18 +6,19 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from engine_double import EchoBackend
+from engine_double import EchoBackend, NoEngineBackend
 from inline_session import without_ray
 
 from pipeline.commits.commit import commit_unit, read_commits
 from pipeline.config import JobConfig
-from pipeline.errors import JobError
+from pipeline.errors import JobError, JobStopped
+from pipeline.inspection import inspect
 from pipeline.preparing.run_record import claim_output
 from pipeline.rows.rows import GENERATED
 from pipeline.rows.unit import WorkUnit
 from pipeline.run import run_job
 from pipeline.storage.ownership import discard_run
-from pipeline.storage.storage import Storage
+from pipeline.storage.storage import Storage, StorageRefused
 
 RUN = {"sampling": {"seed": 0}, "version": "1", "schedule": {"layers": 2}, "input": {}}
 UNIT = WorkUnit("00000-000000000", "in/a.parquet", 0, 1)
@@ -101,6 +102,48 @@ def test_a_run_whose_output_was_given_away_meanwhile_sweeps_and_publishes_nothin
         run_job(job(), EchoBackend())
     assert storage.read(theirs) == b"theirs"
     assert storage.read("_SUCCESS.json") is None
+
+
+def test_a_finished_run_that_lacks_a_unit_is_unfinished_until_that_is_done_again(
+    job: Callable[..., JobConfig], write_parquet: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, storage = without_ray(monkeypatch), Storage(str(tmp_path / "out"))
+    write_parquet(tmp_path / "in" / "a.parquet", {"text": ["one"]})
+    run_job(job(), EchoBackend())
+    (commit,) = read_commits(storage)
+    storage.remove([f"_commits/{commit.unit}.json", commit.file])
+
+    def stopped(_session: object, _unit: WorkUnit) -> None:
+        raise JobStopped("stopped")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "begin_unit", stopped)
+        with pytest.raises(JobStopped):
+            run_job(job(), EchoBackend())
+    assert inspect(storage).manifest is None, "it would tell readers of a file that is not there"
+    run_job(job(), EchoBackend())
+    assert inspect(storage).state == "done"
+
+
+def test_who_may_not_write_is_told_so_before_an_engine_is_loaded_also_where_a_run_goes_on(
+    job: Callable[..., JobConfig], write_parquet: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_ray(monkeypatch)
+    storage = Storage(str(tmp_path / "out"))
+    write_parquet(tmp_path / "in" / "a.parquet", {"text": ["one", "two"]})
+    run_job(job(rows_per_unit=1), EchoBackend())
+    whole, commit = storage.read("_SUCCESS.json"), read_commits(storage)[0]
+
+    def refused(_storage: Storage, _names: object, *_: object) -> bool:
+        raise StorageRefused("may not write")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "write_if_absent", refused)
+        assert run_job(job(rows_per_unit=1), NoEngineBackend()).rows_resumed == 2, "nothing is left to write"
+        storage.remove([f"_commits/{commit.unit}.json"])
+        with pytest.raises(StorageRefused):
+            run_job(job(rows_per_unit=1), NoEngineBackend())
+    assert storage.read("_SUCCESS.json") == whole
 
 
 def test_a_commit_that_a_zombie_made_first_is_noticed(storage: Storage) -> None:

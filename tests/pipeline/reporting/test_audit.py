@@ -161,6 +161,21 @@ def test_nothing_is_audited_at_full_depth_or_outside_the_sample(
     assert audit_of(packaged, schedule, prompts, 0.0) == {}
 
 
+def test_what_an_audit_needs_is_loaded_before_its_first_row() -> None:
+    """Else a replica without the memory for it would die of each row that is audited."""
+    plain, skipping = Schedule.full_depth(30), Schedule.build(30, orders.lowest_first(30, 4), decays.constant(2), 0)
+    asked: list[object] = []
+
+    class Asked:
+        def score(self, *given: object) -> None:
+            asked.append(given)
+
+    shape = replace(EchoBackend().shape(JobConfig(input="in", output="out")), layers=30)
+    for schedule, fraction in ((plain, 1.0), (skipping, 0.0), (skipping, 0.01)):
+        Auditor(Asked(), None, shape, SAMPLING, schedule, 8, fraction).begin()  # type: ignore[arg-type]
+    assert asked == [([[0]], [[0]], [skipping])]
+
+
 class Failing:
     """An engine that fails as it is told."""
 
