@@ -160,7 +160,7 @@ def test_with_nothing_new_no_cluster_and_no_engine_is_started_and_nothing_writte
 
 @pytest.mark.usefixtures("inline")
 def test_an_input_that_was_emptied_has_nothing_new_and_one_that_is_gone_or_another_is_refused(
-    nightly: Job, put: Put, tmp_path: Path, inline: type[InlineSession]
+    nightly: Job, put: Put, tmp_path: Path
 ) -> None:
     put("a", 4)
     config = nightly()
@@ -176,6 +176,7 @@ def test_an_input_that_was_emptied_has_nothing_new_and_one_that_is_gone_or_anoth
         run_job(config, NoEngineBackend())
 
 
+@pytest.mark.usefixtures("inline")
 def test_a_file_that_was_copied_again_is_not_new_and_is_read_but_once(
     nightly: Job, put: Put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
