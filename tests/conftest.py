@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ settings.load_profile("repeatable")
 
 
 CLUSTERS = {"cluster", "ray_head"}
+PACKAGED_FIXTURES = {"packaged", "packaged_reference"}
+CORES = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # tests side by side share two
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -40,6 +42,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if CLUSTERS & set(getattr(item, "fixturenames", ())):
             item.add_marker("alone")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """With the packaged model's threads, for fixtures too; those of a tiny one would mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(CORES if PACKAGED_FIXTURES & set(getattr(item, "fixturenames", ())) else 1)
+    try:
+        return (yield)
+    finally:
+        torch.set_num_threads(before)
 
 
 def pytest_collection_finish() -> None:
@@ -87,8 +100,8 @@ def cluster(s3: S3Server) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def cores() -> int:
-    """Threads of the packaged model: tests side by side share two."""
-    return 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+    """Threads of the packaged model."""
+    return CORES
 
 
 @pytest.fixture(scope="session")

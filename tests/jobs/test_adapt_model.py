@@ -251,6 +251,7 @@ def test_several_schedules_are_trained_together_and_a_job_chooses_among_them(
         assert f"| {name}, after | {schedule.provenance['held_out']['kl']:.3f} |" in (adapted / "README.md").read_text()
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_several_workers_train_on_a_ray_cluster(common: list[str], tmp_path: Path) -> None:
     """As one process would on the mean of their gradients (tests/engine/adaptation/test_peers.py)."""
