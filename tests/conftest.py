@@ -146,9 +146,12 @@ def make_checkpoint(
 ) -> Callable[..., Path]:
     """Save a random model, a Llama unless another family is asked for; keywords override its config.
 
-    Every parameter is drawn, biases and norms too. Queries and keys are large enough for attention to look at single
-    tokens, and logits large enough for greedy decoding not to hang on rounding.
+    Who asks alike shares a directory: copy it before you change a file. Every parameter is drawn, biases and norms too.
+    Queries and keys are large enough for attention to look at single tokens, and logits large enough for greedy
+    decoding not to hang on rounding.
     """
+
+    made: dict[str, Path] = {}
 
     def make(
         seed: int = 0,
@@ -157,6 +160,9 @@ def make_checkpoint(
         family: str = "llama",
         **overrides: Any,
     ) -> Path:
+        asked = repr((seed, eos, max_shard_size, family, sorted(overrides.items())))
+        if asked in made:
+            return made[asked]
         config = AutoConfig.for_model(
             family, **{**TINY, "eos_token_id": eos, "bos_token_id": None, "pad_token_id": None, **overrides}
         )
@@ -177,7 +183,7 @@ def make_checkpoint(
                 else:
                     gain = 2.0 if "q_proj" in name or "k_proj" in name else 1.0
                     parameter.normal_(0, gain * parameter.shape[1] ** -0.5, generator=draw)
-        directory = tmp_path_factory.mktemp(family)
+        directory = made[asked] = tmp_path_factory.mktemp(family)
         model.generation_config.eos_token_id = eos
         model.save_pretrained(directory, max_shard_size=max_shard_size)
         byte_tokenizer.save_pretrained(directory)

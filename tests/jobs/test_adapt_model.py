@@ -1,6 +1,7 @@
 """Calibrate, then adapt, then read the result, as a person does it, on a tiny model."""
 
 import json
+import shutil
 import subprocess
 import sys
 import weakref
@@ -50,16 +51,21 @@ def adapt(arguments: list[str]) -> int:
     return command_line.run(adapt_model.PROGRAM, lambda: adapt_model.adapt(config))
 
 
-def test_a_calibrated_schedule_is_adapted_and_a_rerun_goes_on(
-    common: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    calibrated, adapted = tmp_path / "calibrated", tmp_path / "adapted"
-    config = command_line.parse(
-        calibrate_schedule.CalibrateSchedule,
-        calibrate_schedule.PROGRAM,
-        [*common, "--output", str(calibrated), "--prompts", "40", "--target-speedups", "1.1"],
+@pytest.fixture(scope="module")
+def calibrated(common: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Schedules for two targets, to be left as they are."""
+    output = tmp_path_factory.mktemp("calibrated") / "targets"
+    arguments = [*common, "--output", str(output), "--prompts", "40", "--target-speedups", "1.1", "1.3"]
+    calibrate_schedule.calibrate(
+        command_line.parse(calibrate_schedule.CalibrateSchedule, calibrate_schedule.PROGRAM, arguments)
     )
-    calibrate_schedule.calibrate(config)
+    return output
+
+
+def test_a_calibrated_schedule_is_adapted_and_a_rerun_goes_on(
+    common: list[str], calibrated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapted = tmp_path / "adapted"
     before = Schedule.read(calibrated / "1.1x")
 
     chosen = ["--schedule", str(calibrated), "--target-speedup", "1.1"]
@@ -225,18 +231,14 @@ def test_more_prompts_than_the_memory_holds_are_refused_before_they_are_answered
 
 
 def test_several_schedules_are_trained_together_and_a_job_chooses_among_them(
-    common: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    common: list[str], calibrated: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    calibrated, adapted = tmp_path / "calibrated", tmp_path / "adapted"
-    arguments = [*common, "--output", str(calibrated), "--prompts", "40", "--target-speedups", "1.1", "1.3"]
-    calibrate_schedule.calibrate(
-        command_line.parse(calibrate_schedule.CalibrateSchedule, calibrate_schedule.PROGRAM, arguments)
-    )
-    Schedule.full_depth(5).write(calibrated / "1x")
+    with_full_depth, adapted = Path(shutil.copytree(calibrated, tmp_path / "calibrated")), tmp_path / "adapted"
+    Schedule.full_depth(5).write(with_full_depth / "1x")
     # Held-out texts are among those learnt from: nothing else that a random model can be taught carries over.
     texts = pq.read_table(CORPUS).slice(0, 15)["text"].to_pylist() * 4
     pq.write_table(pa.table({"id": range(60), "text": texts}), tmp_path / "texts.parquet")
-    arguments = [*common, "--schedule", str(calibrated), "--output", str(adapted), "--prompts", "60"]
+    arguments = [*common, "--schedule", str(with_full_depth), "--output", str(adapted), "--prompts", "60"]
     arguments += ["--input", str(tmp_path / "texts.parquet"), "--steps", "20", "--adapter-rank", "2"]
     assert adapt(arguments) == 0
     assert "1x skips nothing: there is nothing to learn, and it is left out" in caplog.text
