@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ settings.load_profile("repeatable")
 
 
 CLUSTERS = {"cluster", "ray_head"}
+PACKAGED_FIXTURES = {"packaged", "packaged_reference"}
+CORES = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # tests side by side share two
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -40,6 +42,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if CLUSTERS & set(getattr(item, "fixturenames", ())):
             item.add_marker("alone")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """With the packaged model's threads, for fixtures too; those of a tiny one would mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(CORES if PACKAGED_FIXTURES & set(getattr(item, "fixturenames", ())) else 1)
+    try:
+        return (yield)
+    finally:
+        torch.set_num_threads(before)
 
 
 def pytest_collection_finish() -> None:
@@ -87,8 +100,8 @@ def cluster(s3: S3Server) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def cores() -> int:
-    """Threads of the packaged model: tests side by side share two."""
-    return 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+    """Threads of the packaged model."""
+    return CORES
 
 
 @pytest.fixture(scope="session")
@@ -133,9 +146,12 @@ def make_checkpoint(
 ) -> Callable[..., Path]:
     """Save a random model, a Llama unless another family is asked for; keywords override its config.
 
-    Every parameter is drawn, biases and norms too. Queries and keys are large enough for attention to look at single
-    tokens, and logits large enough for greedy decoding not to hang on rounding.
+    Who asks alike shares a directory: copy it before you change a file. Every parameter is drawn, biases and norms too.
+    Queries and keys are large enough for attention to look at single tokens, and logits large enough for greedy
+    decoding not to hang on rounding.
     """
+
+    made: dict[str, Path] = {}
 
     def make(
         seed: int = 0,
@@ -144,6 +160,9 @@ def make_checkpoint(
         family: str = "llama",
         **overrides: Any,
     ) -> Path:
+        asked = repr((seed, eos, max_shard_size, family, sorted(overrides.items())))
+        if asked in made:
+            return made[asked]
         config = AutoConfig.for_model(
             family, **{**TINY, "eos_token_id": eos, "bos_token_id": None, "pad_token_id": None, **overrides}
         )
@@ -164,7 +183,7 @@ def make_checkpoint(
                 else:
                     gain = 2.0 if "q_proj" in name or "k_proj" in name else 1.0
                     parameter.normal_(0, gain * parameter.shape[1] ** -0.5, generator=draw)
-        directory = tmp_path_factory.mktemp(family)
+        directory = made[asked] = tmp_path_factory.mktemp(family)
         model.generation_config.eos_token_id = eos
         model.save_pretrained(directory, max_shard_size=max_shard_size)
         byte_tokenizer.save_pretrained(directory)

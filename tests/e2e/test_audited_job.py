@@ -53,11 +53,14 @@ def test_a_bad_schedule_is_stopped_within_the_first_twentieth_of_the_rows(tmp_pa
 
     # Resumable: with the minimum lowered, the same run goes on where it was.
     process = subprocess.Popen([sys.executable, "jobs/summarize_corpus.py", *arguments], cwd=ROOT, text=True)
-    deadline = time.monotonic() + 400
-    while len(list((output / "_commits").glob("*.json"))) < len(commits) + 2 and time.monotonic() < deadline:
-        time.sleep(0.5)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == STOPPED
+    try:
+        deadline = time.monotonic() + 400
+        while len(list((output / "_commits").glob("*.json"))) < len(commits) + 2 and time.monotonic() < deadline:
+            time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == STOPPED
+    finally:
+        process.kill()
     held = {file.stem: json.loads(file.read_text())["file"] for file in (output / "_commits").glob("*.json")}
     assert len(held) >= len(commits) + 2
     assert {commit["unit"]: commit["file"] for commit in commits}.items() <= held.items()

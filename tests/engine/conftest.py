@@ -15,12 +15,6 @@ from engine.parts.unit import all_units
 from tests.engine.adapters import random_adapter
 
 
-@pytest.fixture(autouse=True)
-def threads(request: pytest.FixtureRequest, cores: int) -> None:
-    """The packaged model's; those of a tiny one would mostly wait for each other."""
-    torch.set_num_threads(cores if "packaged" in request.fixturenames else 1)
-
-
 @pytest.fixture(scope="session")
 def schedules() -> Callable[..., st.SearchStrategy[Schedule]]:
     """Strategy for any valid schedule of a model of so many layers: any order of any units, any plateaus.

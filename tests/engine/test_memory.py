@@ -106,7 +106,7 @@ def test_a_batch_is_as_large_as_the_memory_allows(tiny_engine: Engine) -> None:
 
 
 def test_a_containers_limits_count_and_files_that_it_has_read_do_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, text in {
         "memory.max": f"{3 << 30}\n",

@@ -25,7 +25,7 @@ from types import FrameType
 from driver import wrong_clock
 from fault_proxy import Fault, FaultProxy
 from nodes import Nodes
-from schedules import FAR, FILES, FOREIGN_BESIDE, Schedule, random_schedule
+from schedules import FAR, FILES, FOREIGN_BESIDE, VICTIMS, Schedule, random_schedule
 from servers import BUCKET, IMPORTS, S3Server
 from trial import HARMS, Harmed, Trial, kill_replicas, tell, waiting_driver
 
@@ -238,14 +238,17 @@ class Chaos:
             trial.replace_input()
         self.figures["refused: another input"] += code == FAILED_EXIT
 
-    def _restart_server(self) -> None:
+    def _restart_server(self) -> bool:
         self._server.kill()
         threading.Timer(1.0, self._server.start).start()
+        return True
 
-    def _kill_driver(self) -> None:
-        if self._drivers:
-            self._drivers[0].kill()
-            self.figures["drivers killed"] += 1
+    def _kill_driver(self) -> bool:
+        """Whether there was one."""
+        if not self._drivers or self._drivers[0].poll() is not None:
+            return False
+        self._drivers[0].kill()
+        return True
 
     def _count(self, schedule: Schedule, trial: Trial, sessions: int, rows: int) -> None:
         self.figures["sessions"] += sessions
@@ -257,7 +260,10 @@ class Chaos:
         self.kind["rows"] += rows
         self.kind["foreign files"] += trial.foreign_files
         for fault, victim in zip(schedule.faults, schedule.victims, strict=True):
-            self.figures[f"hits: {victim or fault.action}"] += fault.hits
+            if victim in VICTIMS or fault.action.startswith("kill"):
+                self.figures[f"killed: {victim or fault.action}"] += fault.killed
+            else:
+                self.figures[f"hits: {victim or fault.action}"] += fault.hits
 
 
 def _wrong_by(schedule: Schedule, number: int) -> float:

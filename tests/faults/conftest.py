@@ -17,6 +17,8 @@ def proxy(s3: S3Server) -> Iterator[FaultProxy]:
 
 
 @pytest.fixture
-def trial(s3: S3Server, credentials: None, proxy: FaultProxy, tmp_path: Path) -> Trial:
+def trial(s3: S3Server, credentials: None, proxy: FaultProxy, tmp_path: Path) -> Iterator[Trial]:
     """An input of 24 rows in two files, on S3, and jobs of 4-row units over it."""
-    return Trial(s3, proxy, tmp_path)
+    trial = Trial(s3, proxy, tmp_path)
+    yield trial
+    trial.close()

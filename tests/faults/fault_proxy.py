@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 from urllib.parse import unquote
 
@@ -17,7 +18,7 @@ from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, TCPConnector, 
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
-from servers import BUCKET, free_ports
+from servers import BUCKET
 from yarl import URL
 
 Action = Literal[
@@ -48,8 +49,9 @@ class Fault:
     nth: int  # request of that operation that it hits first, from 1
     action: Action
     times: int = 1  # how many requests in a row
-    call: Callable[[], None] | None = field(default=None, repr=False)
+    call: Callable[[], object] | None = field(default=None, repr=False)  # what kills says whom, or how many
     hits: int = 0
+    killed: int = 0  # processes and nodes that were there to be killed
 
 
 def operation(method: str, path: str, query: str) -> str:
@@ -78,8 +80,7 @@ class FaultProxy:
 
     def __init__(self, server: str) -> None:
         self._server = server
-        self._port = free_ports(1)[0]
-        self.url = f"http://127.0.0.1:{self._port}"
+        self.url = ""
         self._run, self._faults = "", list[Fault]()
         self.counts = Counter[str]()
         self._pool = ThreadPoolExecutor(4)  # calls must not stop the loop
@@ -130,7 +131,8 @@ class FaultProxy:
         app.router.add_route("*", "/{path:.*}", self._handle)
         runner = web.AppRunner(app, access_log=None, auto_decompress=False)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", self._port, backlog=512).start()
+        await web.TCPSite(runner, "127.0.0.1", 0, backlog=512).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         kind = operation(request.method, request.rel_url.raw_path, request.rel_url.raw_query_string)
@@ -143,20 +145,20 @@ class FaultProxy:
             return web.Response(status=500, text=BROKEN, content_type="application/xml")
         if action == "reset":
             return self._hang_up(request)
-        if action == "kill before":
-            return await self._kill(request)
+        if fault and action == "kill before":
+            return await self._kill(request, fault)
         if fault and fault.call and action == "call before":
-            await self._loop.run_in_executor(self._pool, fault.call)
+            await self._call(fault, fault.call)
         try:
             status, headers, content = await self._forward(request, body)
         except OSError:  # the server is down: so is its front door
             return self._hang_up(request)
         if action == "lose":
             return self._hang_up(request)
-        if action == "kill after":
-            return await self._kill(request)
+        if fault and action == "kill after":
+            return await self._kill(request, fault)
         if fault and fault.call and action == "call after":
-            await self._loop.run_in_executor(self._pool, fault.call)
+            await self._call(fault, fault.call)
         if action in ("cut", "slow") and content:
             return await self._dribble(request, status, headers, content, cut=action == "cut")
         return web.Response(status=status, headers=headers, body=content)  # a HEAD's length is among the headers
@@ -192,10 +194,14 @@ class FaultProxy:
             await response.write(content[start : start + size])
         return response
 
-    async def _kill(self, request: web.Request) -> web.StreamResponse:
+    async def _call(self, fault: Fault, call: Callable[[], object]) -> None:
+        killed = await self._loop.run_in_executor(self._pool, call)
+        fault.killed += killed if isinstance(killed, int) else 0
+
+    async def _kill(self, request: web.Request, fault: Fault) -> web.StreamResponse:
         peer = request.transport.get_extra_info("peername") if request.transport else None
         if peer is not None:
-            await self._loop.run_in_executor(self._pool, _kill_owner, peer[1])
+            await self._call(fault, partial(_kill_owner, peer[1]))
         return self._hang_up(request)
 
     def _hang_up(self, request: web.Request) -> web.StreamResponse:
@@ -217,11 +223,16 @@ class FaultProxy:
         return None
 
 
-def _kill_owner(port: int) -> None:
-    """SIGKILL for the process, other than this one, that has a connection open from a port."""
-    for connection in psutil.net_connections(kind="tcp4"):
-        if connection.laddr and connection.laddr.port == port and connection.pid not in (None, os.getpid()):
-            os.kill(connection.pid, signal.SIGKILL)
+def _kill_owner(port: int) -> int:
+    """SIGKILL for the process, other than this one, that has a connection open from a port; how many there were."""
+    owners = {
+        connection.pid
+        for connection in psutil.net_connections(kind="tcp4")
+        if connection.laddr and connection.laddr.port == port and connection.pid not in (None, os.getpid())
+    }
+    for pid in owners:
+        os.kill(pid, signal.SIGKILL)
+    return len(owners)
 
 
 def key(path: str) -> str:

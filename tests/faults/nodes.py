@@ -35,12 +35,17 @@ class Nodes:
         ray.init(address=self._cluster.address, logging_level=logging.ERROR, log_to_driver=False)
         self.address = self._cluster.address
 
-    def kill_second(self) -> None:
-        """kill -9 for its raylet; its workers end with it. Another takes its place a little later."""
+    def kill_second(self) -> bool:
+        """kill -9 for its raylet; its workers end with it. Another takes its place a little later.
+
+        Returns False where it is dead already.
+        """
         node, self._second = self._second, None
-        if node is not None:
-            self._cluster.remove_node(node, allow_graceful=False)
-            threading.Timer(1.0, self._replace).start()
+        if node is None:
+            return False
+        self._cluster.remove_node(node, allow_graceful=False)
+        threading.Timer(1.0, self._replace).start()
+        return True
 
     def close(self) -> None:
         ray.shutdown()

@@ -75,7 +75,7 @@ class Schedule:
         return f"seed {self.seed}: {self.units} units, {self.replicas} replicas; " + ", ".join(faults + extra)
 
 
-def random_schedule(seed: int, calls: Mapping[str, Callable[[], None]]) -> Schedule:
+def random_schedule(seed: int, calls: Mapping[str, Callable[[], object]]) -> Schedule:
     """`calls` end the victims of their names."""
     random = Random(seed)
     units, rows = random.randint(3, 8), random.randint(1, 6)
@@ -121,14 +121,14 @@ def _storage_fault(random: Random, units: int) -> Fault:
     return Fault(operation, nth, random.choice(actions), times=random.randint(1, 4))
 
 
-def _deadly_fault(random: Random, units: int, call: Callable[[], None]) -> Fault:
+def _deadly_fault(random: Random, units: int, call: Callable[[], object]) -> Fault:
     """Before or after a write, a commit, or the end: the points of the protocol."""
     action: Action = random.choice(("call before", "call after"))
     operation = random.choice((*PER_UNIT, *PER_UNIT, "PUT _run.json", "PUT report.html", "PUT _SUCCESS.json"))
     return Fault(operation, random.randint(1, units) if operation in PER_UNIT else 1, action, call=call)
 
 
-def _kills(random: Random, call: Callable[[], None]) -> list[Fault]:
+def _kills(random: Random, call: Callable[[], object]) -> list[Fault]:
     """One to three, at any request: while the job waits for a dead one's lease too."""
     nth, kills = random.randint(1, 60), []
     for _ in range(random.choice((1, 1, 1, 2, 2, 3))):

@@ -8,6 +8,7 @@ import sys
 import uuid
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ class Trial:
         self._versions = [self.texts, [f"{row} anew" for row in self._parts[0]] + self.texts[len(self._parts[0]) :]]
         self.version = 0  # in the input
         self._foreign: dict[str, bytes] = {}
+        self._drivers: list[subprocess.Popen[str]] = []
         for file in range(len(self._parts)):
             self._write_input(file)
         proxy.arm(self.name)
@@ -133,8 +135,15 @@ class Trial:
     ) -> subprocess.Popen[str]:
         """A session in a process of its own, on a Ray of its own unless told otherwise; `lease` are times of its."""
         driver = waiting_driver(self.server)
+        self._drivers.append(driver)
         tell(driver, self.order(seconds_per_batch, lease=lease or {}, **options))
         return driver
+
+    def close(self) -> None:
+        """Drivers that a test which failed has left end."""
+        for driver in self._drivers:
+            driver.kill()
+            driver.wait()
 
     def order(
         self, seconds_per_batch: float, lease: dict[str, float], clock_s: float = 0.0, **options: Any
@@ -244,7 +253,11 @@ def own_processes(title: str) -> list[psutil.Process]:
     return found
 
 
-def kill_replicas() -> None:
-    """SIGKILL for every replica of the Ray clusters that this process has started."""
+def kill_replicas() -> int:
+    """SIGKILL for every replica of the Ray clusters that this process has started; how many there were."""
+    killed = 0
     for process in own_processes("MapBatches(Replica)"):
-        process.kill()
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+            killed += 1
+    return killed

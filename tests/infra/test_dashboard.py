@@ -2,12 +2,14 @@
 
 import json
 import re
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from pipeline.monitoring import metrics
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "infra/grafana/skipdecode.json").read_text())
+WIDTH = 24  # columns of the grid
 EXPORTED = {f"ray_{metric.name}": metric for metric in metrics.ALL}
 
 
@@ -39,5 +41,9 @@ def test_curves_are_chosen_by_run_and_labelled_by_tags_that_the_metric_has() -> 
 
 
 def test_panels_do_not_overlap() -> None:
-    places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in DASHBOARD["panels"]}
-    assert len(places) == len(DASHBOARD["panels"])
+    places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
+    assert all(place["x"] + place["w"] <= WIDTH for place in places)
+    for a, b in combinations(places, 2):
+        beside = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
+        below = a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]
+        assert beside or below, (a, b)

@@ -1,6 +1,7 @@
 """Calibrate, then adapt, then read the result, as a person does it, on a tiny model."""
 
 import json
+import shutil
 import subprocess
 import sys
 import weakref
@@ -51,16 +52,21 @@ def adapt(arguments: list[str]) -> int:
     return command_line.run(adapt_model.PROGRAM, lambda: adapt_model.adapt(config))
 
 
-def test_a_calibrated_schedule_is_adapted_and_a_rerun_goes_on(
-    common: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    calibrated, adapted = tmp_path / "calibrated", tmp_path / "adapted"
-    config = command_line.parse(
-        calibrate_schedule.CalibrateSchedule,
-        calibrate_schedule.PROGRAM,
-        [*common, "--output", str(calibrated), "--prompts", "40", "--target-speedups", "1.1"],
+@pytest.fixture(scope="module")
+def calibrated(common: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Schedules for two targets, to be left as they are."""
+    output = tmp_path_factory.mktemp("calibrated") / "targets"
+    arguments = [*common, "--output", str(output), "--prompts", "40", "--target-speedups", "1.1", "1.3"]
+    calibrate_schedule.calibrate(
+        command_line.parse(calibrate_schedule.CalibrateSchedule, calibrate_schedule.PROGRAM, arguments)
     )
-    calibrate_schedule.calibrate(config)
+    return output
+
+
+def test_a_calibrated_schedule_is_adapted_and_a_rerun_goes_on(
+    common: list[str], calibrated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapted = tmp_path / "adapted"
     before = Schedule.read(calibrated / "1.1x")
 
     chosen = ["--schedule", str(calibrated), "--target-speedup", "1.1"]
@@ -231,19 +237,15 @@ def zeros(bridge: Bridge) -> dict[str, torch.Tensor]:
 
 
 def test_several_schedules_are_trained_together_and_a_job_chooses_among_them(
-    common: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    common: list[str], calibrated: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    calibrated, adapted = tmp_path / "calibrated", tmp_path / "adapted"
-    arguments = [*common, "--output", str(calibrated), "--prompts", "40", "--target-speedups", "1.1", "1.3"]
-    calibrate_schedule.calibrate(
-        command_line.parse(calibrate_schedule.CalibrateSchedule, calibrate_schedule.PROGRAM, arguments)
-    )
-    Schedule.full_depth(5).write(calibrated / "1x")
+    started, adapted = Path(shutil.copytree(calibrated, tmp_path / "calibrated")), tmp_path / "adapted"
+    Schedule.full_depth(5).write(started / "1x")
     for name in ("1.1x", "1.3x"):  # what is fitted to a random model, training does not mend for texts held out
-        fitted = Schedule.read(calibrated / name)
+        fitted = Schedule.read(started / name)
         silent = {each: replace(bridge, tensors=zeros(bridge)) for each, bridge in fitted.bridges.items()}
-        replace(fitted, bridges=silent).write(calibrated / name)
-    arguments = [*common, "--schedule", str(calibrated), "--output", str(adapted), "--prompts", "60"]
+        replace(fitted, bridges=silent).write(started / name)
+    arguments = [*common, "--schedule", str(started), "--output", str(adapted), "--prompts", "60"]
     arguments += ["--steps", "20", "--adapter-rank", "2"]
     assert adapt(arguments) == 0
     assert "1x skips nothing: there is nothing to learn, and it is left out" in caplog.text
@@ -252,12 +254,13 @@ def test_several_schedules_are_trained_together_and_a_job_chooses_among_them(
     assert slower.adapter == faster.adapter
     assert slower.adapter is not None
     for name, schedule in (("1.1x", slower), ("1.3x", faster)):
-        before = Schedule.read(calibrated / name).bridges
+        before = Schedule.read(started / name).bridges
         assert schedule.bridges.keys() == before.keys()
         assert all(schedule.bridges[each] != before[each] for each in before)
         assert f"| {name}, after | {schedule.provenance['held_out']['kl']:.3f} |" in (adapted / "README.md").read_text()
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_several_workers_train_on_a_ray_cluster(common: list[str], tmp_path: Path) -> None:
     """As one process would on the mean of their gradients (tests/engine/adaptation/test_peers.py)."""

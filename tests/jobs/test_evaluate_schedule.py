@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,10 +32,13 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return main()
 
 
-def judging(schedules: Path, out: Path) -> list[str]:
-    """Arguments that judge schedules on the demo's texts, in a few tokens each."""
-    common = ["--input", CORPUS, "--id-column", "id", "--part", "all", "--max-new-tokens", "6", "--threads", "2"]
-    return [*common, "--schedules", str(schedules), "--output", str(out)]
+@pytest.fixture
+def judging(cores: int) -> Callable[[Path, Path], list[str]]:
+    """Arguments that judge schedules on the demo's texts, in a few tokens each, into a directory."""
+    common = ["--input", CORPUS, "--id-column", "id", "--part", "all", "--max-new-tokens", "6"]
+    return lambda schedules, out: [
+        *common, "--threads", str(cores), "--schedules", str(schedules), "--output", str(out),
+    ]  # fmt: skip
 
 
 @pytest.fixture
@@ -50,7 +54,11 @@ def schedules(tmp_path: Path) -> Path:
 
 
 def test_a_rerun_extends_what_is_there_and_the_report_stands_alone(
-    tmp_path: Path, schedules: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    schedules: Path,
+    judging: Callable[[Path, Path], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "out"
     arguments = [*judging(schedules, out), "--rows", "4", "--batch-size", "2"]
@@ -84,7 +92,11 @@ def test_a_rerun_extends_what_is_there_and_the_report_stands_alone(
 
 
 def test_another_precision_is_another_study(
-    tmp_path: Path, schedules: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    schedules: Path,
+    judging: Callable[[Path, Path], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Else what one computed would be shown as the other's, or beside it."""
     arguments = [*judging(schedules / "1.6x", tmp_path / "out"), "--rows", "2"]
@@ -148,7 +160,11 @@ def test_a_reference_that_is_no_text_is_none(caplog: pytest.LogCaptureFixture) -
 
 
 def test_schedules_are_judged_with_shorter_prompts_too(
-    tmp_path: Path, schedules: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    schedules: Path,
+    judging: Callable[[Path, Path], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "out"
     more = ["--rows", "2", "--prompt-layers", "24", "20", "--bridge-rows", "20"]

@@ -7,12 +7,13 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import fsspec
 import pytest
-from servers import free_ports, stop, wait_or_stop
+from servers import free_ports, on_free_ports, stop, wait_or_stop
 
 from pipeline.storage.settings import StorageConfig
 from pipeline.storage.storage import Storage
@@ -31,7 +32,7 @@ class Emulator:
         self.scheme, self.environment = scheme, environment
         with log.open("wb") as out:
             self._process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
-        wait_or_stop(self, lambda: _listens(port), f"the start of {command[0]}")
+        wait_or_stop(self, self._process, lambda: _listens(port), f"the start of {command[0]}", log)
 
     def folder(self, name: str = "") -> str:
         """URL of a directory that nobody has used."""
@@ -80,7 +81,7 @@ def forgetful_google(log: Path) -> Emulator:
 
 
 def begin(make: Callable[[Path], Emulator], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
-    server = make(tmp_path / "server.log")
+    server = on_free_ports(partial(make, tmp_path / "server.log"))
     try:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def three_threads(threads: None) -> None:
+def three_threads() -> None:
     torch.set_num_threads(3)
 
 

@@ -24,7 +24,10 @@ Schedules = Callable[..., st.SearchStrategy[Schedule]]
 
 
 class CountableKernels(Kernels):
-    """Attention in products that the counter sees, each prompt token with exactly the tokens it may look at."""
+    """Attention in products that the counter sees, each prompt token with exactly the tokens it may look at.
+
+    Soft caps, which cost nothing, are left out.
+    """
 
     def decode_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kind: AttentionKind) -> Tensor:
         grouped = q.view(len(q), k.shape[1], -1, k.shape[3])
@@ -32,17 +35,29 @@ class CountableKernels(Kernels):
         return (weights @ v).reshape(len(q), -1)
 
     def prompt_attention(self, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
-        before = len(k) - len(q) + 1
-        return torch.cat([self._attend(q[t], k[: before + t], v[: before + t]) for t in range(len(q))])
+        before, window = len(k) - len(q) + 1, kind.window or len(k)
+        seen = [slice(max(0, before + t - window), before + t) for t in range(len(q))]
+        return torch.cat([self._attend(q[t], k[seen[t]], v[seen[t]], kind) for t in range(len(q))])
 
     @staticmethod
-    def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
         """One token, [heads, head_dim], to keys and values [t, kv_heads, head_dim]; -> [1, heads * head_dim]."""
         grouped = q.unflatten(0, (k.shape[1], -1))  # [kv_heads, group, head_dim]
-        scores = torch.bmm(grouped, k.permute(1, 2, 0)) * q.shape[1] ** -0.5
+        scores = torch.bmm(grouped, k.permute(1, 2, 0)) * kind.scale
         return torch.bmm(scores.softmax(-1), v.transpose(0, 1)).reshape(1, -1)
 
 
+class UnpaddedKernels(CountableKernels):
+    """Each decode token too with exactly the tokens it may look at: what nobody's output needs is not computed."""
+
+    def decode_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kind: AttentionKind) -> Tensor:
+        rows = zip(q, k.transpose(1, 2), v.transpose(1, 2), mask.flatten(1) == 0, strict=True)
+        return torch.cat([self._attend(query, keys[seen], values[seen], kind) for query, keys, values, seen in rows])
+
+
+WINDOW = 8  # shorter than most prompts here
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": WINDOW}
 MODELS: dict[str, dict[str, Any]] = {
     "grouped heads": {},
     "one key/value head, tied": {"num_key_value_heads": 1, "tie_word_embeddings": True},
@@ -53,18 +68,29 @@ MODELS: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
     },
     "deep and narrow": {"num_hidden_layers": 8, "hidden_size": 16, "intermediate_size": 24, "vocab_size": 50},
-}
+    "mistral, windows": {"family": "mistral", "sliding_window": WINDOW},
+    "qwen2, some windows": {
+        "family": "qwen2", "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2,
+    },
+    "qwen3": {"family": "qwen3", "head_dim": 16},
+    "gemma2, alternating windows": {"family": "gemma2", **GEMMA},
+    "gemma3, alternating windows": {"family": "gemma3_text", **GEMMA, "layer_types": ALTERNATING},
+    "granite": {"family": "granite", "attention_multiplier": 0.5, "residual_multiplier": 0.6, "logits_scaling": 1.5},
+    "opt, narrow embeddings": {
+        "family": "opt", "ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False,
+    },
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def load(make_checkpoint: Callable[..., Path]) -> Callable[[str], Engine]:
-    loaded: dict[str, Engine] = {}
+def load(make_checkpoint: Callable[..., Path]) -> Callable[..., Engine]:
+    loaded: dict[tuple[str, type[Kernels]], Engine] = {}
 
-    def load_model(name: str) -> Engine:
-        if name not in loaded:
+    def load_model(name: str, kernels: type[Kernels] = CountableKernels) -> Engine:
+        if (name, kernels) not in loaded:
             directory = str(make_checkpoint(eos=[3, 19, 35], **MODELS[name]))
-            loaded[name] = Engine.load(directory, device="cpu", kernels=CountableKernels())
-        return loaded[name]
+            loaded[name, kernels] = Engine.load(directory, device="cpu", kernels=kernels())
+        return loaded[name, kernels]
 
     return load_model
 
@@ -86,29 +112,45 @@ def generate_counted(
 
 @pytest.mark.parametrize("model", MODELS)
 @settings(max_examples=12)
-@given(data=st.data(), length=st.integers(1, 20), new_tokens=st.integers(1, 12), seed=st.integers(0, 100))
+@given(
+    data=st.data(),
+    length=st.integers(1, 20),
+    new_tokens=st.integers(1, 12),
+    seed=st.integers(0, 100),
+    shared=st.one_of(st.just(0), st.integers(1, 20)),
+)
 def test_a_sample_is_charged_what_it_costs(
-    load: Callable[[str], Engine],
+    load: Callable[..., Engine],
     schedules: Schedules,
     model: str,
     data: st.DataObject,
     length: int,
     new_tokens: int,
     seed: int,
+    shared: int,
 ) -> None:
-    engine = load(model)
+    engine, [prompt] = load(model, UnpaddedKernels), random_prompts([length], seed)
     schedule = data.draw(schedules(engine.shape.layers, engine.shape.hidden, engine.shape, engine.decoder, True))
     sampling = Sampling(max_new_tokens=new_tokens, temperature=1.0)
-    [sample], [stats], counted = generate_counted(engine, random_prompts([length], seed), sampling, schedule, 1)
+    prefix = prompt[:shared]
+    engine.share_prefix(prefix)
+    try:
+        [sample], [stats], counted = generate_counted(engine, [prompt], sampling, schedule, 1)
+        prompt_alone = Sampling(max_new_tokens=1)
+        [first], _, counted_prompt = generate_counted(engine, [prompt], prompt_alone, schedule, 1)
+    finally:
+        engine.share_prefix(())
+    assert sample.shared_prefix_tokens == (shared if shared < length else 0), "all of it or nothing"
     assert sample.flops_prompt + sample.flops_decode == counted
-    assert stats.flops_padding == 0
-    prompt_alone = Sampling(max_new_tokens=1)
-    [first], _, counted_prompt = generate_counted(engine, random_prompts([length], seed), prompt_alone, schedule, 1)
+    if all(engine.shape.attention_kind(layer).window is None for layer in range(engine.shape.layers)):
+        assert stats.flops_padding == 0
     assert (first.flops_prompt, first.flops_decode) == (counted_prompt, 0)
     assert sample.flops_prompt == counted_prompt
 
 
-@pytest.mark.parametrize("model", ["grouped heads", "all heads, wide, with biases"])
+@pytest.mark.parametrize(
+    "model", ["grouped heads", "all heads, wide, with biases", "mistral, windows", "gemma3, alternating windows"]
+)
 @settings(max_examples=12)
 @given(
     data=st.data(),
@@ -118,7 +160,7 @@ def test_a_sample_is_charged_what_it_costs(
     batch_size=st.integers(1, 12),
 )
 def test_what_a_ragged_batch_computes_for_nobody_is_reported_as_padding(
-    load: Callable[[str], Engine],
+    load: Callable[..., Engine],
     schedules: Schedules,
     model: str,
     data: st.DataObject,
@@ -136,7 +178,7 @@ def test_what_a_ragged_batch_computes_for_nobody_is_reported_as_padding(
     assert all(batch.flops_padding >= 0 for batch in stats)
 
 
-def test_a_shared_prefix_is_counted_once_and_charged_to_nobody(load: Callable[[str], Engine]) -> None:
+def test_a_shared_prefix_is_counted_once_and_charged_to_nobody(load: Callable[..., Engine]) -> None:
     engine = load("grouped heads")
     prefix, *rest = random_prompts([9, 4, 1, 11])
     prompts = [prefix + tokens for tokens in rest]
@@ -155,14 +197,14 @@ def test_a_shared_prefix_is_counted_once_and_charged_to_nobody(load: Callable[[s
         assert generation.flops_prompt + cost == ledger.prompt(generation.prompt_tokens)
 
 
-def test_equal_rows_pad_nothing(load: Callable[[str], Engine]) -> None:
+def test_equal_rows_pad_nothing(load: Callable[..., Engine]) -> None:
     engine = load("grouped heads")
     sampling = Sampling(max_new_tokens=9, min_new_tokens=9)
     _, stats, _ = generate_counted(engine, random_prompts([7] * 4), sampling, Schedule.full_depth(5), 4)
     assert sum(stats, BatchStats()).flops_padding == 0
 
 
-def test_a_batch_reports_its_samples_tokens_and_steps(load: Callable[[str], Engine]) -> None:
+def test_a_batch_reports_its_samples_tokens_and_steps(load: Callable[..., Engine]) -> None:
     engine = load("grouped heads")
     sampling = Sampling(max_new_tokens=9, temperature=1.0, samples_per_prompt=2)
     generations, each, _ = generate_counted(engine, random_prompts([7, 12]), sampling, Schedule.full_depth(5), 4)
@@ -179,7 +221,7 @@ def test_a_batch_reports_its_samples_tokens_and_steps(load: Callable[[str], Engi
     assert stats.decode_seconds > 0
 
 
-def test_samples_of_one_prompt_pay_for_it_once(load: Callable[[str], Engine]) -> None:
+def test_samples_of_one_prompt_pay_for_it_once(load: Callable[..., Engine]) -> None:
     engine = load("grouped heads")
     sampling = Sampling(max_new_tokens=4, min_new_tokens=4, temperature=1.0, samples_per_prompt=3)
     generations, _, _ = generate_counted(engine, random_prompts([9, 9]), sampling, Schedule.full_depth(5), 6)
@@ -193,7 +235,7 @@ def test_samples_of_one_prompt_pay_for_it_once(load: Callable[[str], Engine]) ->
 @settings(max_examples=12)
 @given(data=st.data(), length=st.integers(1, 20), new_tokens=st.integers(1, 16))
 def test_the_full_depth_price_is_that_of_the_same_tokens_with_nothing_skipped(
-    load: Callable[[str], Engine], schedules: Schedules, data: st.DataObject, length: int, new_tokens: int
+    load: Callable[..., Engine], schedules: Schedules, data: st.DataObject, length: int, new_tokens: int
 ) -> None:
     engine = load("grouped heads")
     schedule = data.draw(schedules(5))
@@ -273,7 +315,7 @@ def test_the_first_token_has_not_run_what_prompts_skip() -> None:
     assert ledger.mean_active_layers(3) == pytest.approx((3 + 4 + 4) / 3)
 
 
-def test_a_generation_reports_its_own_mean_active_layers(load: Callable[[str], Engine]) -> None:
+def test_a_generation_reports_its_own_mean_active_layers(load: Callable[..., Engine]) -> None:
     engine = load("grouped heads")
     schedule = recipes.skipdecode(layers=5, warmup=1, max_active=5, min_active=3, horizon=2)
     sampling = Sampling(max_new_tokens=5, min_new_tokens=5)

@@ -7,7 +7,7 @@ import pytest
 
 from engine import Engine, Generation, Sampling
 from engine.schedules import recipes
-from tests.engine.models.test_families import LAYERS, VARIANTS
+from tests.engine.models.test_families import LAYERS, VARIANTS, loaded
 from tests.engine.prompts import random_prompts
 
 SHARED = 20  # more than the windows of the variants that have them
@@ -29,7 +29,7 @@ def by_index(engine: Engine, prompts: list[list[int]], batch_size: int) -> list[
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_generations_are_the_same_with_and_without(make_checkpoint: Callable[..., Path], variant: str) -> None:
-    engine = Engine.load(str(make_checkpoint(**VARIANTS[variant])), device="cpu")
+    engine = loaded(make_checkpoint(**VARIANTS[variant]))
     [prefix] = random_prompts([SHARED])
     prompts = prompts_with(prefix)
     plain = by_index(engine, prompts, 32)

@@ -21,7 +21,7 @@ from engine.models.opt import OPTDecoder
 from engine.parts.prompt_bridge import ROLES, WITHIN
 from engine.schedules import recipes
 from tests.engine.conftest import random_bridge, random_prompt_bridge
-from tests.engine.models.test_families import LAYERS, VARIANTS, masked_logits, reference
+from tests.engine.models.test_families import LAYERS, VARIANTS, loaded, masked_logits, reference
 from tests.engine.prompts import random_prompts
 
 FIRST = 3
@@ -117,7 +117,7 @@ def test_a_family_with_it_is_the_forward_with_other_keys_and_values(
     make_checkpoint: Callable[..., Path], variant: str, skips: Block | None, skipped: int
 ) -> None:
     directory = make_checkpoint(**VARIANTS[variant])
-    model, engine = reference(directory), Engine.load(str(directory), device="cpu")
+    model, engine = reference(directory), loaded(directory)
     order = tuple(unit for layer in (1, 2, 4) for unit in (Unit("a", layer), Unit("m", layer)))
     schedule = bridged(engine, Schedule(LAYERS, order, (Plateau(0, skipped), Plateau(5, 6))), skips=skips)
     assert schedule.prompt_bridge is not None

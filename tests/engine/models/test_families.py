@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +60,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def checkpoint(make_checkpoint: Callable[..., Path]) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def get(variant: str) -> Path:
-        if variant not in made:
-            made[variant] = make_checkpoint(**VARIANTS[variant])
-        return made[variant]
-
-    return get
+    return lambda variant: make_checkpoint(**VARIANTS[variant])
 
 
+@cache
 def reference(directory: Path) -> PreTrainedModel:
-    """Eager attention: the only one that has soft caps."""
+    """Loaded once: hooks have to go with their test. Eager attention: the only one that has soft caps."""
     return AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
+
+
+@cache
+def loaded(directory: Path) -> Engine:
+    """Loaded once: a prefix that is shared has to go with its test."""
+    return Engine.load(str(directory), device="cpu")
 
 
 def masked_logits(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int], schedule: Schedule) -> Tensor:
@@ -120,7 +121,7 @@ def test_a_family_generates_what_transformers_generates(checkpoint: Callable[[st
     assert len(set(expected)) > len(prompts) / 2, (
         "the model says the same to everything: the comparison is worth little"
     )
-    assert generated_by_engine(Engine.load(str(directory), device="cpu"), prompts, **settings) == expected
+    assert generated_by_engine(loaded(directory), prompts, **settings) == expected
 
 
 @pytest.mark.parametrize("adapts", ["nothing", "decode tokens", "prompts too"])
@@ -138,8 +139,7 @@ def test_a_family_under_a_schedule_is_the_forward_with_masked_layers(
         }
     )
     prompts = random_prompts([1, 3, 12, 16, 17, 40])
-    model = reference(directory)
-    engine = Engine.load(str(directory), device="cpu")
+    model, engine = reference(directory), loaded(directory)
     if adapts != "nothing":
         adapter = random_adapter(engine.decoder, map(Unit.parse, ("a0", "m1", "a3", "m3", "a4", "m4")))
         schedule = replace(schedule, adapter=replace(adapter, changes_prompts=adapts == "prompts too"))

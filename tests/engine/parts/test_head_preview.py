@@ -19,7 +19,7 @@ from engine.kernels import Kernels, OneDnnKernels
 from engine.memory import batch_bytes
 from engine.schedules import recipes
 from tests.engine.conftest import random_head_preview
-from tests.engine.models.test_families import LAYERS, VARIANTS, masked_logits, reference
+from tests.engine.models.test_families import LAYERS, VARIANTS, loaded, masked_logits, reference
 from tests.engine.prompts import random_prompts
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def tiny(make_checkpoint: Callable[..., Path]) -> Engine:
 def test_every_familys_logits_are_its_heads_matrix_times_what_it_says(
     make_checkpoint: Callable[..., Path], variant: str
 ) -> None:
-    decoder = Engine.load(str(make_checkpoint(**VARIANTS[variant])), device="cpu").decoder
+    decoder = loaded(make_checkpoint(**VARIANTS[variant])).decoder
     x = torch.randn(7, decoder.shape.hidden, generator=torch.Generator().manual_seed(0))
     products = decoder.head_input(x) @ decoder.head_weight().T
     torch.testing.assert_close(decoder.capped(products.clone()), decoder.logits(x))
@@ -94,10 +94,10 @@ def test_a_family_with_it_chooses_from_exact_logits_where_rough_ones_are_largest
     preview = random_head_preview(engine.decoder, rank=6, candidates=9)
     schedule = replace(recipes.unified_layer_skipping(LAYERS, active=4), head_preview=preview)
     inputs: list[Tensor] = []
-    model.get_output_embeddings().register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     prompts, changed = random_prompts([1, 3, 12, 17, 40]), 0
     for generation in engine.generate(prompts, SAMPLING, schedule):
-        masked_logits(model, prompts[generation.index], generation.tokens, schedule)
+        with model.get_output_embeddings().register_forward_pre_hook(lambda _, args: inputs.append(args[0])):
+            masked_logits(model, prompts[generation.index], generation.tokens, schedule)
         h = inputs[-1][0, len(prompts[generation.index]) - 1 :]
         weight = model.get_output_embeddings().weight
         down, up, bias = (preview.tensors[role] for role in ("down", "up", "bias"))

@@ -124,16 +124,16 @@ def test_a_row_counts_under_the_first_filter_it_fails_and_what_was_dropped_is_no
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "said"),
     [
-        {"require_pattern": "("},
-        {"samples_per_prompt": 2},
-        {"output_format": "openai-batch"},
-        {"min_chars": 9, "max_chars": 3},
-        {"finish_reasons": []},
-        {"max_repetition": 1.5},
+        ({"require_pattern": "("}, r"require_pattern\n.* is no regular expression that can be used"),
+        ({"samples_per_prompt": 2}, "samples_per_prompt above 1 needs a temperature above 0"),
+        ({"output_format": "openai-batch"}, "output_format openai-batch .* needs input_format openai-batch"),
+        ({"min_chars": 9, "max_chars": 3}, "min_chars 9 exceeds max_chars 3"),
+        ({"finish_reasons": []}, r"finish_reasons\n.* at least 1 item"),
+        ({"max_repetition": 1.5}, r"max_repetition\n.* less than or equal to 1"),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
+def test_options_that_contradict_each_other_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
         DatasetConfig(input="in", output="out", **options)

@@ -37,8 +37,11 @@ def test_a_ray_that_cannot_start_says_why() -> None:
     assert "/proc/nowhere" in said
 
 
+@pytest.mark.alone
+@pytest.mark.timeout(400)
 def test_a_process_keeps_its_own_way_to_end_where_ray_would_put_in_another() -> None:
     then = "import signal; own = signal.default_int_handler; signal.signal(signal.SIGTERM, own)"
     check = "raise SystemExit(signal.getsignal(signal.SIGTERM) is not own)"
     command = [sys.executable, "-c", f"{then}; {CONNECT}; {check}", "local"]
-    assert subprocess.run(command, timeout=120).returncode == 0
+    # More than a raylet may take to start on a busy machine: see BUSY_MACHINE.
+    assert subprocess.run(command, timeout=300).returncode == 0

@@ -50,18 +50,42 @@ def test_rows_of_units_that_are_lost_or_given_up_are_not_counted_as_done(
 def test_what_earlier_sessions_spent_counts_towards_a_ceiling_and_what_earlier_nights_did_does_not(
     job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch, incremental: bool
 ) -> None:
-    def commit(unit: WorkUnit, flops: int) -> Commit:
-        totals = Totals(rows=256, flops_decode=flops)
-        return Commit(unit.id, "a", f"data/{unit.id}-a.parquet", "", 1, "a", unit.start, totals=totals)
+    begun = begun_after(commit(UNITS[0], flops_decode=6), job(incremental=incremental, max_flops=10.0), monkeypatch)
+    begun._receive(Parcel(UNITS[1], commit=commit(UNITS[1], flops_decode=5)))
+    assert begun._spent == (not incremental)
 
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_audited_rows_stop_a_session_at_work_by_the_runs_figures_and_of_a_nights_by_its_own(
+    job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch, incremental: bool
+) -> None:
+    """Eight rows say enough: here five of each commit, none of whose words are those of full depth."""
+    config = job(incremental=incremental, audit_fraction=0.1, min_audit_rouge=0.6)
+    begun = begun_after(commit(UNITS[0], audited=5), config, monkeypatch)
+    begun._check_audit()
+    begun._end_if_stopping()
+    begun._receive(Parcel(UNITS[1], commit=commit(UNITS[1], audited=5)))
+    if incremental:
+        begun._end_if_stopping()
+        begun._receive(Parcel(UNITS[0], commit=commit(UNITS[0], audited=5)))
+    with pytest.raises(JobStopped, match=r"too far from full depth: ROUGE-L .* 0\.00.*, less than .* 0\.6"):
+        begun._end_if_stopping()
+
+
+def commit(unit: WorkUnit, **totals: int) -> Commit:
+    file = f"data/{unit.id}-a.parquet"
+    return Commit(unit.id, "a", file, "", 1, "a", unit.start, totals=Totals(rows=256, **totals))
+
+
+def begun_after(before: Commit, config: JobConfig, monkeypatch: pytest.MonkeyPatch) -> Session:
+    """A session with both units to do, after one or a night that has left a commit."""
     monkeypatch.setattr(session, "Board", _BoardActor)
     monkeypatch.setattr(session, "replica_resources", lambda config: None)
-    task: Any = SimpleNamespace(config=job(incremental=incremental, max_flops=10.0), run="run")
+    task: Any = SimpleNamespace(config=config, run="run")
     plan: Any = SimpleNamespace(rows=512)
-    begun = Session(task, plan, [commit(UNITS[0], 6)], Interruption(), None)
+    begun = Session(task, plan, [before], Interruption(), None)
     begun._pending = {unit.id: unit for unit in UNITS}
-    begun._receive(Parcel(UNITS[1], commit=commit(UNITS[1], 5)))
-    assert begun._spent == (not incremental)
+    return begun
 
 
 def test_a_session_in_which_nothing_moves_ends_resumably(

@@ -1,6 +1,7 @@
 """What cannot work is said in one sentence, before a model is loaded and before anything is written."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,6 +79,16 @@ def test_an_unknown_model(refusal: Callable[..., str], model: str) -> None:
 def test_a_directory_that_holds_no_model(tmp_path: Path, refusal: Callable[..., str]) -> None:
     (tmp_path / "model").mkdir()
     assert f"{tmp_path}/model' has no config.json" in refusal(ModelError, model=str(tmp_path / "model"))
+
+
+def test_a_system_text_that_the_chat_template_refuses(
+    refusal: Callable[..., str], make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(make_checkpoint(), tmp_path / "model"))
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}a"
+    (model / "chat_template.jinja").write_text(refuses)
+    message = refusal(ModelError, model=str(model), prompt_format="chat", system="Be brief.")
+    assert "refuses a chat of system, user (no system here): leave out --system" in message
 
 
 def test_a_schedule_for_another_depth(refusal: Callable[..., str], write_schedule: Callable[[object], str]) -> None:

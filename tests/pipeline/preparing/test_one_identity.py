@@ -14,6 +14,7 @@ from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
+import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -271,6 +272,44 @@ def test_a_model_replaced_after_the_run_was_prepared_is_refused_by_name(
     held = backend.held_to(held.held or backend.identity(config), "2024-02-29T13:00:00")
     with pytest.raises(ModelError, match=r"the chat template's file chat_template\.jinja is new"):
         held.tokenizer(config)
+
+
+def test_a_run_has_the_commit_that_a_hub_id_meant_when_it_began(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both commits hold the same files here: it is the name that is told apart."""
+    first, later = "0" * 39 + "1", "0" * 39 + "2"
+    repository = tmp_path / "hub" / "models--somebody--some-model"
+    for commit in (first, later):
+        shutil.copytree(make_checkpoint(), repository / "snapshots" / commit)
+    reference = repository / "refs" / "main"
+    reference.parent.mkdir()
+    reference.write_text(first)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.table({"text": ["one", "two", "three"]}), tmp_path / "in/a.parquet")
+    session = without_ray(monkeypatch)
+    session.stop_after = 1
+
+    def run(model: str) -> None:
+        config = JobConfig(
+            input=str(tmp_path / "in"), output=str(tmp_path / "out"), model=model, rows_per_unit=1, replicas=1,
+            max_new_tokens=200, prompt_format="raw",
+        )  # fmt: skip
+        run_job(config, NamedBackend())
+
+    with pytest.raises(JobStopped):
+        run("somebody/some-model")
+    assert json.loads((tmp_path / "out/_run.json").read_text())["model"][0] == f"somebody/some-model@{first}"
+    session.stop_after = None
+    reference.write_text(later)
+    with pytest.raises(JobError, match=f"differs in model: .*{first[-9:]}.* -> .*{later[-9:]}"):
+        run("somebody/some-model")
+    run(f"somebody/some-model@{first}")
+    files = [tmp_path / "out" / commit.file for commit in read_commits(Storage(str(tmp_path / "out")))]
+    assert sum(pq.read_table(file).num_rows for file in files) == 3
 
 
 def test_chat_templates_see_the_date_at_which_the_run_began(

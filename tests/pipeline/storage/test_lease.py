@@ -198,18 +198,21 @@ with leases.Lease(Storage(sys.argv[1])) as lease:
         [sys.executable, "-c", holds, storage.url], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     with held:
-        assert held.stdout is not None
-        assert held.stdout.readline() == "held\n"
-        with pytest.raises(NothingToDo, match=f"process {held.pid} on"), Lease(storage):
-            raise AssertionError
-        held.send_signal(signal.SIGSTOP)
-        monkeypatch.setattr(leases, "LEASE_S", 1.0)
-        with Lease(storage) as lease:
-            held.send_signal(signal.SIGCONT)
-            _, said = held.communicate(timeout=60)
-            assert f"process {os.getpid()} on {socket.gethostname()} has taken over output" in said
-            lease.check()
-            assert files(storage)["_lease/000000002.json"]
+        try:
+            assert held.stdout is not None
+            assert held.stdout.readline() == "held\n"
+            with pytest.raises(NothingToDo, match=f"process {held.pid} on"), Lease(storage):
+                raise AssertionError
+            held.send_signal(signal.SIGSTOP)
+            monkeypatch.setattr(leases, "LEASE_S", 1.0)
+            with Lease(storage) as lease:
+                held.send_signal(signal.SIGCONT)
+                _, said = held.communicate(timeout=60)
+                assert f"process {os.getpid()} on {socket.gethostname()} has taken over output" in said
+                lease.check()
+                assert files(storage)["_lease/000000002.json"]
+        finally:
+            held.kill()  # or to leave it would wait for it
 
 
 @pytest.mark.usefixtures("short")

@@ -166,6 +166,19 @@ def test_a_storage_travels_with_its_settings() -> None:
     assert storage.fs.anon
 
 
+@pytest.mark.parametrize(("patience", "at_first"), [(600.0, 30.0), (5.0, 5.0)])
+def test_at_first_a_storage_is_waited_for_less_and_is_else_the_same(patience: float, at_first: float) -> None:
+    settings = StorageConfig(s3_region="eu-x-1", s3_read_timeout_s=4.0, storage_patience_s=patience)
+    storage = Storage("s3://bucket/folder", settings, True)
+    first = storage.at_first()
+    assert first.settings == settings.model_copy(update={"storage_patience_s": at_first})
+    assert storage.settings == settings
+    for each in (first, pickle.loads(pickle.dumps(first))):
+        assert (each.url, each.root, each.fs.anon) == (storage.url, storage.root, True)
+        assert (each.fs.client_kwargs, each.fs.config_kwargs) == (storage.fs.client_kwargs, storage.fs.config_kwargs)
+        assert (each.settings, each._patience_s) == (first.settings, at_first)
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of one megabyte."""
