@@ -69,8 +69,10 @@ class UnitStream:
 
     def _consume(self) -> None:
         try:
-            for row in self._dataset.iter_rows():
-                self._parcels.put(Parcel.from_row(row))
+            # With one batch ahead, Ray's default, a parcel would be told of only once the next one is there.
+            for table in self._dataset.iter_batches(prefetch_batches=0, batch_size=None, batch_format="pyarrow"):
+                for row in table.to_pylist():
+                    self._parcels.put(Parcel.from_row(row))
         except Exception as error:
             self._parcels.put(error)
         else:
