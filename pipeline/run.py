@@ -155,7 +155,7 @@ class _Begun:
 def _begin(job: Preparation, storage: Storage) -> _Begun:
     if job.config.fresh:
         discard_run(storage)
-    claim = claim_output(storage.at_first(), job.description)
+    claim = claim_output(storage.at_first(), job.description, job.plan.kept)
     logs.name_lines(run=claim.run)
     commits = read_commits(storage, claim.run, keep=True) if claim.resuming else []
     history = History(storage, job, job.known if claim.resuming else {}) if job.config.incremental else None

@@ -102,11 +102,17 @@ class Plan:
             yield span
 
 
-def make_plan(config: JobConfig, template: PromptTemplate, known: Mapping[str, KnownFile] | None = None) -> Plan:
+def make_plan(
+    config: JobConfig,
+    template: PromptTemplate,
+    known: Mapping[str, KnownFile] | None = None,
+    begun: pa.Schema | None = None,
+) -> Plan:
     """Read the footers and check them against the configuration.
 
     A file that cannot be read, or whose columns do not fit, is part of the plan with its problem and without rows; the
-    log says so. `known` are the files that an incremental run has met before, None for any other run.
+    log says so. `known` are the files that an incremental run has met before, None for any other run; `begun` are the
+    columns that the run has kept so far: it has them whatever files are there.
 
     Raises JobError: no input, none that can be read, columns that no file has, whose types differ; StorageGone.
     """
@@ -118,7 +124,8 @@ def make_plan(config: JobConfig, template: PromptTemplate, known: Mapping[str, K
     everything = config.keep_columns is None and config.id_column is None  # of the columns is kept
     files = tuple(_checked(file, config.text_column, None if everything else needed) for file in files)
     _check_some_readable(files)
-    columns = _columns(files)
+    begun = pa.schema([]) if begun is None else begun
+    columns = list(dict.fromkeys([*begun.names, *_columns(files)]))
     template.check_columns(set(columns))
     keep = columns if everything else list(dict.fromkeys(config.keep_columns or []))
     if config.id_column is not None and config.id_column not in keep:
@@ -130,7 +137,7 @@ def make_plan(config: JobConfig, template: PromptTemplate, known: Mapping[str, K
             f"the input has no column {unknown[0]!r}, which {option} names: it has {', '.join(sorted(columns))}"
         )
     read = dict.fromkeys([*keep, config.text_column, *(template.fields - {"text"})])
-    types = {name: _column_type(files, name) for name in read}
+    types = {name: _column_type(files, name, begun) for name in read}
     kept = pa.schema([(name, types[name]) for name in keep])
     files = _within_limit(files, config.limit)
     for file in files:
@@ -256,10 +263,12 @@ def _check_some_readable(files: Sequence[InputFile]) -> None:
         raise JobError(problems[0] + others)
 
 
-def _column_type(files: Sequence[InputFile], column: str) -> pa.DataType:
-    """A column's type in all files together; a file may lack it, but not have it with a type that does not fit."""
-    found: pa.DataType | None = None
-    where = ""
+def _column_type(files: Sequence[InputFile], column: str, begun: pa.Schema) -> pa.DataType:
+    """A column's type in all files together, and in what is done already; a file may lack it, but not have it with a
+    type that does not fit.
+    """
+    found: pa.DataType | None = begun.field(column).type if column in begun.names else None
+    where = "the output"
     for file in files:
         if column not in file.schema.names:
             continue

@@ -12,7 +12,7 @@ from pipeline.inputs.known_files import KnownFile, recall_files
 from pipeline.inputs.work import Plan, make_plan
 from pipeline.preparing.backend import Backend, ModelIdentity
 from pipeline.preparing.fit import choose_schedule, longest_prompt, warn_of_another_model
-from pipeline.preparing.run_record import describe_run, fingerprint, read_run
+from pipeline.preparing.run_record import begun_schema, describe_run, fingerprint, read_run
 from pipeline.redaction import redacted
 from pipeline.rows.rows import output_schema
 from pipeline.rows.template import PromptTemplate
@@ -53,7 +53,7 @@ def prepare_run(config: JobConfig, backend: Backend | None = None) -> Preparatio
     if config.incremental:
         known = {} if config.fresh else recall_files(output, source)
     try:
-        plan = make_plan(config, template, known)
+        plan = make_plan(config, template, known, None if config.fresh else begun_schema(output, config))
     except NoFiles:
         if known and _is_emptied(config, output, source):
             raise NothingToDo(f"nothing is new: {config.input!r} holds no files any more") from None

@@ -1,5 +1,6 @@
 """What names a run: a fingerprint of everything that decides its output. Resuming needs the same one."""
 
+import base64
 import hashlib
 import json
 import shlex
@@ -9,12 +10,13 @@ from datetime import datetime
 from itertools import takewhile
 from typing import Annotated, Any, NotRequired
 
+import pyarrow as pa
 from pydantic import AfterValidator, Field
 
 import engine
 from engine import Schedule
 from pipeline.config import JobConfig
-from pipeline.errors import JobError
+from pipeline.errors import JobError, one_line
 from pipeline.inputs.work import Plan
 from pipeline.preparing.backend import ModelIdentity
 from pipeline.redaction import redacted
@@ -22,7 +24,7 @@ from pipeline.storage.records import LARGE, Count, Fingerprint, OpenRecord, Reco
 from pipeline.storage.storage import Storage
 
 RUN_FILE = "_run.json"
-NO_SETTINGS = ("fingerprint", "claim", "began")  # of a record, beside what describes the run
+NO_SETTINGS = ("fingerprint", "claim", "began", "kept_schema")  # of a record, beside what describes the run
 MOST_SHOWN = 60  # characters of a value in a message
 
 
@@ -45,12 +47,27 @@ def _iso(date: str) -> str:
     return date
 
 
+def _schema(said: str) -> str:
+    """Raises ValueError for what is no schema."""
+    _decoded(said)
+    return said
+
+
+def _decoded(schema: str) -> pa.Schema:
+    """Of an Arrow IPC message in base64. Raises ValueError."""
+    try:
+        return pa.ipc.read_schema(pa.BufferReader(base64.b64decode(schema, validate=True)))
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(one_line(error)) from None
+
+
 class _Run(OpenRecord):
     """What the project reads of a run's record; all of it is the run's description."""
 
     fingerprint: Fingerprint
     claim: NotRequired[Fingerprint]
     began: NotRequired[Annotated[str, AfterValidator(_iso)]]
+    kept_schema: NotRequired[Annotated[str, AfterValidator(_schema)]]
     schedule: _Schedule
     sampling: _Sampling
     input: _Input
@@ -123,11 +140,23 @@ def claim_name(record: dict[str, Any]) -> str:
     return f"{record.get('fingerprint')}-{record.get('claim')}"
 
 
-def claim_output(storage: Storage, description: dict[str, Any]) -> Claim:
-    """Make the output this run's. Raises JobError if it belongs to another one, with what differs; StorageGone."""
+def begun_schema(storage: Storage, config: JobConfig) -> pa.Schema | None:
+    """The columns that a run of the same input keeps here, None if there is none, or one of an earlier version."""
+    record = read_run(storage)
+    if record is None or record["input"].get("root") != redacted(config.input) or "kept_schema" not in record:
+        return None
+    return _decoded(record["kept_schema"])
+
+
+def claim_output(storage: Storage, description: dict[str, Any], kept: pa.Schema | None = None) -> Claim:
+    """Make the output this run's, that keeps such columns. Raises JobError if it belongs to another one, with what
+    differs; StorageGone.
+    """
     began = datetime.now().isoformat(timespec="seconds")
     claim = uuid.uuid4().hex[:8]
     record = {"fingerprint": fingerprint(description), "claim": claim, "began": began, **description}
+    if kept is not None:
+        record["kept_schema"] = base64.b64encode(kept.serialize()).decode()
     existing = read_run(storage)
     if existing is None:
         storage.prove_put_if_absent()  # once for a run: where there is a record, it was

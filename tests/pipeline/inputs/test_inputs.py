@@ -111,6 +111,25 @@ def test_a_file_replaced_while_it_is_read_fails_its_units_by_name_and_is_never_m
     assert committed(config) == done
 
 
+def test_a_file_that_alone_has_a_column_may_be_unreadable_where_a_run_goes_on(
+    work: Job, write_parquet: Callable[..., Path], tmp_path: Path, echo: EchoBackend
+) -> None:
+    for name, column in (("a", {}), ("b", {"lang": ["en"]})):
+        write_parquet(tmp_path / f"columns/{name}.parquet", {"text": [name], **column})
+    config = work(input=str(tmp_path / "columns"), output=str(tmp_path / "columns-out"))
+    InlineSession.stop_after = 1
+    with pytest.raises(JobStopped):
+        run_job(config, echo)
+    InlineSession.stop_after = None
+    whole = (tmp_path / "columns/b.parquet").read_bytes()
+    (tmp_path / "columns/b.parquet").write_bytes(b"")
+    with pytest.raises(UnitsFailed, match=r"b\.parquet' cannot be read as Parquet"):
+        run_job(config, echo)
+    (tmp_path / "columns/b.parquet").write_bytes(whole)
+    with pytest.raises(JobError, match="has changed since the run"):  # by its time
+        run_job(config, echo)
+
+
 def test_a_file_changed_between_two_starts_is_named_and_the_run_refused(work: Job, put: Put, echo: EchoBackend) -> None:
     for name in "abc":
         put(name)

@@ -776,6 +776,30 @@ def test_failures_of_a_file_that_was_mended_are_forgotten(
 
 
 @pytest.mark.usefixtures("inline")
+@pytest.mark.usefixtures("inline")
+@pytest.mark.parametrize("options", [{}, {"keep_columns": ["text", "lang", "n"]}])
+def test_a_run_keeps_the_columns_that_it_began_with_whatever_a_night_brings(
+    nightly: Job, write_parquet: WriteParquet, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    first = {"text": ["one"], "lang": ["en"], "n": pa.array([1], pa.int64())}
+    write_parquet(tmp_path / "in/a.parquet", first)
+    config = nightly(**options)
+    run_job(config, EchoBackend())
+    (tmp_path / "in/a.parquet").unlink()
+    write_parquet(tmp_path / "in/b.parquet", {"text": ["two"], "n": pa.array([2], pa.int32())})
+    run_job(config, EchoBackend())
+    files = [Path(config.output, commit.file) for commit in in_order(config.output)]
+    rows = [row for file in files for row in pq.read_table(file).select(["text", "lang", "n"]).to_pylist()]
+    assert rows == [{"text": "one", "lang": "en", "n": 1}, {"text": "two", "lang": None, "n": 2}]
+    assert len({pq.read_schema(file) for file in files}) == 1
+    write_parquet(tmp_path / "in/c.parquet", {"text": ["three"], "n": pa.array([0.5])})
+    with pytest.raises(JobError, match=r"column 'n' is int64 in 'the output' but double in '.*c\.parquet'"):
+        run_job(config, NoEngineBackend())
+    write_parquet(tmp_path / "in/c.parquet", {"text": ["three"], "lang": pa.array(["de"], pa.large_string())})
+    with pytest.raises(JobError, match=r'input\.kept \["text: string", "lang: string", .* -> .*"lang: large_string",'):
+        run_job(config, NoEngineBackend())
+
+
 @pytest.mark.parametrize(
     ("change", "part"),
     [
