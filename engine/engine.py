@@ -360,9 +360,13 @@ class Engine:
         for index, ledger in enumerate(ledgers):
             alike.setdefault(ledger.schedule.prompt_plan, []).append(index)
         waiting = sorted(prompts, key=lambda each: -len(each[2]))
-        longest = len(waiting[0][2]) if waiting else 0
-        fitting = self.fitting_batch_size(longest, context.sampling) // 2  # each row is in two caches, base and fork
-        together = max(1, min(batch_size, fitting) // context.sampling.samples_per_prompt)  # prompts of a batch
+        whole, longest = Schedule.full_depth(self.shape.layers), max((len(each[2]) for each in waiting), default=0)
+        sizes = (longest, context.sampling.max_new_tokens, self._dtype.itemsize)
+        # Each row is in the cache that prompts fill and in a schedule's copy.
+        fitting = rows_that_fit(
+            free_bytes(self.device), self.device.type, self.shape, whole, *sizes, most=batch_size, caches=2
+        )
+        together = max(1, fitting // context.sampling.samples_per_prompt)  # prompts of a batch
         seats = max(batch_size, context.sampling.samples_per_prompt)
         for first in range(0, len(waiting), together):
             for plan, indices in alike.items():

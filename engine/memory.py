@@ -59,14 +59,22 @@ def rows_that_fit(
     prompt_tokens: int,
     new_tokens: int,
     element_bytes: int,
+    most: int | None = None,
+    caches: int = 1,
 ) -> int:
-    """Largest batch size, at least 1, whose `batch_bytes` are within SHARE of `free_bytes` of a "cpu" or "cuda"."""
+    """Largest batch size, at least 1, whose `batch_bytes` are within SHARE of `free_bytes` of a "cpu" or "cuda".
+
+    Args:
+        most: rows; default those beyond which a batch gains little.
+        caches: that each row has a place in at a time.
+    """
 
     def needed(rows: int) -> int:
         lanes = lanes_for(torch.device(device), rows, 1)
-        return batch_bytes(shape, schedule, rows, prompt_tokens, new_tokens, element_bytes, lanes)
+        others = (caches - 1) * cache_peak(shape, rows, prompt_tokens, new_tokens, element_bytes)
+        return others + batch_bytes(shape, schedule, rows, prompt_tokens, new_tokens, element_bytes, lanes)
 
-    sizes = range(1, MOST_ROWS.get(device, MOST_ROWS["cuda"]) + 1)
+    sizes = range(1, (most or MOST_ROWS.get(device, MOST_ROWS["cuda"])) + 1)
     return max(1, bisect_right(sizes, SHARE * free_bytes, key=needed))
 
 
@@ -76,7 +84,8 @@ def free_bytes(device: torch.device) -> int:
     """
     if device.type == "cuda":
         reserved, (free, whole) = torch.cuda.memory_reserved(device), torch.cuda.mem_get_info(device)
-        ours = int(torch.cuda.get_per_process_memory_fraction(device) * whole) - reserved
+        # By number, which that function alone wants; None is the current device.
+        ours = int(torch.cuda.get_per_process_memory_fraction(device.index) * whole) - reserved
         return min(free, ours) + reserved - torch.cuda.memory_allocated(device)
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
     machine = min(1.0, threads / cores) * _available()

@@ -18,8 +18,8 @@ from rich.table import Table
 import engine
 from engine import ModelShape, Schedule, ScheduleError, decode_flop_speedup
 from engine.adaptation.curve import Point
-from engine.adaptation.trainable import has_parts
-from engine.adaptation.trainer import NOTHING, is_trainable
+from engine.adaptation.trainable import check_parts
+from engine.adaptation.trainer import is_trainable
 from engine.calibration.prompts import check_prompt_layers
 from engine.forward.target import sample_flop_speedup
 from jobs import command_line
@@ -99,8 +99,8 @@ def _read(config: AdaptModel, shape: ModelShape) -> dict[str, Schedule]:
     trained = {name: each for name, each in schedules.items() if config.prompt_layers or is_trainable(each)}
     if not trained:
         raise ScheduleError(f"{config.schedule!r} skips nothing: there is nothing to learn")
-    if config.prompt_layers is None and not has_parts([*trained.values()], config.adapter_rank):
-        raise ScheduleError(NOTHING)
+    if config.prompt_layers is None:
+        check_parts([*trained.values()], config.adapter_rank)
     if config.gate_width and not any(each.bridges for each in trained.values()):
         log.warning("--gate-width is for bridges that answers pass, and there are none")
     for name in schedules.keys() - trained.keys():

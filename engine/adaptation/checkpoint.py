@@ -48,7 +48,9 @@ def training_identity(
     for schedule in started:  # a prompt bridge that is fitted anew differs in last bits on another machine
         schedule.get(PROMPTS, {}).pop("digest", None)
         schedule.get(PROMPTS, {}).get("skips", {}).pop("digest", None)
-    return hashlib.sha256(json.dumps([asdict(recipe), started, answers]).encode()).hexdigest()
+    # Where prompts are bridged, judgements count first tokens, which those of an earlier version did not.
+    judged = ["first tokens"] if any(schedule.prompt_bridge for schedule in schedules) else []
+    return hashlib.sha256(json.dumps([asdict(recipe), started, answers, *judged]).encode()).hexdigest()
 
 
 def write_state(

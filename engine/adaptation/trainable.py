@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from engine.errors import ScheduleError
 from engine.forward.compiled_parts import compile_bridge, compile_head, compile_prompt_bridge
 from engine.forward.operations import Compiled
 from engine.kernels import Kernels
@@ -144,10 +145,11 @@ class Trainable:
             yield from (part for part in (start.prompt_bridge, start.adapter) if part is not None)
 
 
-def has_parts(schedules: Sequence[Schedule], adapter_rank: int) -> bool:
-    """Whether there is something to train: what schedules bring, or an adapter of such a rank."""
+def check_parts(schedules: Sequence[Schedule], adapter_rank: int) -> None:
+    """Raises ScheduleError unless there is something to train: what schedules bring, or an adapter of such a rank."""
     brought = any(each.bridges or each.prompt_bridge or each.adapter for each in schedules)
-    return brought or bool(adapter_rank and _above(schedules))
+    if not (brought or (adapter_rank and _above(schedules))):
+        raise ScheduleError("the schedule has no bridges, and there is nothing to adapt, or adapter_rank is 0")
 
 
 def _above(schedules: Sequence[Schedule]) -> list[Unit]:

@@ -16,7 +16,7 @@ from engine.adaptation.checkpoint import TrainingState, read_state, training_ide
 from engine.adaptation.curve import Point
 from engine.adaptation.peers import Peers
 from engine.adaptation.recipe import Recipe
-from engine.adaptation.trainable import Trainable, has_parts
+from engine.adaptation.trainable import Trainable, check_parts
 from engine.engine import Engine
 from engine.errors import ScheduleError
 from engine.forward.packing import packs
@@ -30,7 +30,6 @@ from engine.schedules.schedule import Schedule
 log = logging.getLogger(__name__)
 
 BETAS, EPS = (0.9, 0.95), 1e-8
-NOTHING = "the schedule has no bridges, and there is nothing to adapt, or adapter_rank is 0"
 
 
 class _Part:
@@ -92,8 +91,7 @@ class Trainer:
             schedule.check_fits(engine.shape)
             if not is_trainable(schedule):
                 raise ScheduleError("the schedule skips nothing, so there is nothing to learn")
-        if not has_parts(schedules, recipe.adapter_rank):
-            raise ScheduleError(NOTHING)
+        check_parts(schedules, recipe.adapter_rank)
         self._engine, self._recipe, self._progress = engine, recipe, progress
         self._kernels = Kernels()
         added = (recipe.gate_width, recipe.adapter_rank, recipe.seed)

@@ -154,11 +154,12 @@ class Calibration:
                 if cut is None:
                     continue
                 schedule = self._bridged(schedule, cut, fitted_to)
-            kl = self._judged(self._chooser, schedule).mean_kl
+            quality, layers = self._judged(self._chooser, schedule), cut.layers if cut else self._shape.layers
             log.info(
                 "%gx of the whole sample: %gx in decoding, skipped %s, prompts in %d layers: KL %.3f",
-                target, decode_target, dict(candidate.growth), cut.layers if cut else self._shape.layers, kl,
+                target, decode_target, dict(candidate.growth), layers, quality.mean_kl,
             )  # fmt: skip
+            kl = float(quality.kl.sum())  # of whole answers: behind prompts that run as they are, first tokens have 0
             if best is None or kl < best[0]:
                 best = kl, decode_target, candidate, cut
         if best is None:

@@ -49,11 +49,12 @@ class PromptPass:
     def share(self, tokens: Sequence[int]) -> bool:
         """Compute a prefix for the prompts to come; none forgets the last.
 
-        Returns False where there is none, it fills the context, or its keys would depend on what follows it.
+        Returns False where there is none, it fills the context, or its keys would depend on what follows it; and where
+        it has tokens that the model has not: each prompt that begins with it is refused then.
         """
         self.prefix = None
-        context = self.decoder.shape.context
-        if not 0 < len(tokens) < context:
+        context, vocab = self.decoder.shape.context, self.decoder.shape.vocab
+        if not 0 < len(tokens) < context or not 0 <= min(tokens) <= max(tokens) < vocab:
             return False
         positions = torch.arange(len(tokens), device=self.device)
         alone = self.decoder.rotations(positions, torch.full_like(positions, len(tokens)))

@@ -95,21 +95,32 @@ def _knock(address: str | None) -> None:
 
 
 def check_shared(files: Mapping[str, str]) -> None:
-    """Raises JobError unless all nodes that run tasks have these local files, by what they are of, as this one has."""
-    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
-    if not files or len(nodes) < 2:
+    """Raises JobError if a node that runs tasks has not these local files, by what they are of, as this process has
+    them. Nodes that do not say so in time are named in the log.
+    """
+    here = ray.get_runtime_context().get_node_id()
+    nodes = {
+        node["NodeID"]: node["NodeManagerAddress"]
+        for node in ray.nodes()
+        if node["Alive"] and node["Resources"].get("CPU") and node["NodeID"] != here
+    }
+    if not files or not nodes:
         return
     expected = {path: head_of(path) for path in files.values()}
     looks = {}
     for node in nodes:
-        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
         look = ray.remote(_lacking).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
-        looks[look.remote(expected)] = node["NodeManagerAddress"]
-    done, _ = ray.wait(list(looks), num_returns=len(looks), timeout=LOOK_S)
+        looks[look.remote(expected)] = nodes[node]
+    done, late = ray.wait(list(looks), num_returns=len(looks), timeout=LOOK_S)
+    silent = [looks[look] for look in late]
+    for look in late:
+        ray.cancel(look)
     for look in done:
         try:
             lacking = ray.get(look)
-        except ray.exceptions.RayError:  # the node has gone: what it lacked does not matter
+        except ray.exceptions.RayError:
+            silent.append(looks[look])
             continue
         for what, path in files.items():
             if path in lacking:
@@ -117,6 +128,8 @@ def check_shared(files: Mapping[str, str]) -> None:
                     f"{what} {path!r} is a local file, and node {looks[look]} of the cluster has not the same there: "
                     "name a place that all nodes share, or a URL such as s3://"
                 )
+    if silent:
+        log.warning("whether %s share the local files is not known: they did not answer", ", ".join(sorted(silent)))
 
 
 def head_of(path: str) -> bytes | None:

@@ -268,12 +268,17 @@ def _column_type(files: Sequence[InputFile], column: str, begun: pa.Schema) -> p
     type that does not fit.
     """
     found: pa.DataType | None = begun.field(column).type if column in begun.names else None
-    where = "the output"
+    where = ""
     for file in files:
         if column not in file.schema.names:
             continue
         type_ = open_type(file.schema.field(column).type)
         common = type_ if found is None else common_type(found, type_)
+        if common is None and not where:
+            raise JobError(
+                f"column {column!r} is {found} in the output but {type_} in {file.path!r}: make the types agree, name "
+                "another output, or discard the run that is there with --fresh"
+            )
         if common is None:
             raise JobError(
                 f"column {column!r} is {found} in {where!r} but {type_} in {file.path!r}: make the types agree, "

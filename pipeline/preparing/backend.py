@@ -13,6 +13,7 @@ import torch
 
 import engine
 from engine import Engine, ModelError, ModelShape, Schedule, Tokenizer
+from engine.engine import check_device
 from engine.vllm.engine import VllmEngine  # which needs no vLLM before there is one
 from pipeline.config import GenerationConfig
 from pipeline.rows.shared_engine import Streaming
@@ -72,6 +73,7 @@ class Backend:
         if in_vllm:
             return _vllm_engine(config, dtype, threads)
         share = _gpus(config)
+        check_device(config.device)
         if 0 < share < 1 and engine.resolve_device(config.device).type == "cuda":  # others are on the same card
             torch.cuda.set_per_process_memory_fraction(share)
         loaded = Engine.load(config.model, device=config.device, dtype=dtype, threads=threads)

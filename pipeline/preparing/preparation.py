@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import ModelShape, Schedule
+from pipeline.commits.commit import SUCCESS_FILE
 from pipeline.config import JobConfig
 from pipeline.errors import JobError, NoFiles, NothingToDo
 from pipeline.inputs.known_files import KnownFile, recall_files
@@ -17,6 +18,7 @@ from pipeline.redaction import redacted
 from pipeline.rows.rows import output_schema
 from pipeline.rows.template import PromptTemplate
 from pipeline.storage.ownership import Kind, check_files, check_place
+from pipeline.storage.patterns import fixed_part
 from pipeline.storage.storage import Storage, absolute
 
 PACKAGES = "working_dir_files"  # where Ray unpacks the working directory of a submitted job, on each node
@@ -73,10 +75,11 @@ def prepare_run(config: JobConfig, backend: Backend | None = None) -> Preparatio
 
 
 def _is_emptied(config: JobConfig, output: Storage, source: Storage) -> bool:
-    """Whether an input without files is that of the run that is there; of a local one, the directory is left."""
+    """Whether an input without files is that of the finished run that is there; on a disk, its directory is left."""
     record = read_run(output)
     same = record is not None and record["input"].get("root") == redacted(config.input)
-    return same and (not source.is_local or os.path.isdir(source.root))
+    finished = same and SUCCESS_FILE in output.entries()
+    return finished and (not source.is_local or os.path.isdir(fixed_part(source.root)))
 
 
 def absolute_paths(config: JobConfig) -> JobConfig:

@@ -56,9 +56,12 @@ def _schema(said: str) -> str:
 def _decoded(schema: str) -> pa.Schema:
     """Of an Arrow IPC message in base64. Raises ValueError."""
     try:
-        return pa.ipc.read_schema(pa.BufferReader(base64.b64decode(schema, validate=True)))
+        decoded = pa.ipc.read_schema(pa.BufferReader(base64.b64decode(schema, validate=True)))
     except (OSError, pa.ArrowException) as error:
         raise ValueError(one_line(error)) from None
+    if len(set(decoded.names)) < len(decoded.names):  # a name that is no text is a ValueError by itself
+        raise ValueError("a column stands there twice")
+    return decoded
 
 
 class _Run(OpenRecord):
@@ -97,13 +100,17 @@ def describe_run(config: JobConfig, plan: Plan, schedule: Schedule, model: Model
 
 
 def _describe_input(config: JobConfig, plan: Plan) -> dict[str, Any]:
-    kept = [f"{field.name}: {field.type}" for field in plan.kept]
+    kept = _described(plan.kept)
     if config.incremental:
         # Files may come, change and go; where they lie belongs to the run, for another input may have the same names in
         # it, and so do the types of their columns, for all of the output has one schema.
         return {"incremental": True, "root": redacted(config.input), "kept": kept}
     # Which files these are is held apart, see `input_record`: one that can't be read yet must not name another run.
     return {"root": redacted(config.input), "limit": config.limit, "kept": kept}
+
+
+def _described(schema: pa.Schema) -> list[str]:
+    return [f"{field.name}: {field.type}" for field in schema]
 
 
 def fingerprint(description: dict[str, Any]) -> str:
@@ -145,7 +152,10 @@ def begun_schema(storage: Storage, config: JobConfig) -> pa.Schema | None:
     record = read_run(storage)
     if record is None or record["input"].get("root") != redacted(config.input) or "kept_schema" not in record:
         return None
-    return _decoded(record["kept_schema"])
+    schema = _decoded(record["kept_schema"])
+    if record["input"].get("kept") != _described(schema):
+        raise _RECORD.damaged(storage, RUN_FILE, "its kept_schema is not of the columns that its input says are kept")
+    return schema
 
 
 def claim_output(storage: Storage, description: dict[str, Any], kept: pa.Schema | None = None) -> Claim:

@@ -127,6 +127,20 @@ def test_a_containers_limits_count_and_files_that_it_has_read_do_not(
     assert memory.free_bytes(torch.device("cpu")) == (1 << 40) // 64 + 5
 
 
+@pytest.mark.parametrize(("fraction", "expected"), [(1.0, 30 + 4), (0.5, 22 + 4)])
+def test_of_a_gpu_its_free_memory_counts_and_at_most_the_share_of_this_process(
+    monkeypatch: pytest.MonkeyPatch, fraction: float, expected: int
+) -> None:
+    """Of 80 with 30 free, this process holds 18 and uses 14. Torch itself looks at how the device is named."""
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 18)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 14)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 80))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.memory._lazy_init", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_getMemoryFraction", lambda device: fraction, raising=False)
+    assert memory.free_bytes(torch.device("cuda")) == memory.free_bytes(torch.device("cuda:0")) == expected
+
+
 def test_memory_that_the_process_keeps_is_free_to_it() -> None:
     blocks = [bytearray(1 << 16) for _ in range(2000)]
     last = bytearray(1 << 16)  # above them, so that they cannot go back to the system

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import engine.decoding.stream
-from engine import BatchStats, Engine, Generation, PromptError, Sampling, Schedule, ScheduleError
+from engine import BatchStats, Engine, Generation, PromptError, Sampling, Schedule, ScheduleError, memory
 from engine.decoding.sampling import Sampler
 from engine.schedules import decays, orders, recipes
 from tests.engine.prompts import random_prompts
@@ -82,7 +82,9 @@ def test_rows_that_do_not_fit_twice_run_in_smaller_batches(tiny: Engine, monkeyp
     seats: list[int] = []
 
     def run(fitting: int) -> list[tuple[int, Generation]]:
-        monkeypatch.setattr(Engine, "fitting_batch_size", lambda *_: fitting)
+        sizes = (tiny.shape, fitting, 9, 6, 4)
+        needed = memory.cache_peak(*sizes) + memory.batch_bytes(sizes[0], Schedule.full_depth(LAYERS), *sizes[1:])
+        monkeypatch.setattr("engine.engine.free_bytes", lambda _: int(needed / memory.SHARE) + 1)
         seats.clear()
         told = tiny.generate_each(
             prompts, sampling, schedules, 5, on_batch=lambda _, stats: seats.append(stats.samples)
@@ -91,7 +93,7 @@ def test_rows_that_do_not_fit_twice_run_in_smaller_batches(tiny: Engine, monkeyp
 
     whole = run(fitting=100)
     assert seats == [5, 5]
-    assert run(fitting=5) == whole
+    assert run(fitting=2) == whole
     assert seats == [2, 2, 2, 2, 1, 1]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import Engine, Generation, Sampling
+from engine import Engine, Generation, PromptError, Sampling
 from engine.schedules import recipes
 from tests.engine.models.test_families import LAYERS, VARIANTS, loaded
 from tests.engine.prompts import random_prompts
@@ -71,3 +71,13 @@ def test_a_prefix_that_fills_the_context_is_left_to_the_prompts_own_errors(
     assert engine.share_prefix(prefix) == 0
     [generation] = engine.generate([prefix[:20]], Sampling(max_new_tokens=2))
     assert generation.shared_prefix_tokens == 0
+
+
+def test_an_instruction_with_a_token_that_the_model_has_not_is_not_shared(make_checkpoint: Callable[..., Path]) -> None:
+    """Each of its prompts is refused, not the engine."""
+    engine = Engine.load(str(make_checkpoint()), device="cpu")
+    strange = [5, engine.shape.vocab, 6]
+    assert engine.share_prefix(strange) == 0
+    assert engine.shared_tokens == 0
+    with pytest.raises(PromptError, match="the model's vocabulary ends at"):
+        list(engine.generate([[*strange, 7]], Sampling(max_new_tokens=2)))

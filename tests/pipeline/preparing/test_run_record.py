@@ -1,5 +1,6 @@
 """An output belongs to one run at a time, and what is left of an earlier one can add nothing to it."""
 
+import base64
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -177,3 +178,31 @@ def test_the_date_of_a_run_is_that_of_its_first_session(storage: Storage) -> Non
     record = json.loads(storage.read("_run.json") or b"") | {"began": "2020-02-29T12:00:00"}
     storage.write("_run.json", json.dumps(record).encode())
     assert claim_output(storage, RUN).began == "2020-02-29T12:00:00"
+
+
+def damaged_by(storage: Storage, **changes: object) -> None:
+    record = json.loads(storage.read("_run.json") or b"") | changes
+    storage.write("_run.json", json.dumps(record).encode())
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ("no base64!", "kept_schema: "),
+        ("aGVsbG8=", "kept_schema: "),
+        (pa.schema([("a", pa.int8()), ("a", pa.int8())]), "kept_schema: a column stands there twice"),
+        (pa.schema([("a", pa.int8())]), "its kept_schema is not of the columns that its input says are kept"),
+    ],
+)
+def test_a_schema_that_a_run_cannot_have_is_damage(
+    job: Callable[..., JobConfig], write_parquet: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    schema: str | pa.Schema, said: str,
+) -> None:  # fmt: skip
+    without_ray(monkeypatch)
+    write_parquet(tmp_path / "in" / "a.parquet", {"text": ["one"]})
+    run_job(job(), EchoBackend())
+    if isinstance(schema, pa.Schema):
+        schema = base64.b64encode(schema.serialize()).decode()
+    damaged_by(Storage(str(tmp_path / "out")), kept_schema=schema)
+    with pytest.raises(JobError, match=rf"_run\.json of .* is damaged \({said}.*: discard the run with --fresh"):
+        run_job(job(), NoEngineBackend())
