@@ -13,7 +13,7 @@ from pipeline.inputs.known_files import KnownFile, recall_files
 from pipeline.inputs.work import Plan, make_plan
 from pipeline.preparing.backend import Backend, ModelIdentity
 from pipeline.preparing.fit import choose_schedule, longest_prompt, warn_of_another_model
-from pipeline.preparing.run_record import begun_schema, describe_run, fingerprint, read_run
+from pipeline.preparing.run_record import begun_columns, describe_run, fingerprint, read_run
 from pipeline.redaction import redacted
 from pipeline.rows.rows import output_schema
 from pipeline.rows.template import PromptTemplate
@@ -54,8 +54,9 @@ def prepare_run(config: JobConfig, backend: Backend | None = None) -> Preparatio
     known: dict[str, KnownFile] | None = None
     if config.incremental:
         known = {} if config.fresh else recall_files(output, source)
+    begun = None if config.fresh else begun_columns(output, config)
     try:
-        plan = make_plan(config, template, known, None if config.fresh else begun_schema(output, config))
+        plan = make_plan(config, template, known, begun.schema if begun is not None else None)
     except NoFiles:
         if known and _is_emptied(config, output, source):
             raise NothingToDo(f"nothing is new: {config.input!r} holds no files any more") from None
@@ -70,7 +71,7 @@ def prepare_run(config: JobConfig, backend: Backend | None = None) -> Preparatio
         template.shared_prefix(backend.tokenizer(config))  # some chat templates refuse a system text
     identity = backend.identity(config)
     warn_of_another_model(schedule, config.model, identity.digest)
-    description = describe_run(config, plan, schedule, identity)
+    description = describe_run(config, plan, schedule, identity, begun)
     return Preparation(config, backend, template, plan, shape, schedule, longest, description, identity, known or {})
 
 

@@ -8,7 +8,7 @@ import uuid
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import takewhile
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any, NamedTuple, NotRequired
 
 import pyarrow as pa
 from pydantic import AfterValidator, Field
@@ -20,7 +20,7 @@ from pipeline.errors import JobError, one_line
 from pipeline.inputs.work import Plan
 from pipeline.preparing.backend import ModelIdentity
 from pipeline.redaction import redacted
-from pipeline.storage.records import LARGE, Count, Fingerprint, OpenRecord, Record
+from pipeline.storage.records import LARGE, Count, Fingerprint, OpenRecord, Record, RecordDamaged
 from pipeline.storage.storage import Storage
 
 RUN_FILE = "_run.json"
@@ -79,8 +79,17 @@ class _Run(OpenRecord):
 _RECORD: Record[dict[str, Any]] = Record(_Run, "discard the run with --fresh", LARGE)
 
 
-def describe_run(config: JobConfig, plan: Plan, schedule: Schedule, model: ModelIdentity) -> dict[str, Any]:
-    """The parts of the fingerprint, in words a person can compare."""
+class Kept(NamedTuple):
+    """The columns that a run keeps."""
+
+    schema: pa.Schema
+    described: list[str]  # as the run's fingerprint has them: with names within types that the schema may have lost
+
+
+def describe_run(
+    config: JobConfig, plan: Plan, schedule: Schedule, model: ModelIdentity, begun: Kept | None = None
+) -> dict[str, Any]:
+    """The parts of the fingerprint, in words a person can compare; columns as the run that has begun has them."""
     prompt_fields = (
         "text_column", "system", "prompt", "prompt_format", "max_prompt_tokens", "overlong", "parse_control_tokens"
     )  # fmt: skip
@@ -91,7 +100,7 @@ def describe_run(config: JobConfig, plan: Plan, schedule: Schedule, model: Model
         "schedule": schedule.to_dict(),
         "sampling": config.sampling().to_dict() | {"samples_per_prompt": config.samples_per_row},
         "prompt": {name: getattr(config, name) for name in prompt_fields},
-        "input": _describe_input(config, plan),
+        "input": _describe_input(config, plan, begun),
         "rows_per_unit": config.rows_per_unit,
         "version": engine.__version__,
         # Where vLLM is named: its rounding is its own, and it leaves a schedule's head preview out.
@@ -99,18 +108,16 @@ def describe_run(config: JobConfig, plan: Plan, schedule: Schedule, model: Model
     }
 
 
-def _describe_input(config: JobConfig, plan: Plan) -> dict[str, Any]:
-    kept = _described(plan.kept)
+def _describe_input(config: JobConfig, plan: Plan, begun: Kept | None) -> dict[str, Any]:
+    kept = [f"{field.name}: {field.type}" for field in plan.kept]
+    if begun is not None and plan.kept.equals(begun.schema):
+        kept = begun.described
     if config.incremental:
         # Files may come, change and go; where they lie belongs to the run, for another input may have the same names in
         # it, and so do the types of their columns, for all of the output has one schema.
         return {"incremental": True, "root": redacted(config.input), "kept": kept}
     # Which files these are is held apart, see `input_record`: one that can't be read yet must not name another run.
     return {"root": redacted(config.input), "limit": config.limit, "kept": kept}
-
-
-def _described(schema: pa.Schema) -> list[str]:
-    return [f"{field.name}: {field.type}" for field in schema]
 
 
 def fingerprint(description: dict[str, Any]) -> str:
@@ -147,15 +154,22 @@ def claim_name(record: dict[str, Any]) -> str:
     return f"{record.get('fingerprint')}-{record.get('claim')}"
 
 
-def begun_schema(storage: Storage, config: JobConfig) -> pa.Schema | None:
-    """The columns that a run of the same input keeps here, None if there is none, or one of an earlier version."""
-    record = read_run(storage)
+def begun_columns(storage: Storage, config: JobConfig) -> Kept | None:
+    """Those of a run of the same input that is here; None if there is none, or one of an earlier version, and for a
+    damaged record, of which claiming the output says so.
+    """
+    try:
+        record = read_run(storage)
+    except RecordDamaged:
+        return None
     if record is None or record["input"].get("root") != redacted(config.input) or "kept_schema" not in record:
         return None
-    schema = _decoded(record["kept_schema"])
-    if record["input"].get("kept") != _described(schema):
+    schema, described = _decoded(record["kept_schema"]), record["input"].get("kept")
+    begins = [f"{name}: " for name in schema.names]
+    is_list = isinstance(described, list) and len(described) == len(begins)
+    if not is_list or not all(map(str.startswith, map(str, described), begins)):
         raise _RECORD.damaged(storage, RUN_FILE, "its kept_schema is not of the columns that its input says are kept")
-    return schema
+    return Kept(schema, described)
 
 
 def claim_output(storage: Storage, description: dict[str, Any], kept: pa.Schema | None = None) -> Claim:

@@ -82,6 +82,7 @@ def test_replicas_that_share_a_gpu_share_its_memory(
     assert asked == [pytest.approx(expected)]
 
     monkeypatch.setattr(backend, "runs_in_vllm", lambda _: False)
+    monkeypatch.setattr(backend, "check_device", lambda _: None)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", asked.append)
     monkeypatch.setattr(Engine, "load", lambda *_, **__: None)
     Backend().engine(JobConfig(input="in", output="out", **options), None)  # type: ignore[arg-type]
