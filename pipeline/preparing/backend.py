@@ -73,8 +73,8 @@ class Backend:
         if in_vllm:
             return _vllm_engine(config, dtype, threads)
         share = _gpus(config)
-        check_device(config.device)
         if 0 < share < 1 and engine.resolve_device(config.device).type == "cuda":  # others are on the same card
+            check_device(config.device)  # torch would say less of one that is not there
             torch.cuda.set_per_process_memory_fraction(share)
         loaded = Engine.load(config.model, device=config.device, dtype=dtype, threads=threads)
         engine.check_model_files(config.model, files)
