@@ -13,8 +13,7 @@ from pipeline.inputs.known_files import KnownFile, recall_files
 from pipeline.inputs.work import Plan, make_plan
 from pipeline.preparing.backend import Backend, ModelIdentity
 from pipeline.preparing.fit import choose_schedule, longest_prompt, warn_of_another_model
-from pipeline.preparing.run_record import begun_columns, describe_run, fingerprint, read_run
-from pipeline.redaction import redacted
+from pipeline.preparing.run_record import begun_columns, describe_run, fingerprint, run_of_same_input
 from pipeline.rows.rows import output_schema
 from pipeline.rows.template import PromptTemplate
 from pipeline.storage.ownership import Kind, check_files, check_place
@@ -77,9 +76,7 @@ def prepare_run(config: JobConfig, backend: Backend | None = None) -> Preparatio
 
 def _is_emptied(config: JobConfig, output: Storage, source: Storage) -> bool:
     """Whether an input without files is that of the finished run that is there; on a disk, its directory is left."""
-    record = read_run(output)
-    same = record is not None and record["input"].get("root") == redacted(config.input)
-    finished = same and SUCCESS_FILE in output.entries()
+    finished = run_of_same_input(output, config) is not None and SUCCESS_FILE in output.entries()
     return finished and (not source.is_local or os.path.isdir(fixed_part(source.root)))
 
 

@@ -154,15 +154,21 @@ def claim_name(record: dict[str, Any]) -> str:
     return f"{record.get('fingerprint')}-{record.get('claim')}"
 
 
+def run_of_same_input(storage: Storage, config: JobConfig) -> dict[str, Any] | None:
+    """The record of the run here, if it is of the input that a job names. Raises as `read_run`."""
+    record = read_run(storage)
+    return record if record is not None and record["input"].get("root") == redacted(config.input) else None
+
+
 def begun_columns(storage: Storage, config: JobConfig) -> Kept | None:
     """Those of a run of the same input that is here; None if there is none, or one of an earlier version, and for a
     damaged record, of which claiming the output says so.
     """
     try:
-        record = read_run(storage)
+        record = run_of_same_input(storage, config)
     except RecordDamaged:
         return None
-    if record is None or record["input"].get("root") != redacted(config.input) or "kept_schema" not in record:
+    if record is None or "kept_schema" not in record:
         return None
     schema, described = _decoded(record["kept_schema"]), record["input"].get("kept")
     begins = [f"{name}: " for name in schema.names]
