@@ -88,7 +88,7 @@ class Engine:
         self, decoder: Decoder, tokenizer: Tokenizer, kernels: Kernels, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.decoder, self.tokenizer, self.device, self.shape = decoder, tokenizer, device, decoder.shape
-        self._kernels, self._dtype = kernels, dtype
+        self._kernels, self._dtype, self._kept = kernels, dtype, kernels.kept or dtype
         self._compiled = Compiled()  # of the last schedules
         self._prompts = PromptPass(decoder, kernels, device)
 
@@ -280,7 +280,7 @@ class Engine:
         new_tokens = (sampling or Sampling()).max_new_tokens
         schedule = schedule or Schedule.full_depth(self.shape.layers)
         self.compiled(schedule)  # before the free memory is measured: an adapter takes some
-        sizes = (prompt_tokens, new_tokens, self._dtype.itemsize)
+        sizes = (prompt_tokens, new_tokens, self._kept.itemsize)
         return rows_that_fit(free_bytes(self.device), self.device.type, self.shape, schedule, *sizes)
 
     def _ledger(self, schedule: Schedule | None) -> Ledger:
@@ -361,7 +361,7 @@ class Engine:
             alike.setdefault(ledger.schedule.prompt_plan, []).append(index)
         waiting = sorted(prompts, key=lambda each: -len(each[2]))
         whole, longest = Schedule.full_depth(self.shape.layers), max((len(each[2]) for each in waiting), default=0)
-        sizes = (longest, context.sampling.max_new_tokens, self._dtype.itemsize)
+        sizes = (longest, context.sampling.max_new_tokens, self._kept.itemsize)
         # Each row is in the cache that prompts fill and in a schedule's copy.
         fitting = rows_that_fit(
             free_bytes(self.device), self.device.type, self.shape, whole, *sizes, most=batch_size, caches=2
@@ -387,7 +387,7 @@ class Engine:
                     yield from ((index, generation) for generation in done)
 
     def _context(self, sampling: Sampling, compiled: Compiled) -> Context:
-        return Context(self._prompts, compiled, Stopping(sampling, self.tokenizer), self._dtype)
+        return Context(self._prompts, compiled, Stopping(sampling, self.tokenizer), self._kept)
 
 
 def _pairs(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[Answer]:

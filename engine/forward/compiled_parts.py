@@ -58,7 +58,7 @@ def compile_prompt_bridge(
         if layers:
             tensors = (bridge.tensors[role].to(device, dtype).chunk(len(layers), -1) for role in roles)
             for layer, weight, bias in zip(layers, *tensors, strict=True):
-                maps[layer] = kernels.linear(weight.T.contiguous(), bias.contiguous())
+                maps[layer] = kernels.inner_linear(weight.T.contiguous(), bias.contiguous())
     return PromptMaps(shape, bridge.first, within, maps)
 
 

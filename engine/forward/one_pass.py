@@ -315,7 +315,7 @@ class OnePass:
                 unseen = slots >= ends[:, None]
                 if window is not None:
                     unseen |= slots < ends[:, None] - window
-                mask = torch.zeros(unseen.shape, dtype=self.embedded.dtype, device=self._device)
+                mask = torch.zeros(unseen.shape, dtype=self._cache.dtype, device=self._device)
                 seen = sum(min(length, window or length) for length in lengths)
                 masks[window] = mask.masked_fill_(unseen, -torch.inf)[:, None, None], seen
             groups.append(

@@ -97,7 +97,7 @@ class Projections:
                 if f"{where}.bias" in self._weights:
                     biases.append(self._arrange(name, self._weights.take(f"{where}.bias")))
             bias = torch.cat(biases).to(self._device) if biases else None
-            maps.append(self._kernels.linear(torch.cat(weights).to(self._device), bias))
+            maps.append(self._kernels.inner_linear(torch.cat(weights).to(self._device), bias))
         return UnitMaps(*maps)
 
     def _beside(self, base: UnitMaps, unit: Unit, changes: Mapping[str, LowRank]) -> UnitMaps:

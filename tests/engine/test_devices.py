@@ -39,7 +39,7 @@ def test_what_names_no_device_is_said() -> None:
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_where_a_cpu_multiplies_bfloat16_numbers_matrices_alone_are_of_these(
+def test_where_a_cpu_multiplies_bfloat16_numbers_hidden_states_are_none_of_these(
     half: bool, make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if half and not torch.cpu._is_avx512_bf16_supported():
@@ -53,5 +53,6 @@ def test_where_a_cpu_multiplies_bfloat16_numbers_matrices_alone_are_of_these(
     assert found.dtype == (torch.float32 if half else torch.bfloat16)
     assert 1e-5 < (found.float() - wanted).norm() / wanted.norm() < 1e-2
     keys, _ = engine.keys_and_values(1, found)
-    assert keys.dtype == found.dtype
+    assert keys.dtype == torch.bfloat16
+    assert engine.logits(found).dtype == found.dtype
     assert (keys.float() - exact.keys_and_values(1, wanted)[0]).norm() < 2e-2 * keys.norm()

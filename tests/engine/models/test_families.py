@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine import Engine, Ledger, Sampling, Schedule, decode_flop_speedup, describe
 from engine.kernels import Kernels
 from engine.models.families import FAMILIES
-from engine.parts.unit import Unit
+from engine.parts.unit import Block, Unit, all_units
+from engine.schedules.schedule import Plateau
 from tests.engine.adapters import adapted, random_adapter
+from tests.engine.conftest import random_bridge, random_head_preview, random_prompt_bridge
 from tests.engine.models.test_full_depth import generated_by_engine, generated_by_transformers
 from tests.engine.prompts import random_prompts
 
@@ -194,3 +196,35 @@ def test_a_gemmas_norms_are_of_weights_that_are_not_rounded(checkpoint: Callable
     assert torch.equal(decoder._norm(x, weight), model.get_decoder().norm(x))
     assert decoder._final_norm.dtype == torch.float32
     assert engine.decoder.head_input(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_where_a_cpu_multiplies_bfloat16_numbers_it_says_nearly_the_same(
+    variant: str, checkpoint: Callable[[str], Path]
+) -> None:
+    """Under a schedule that has all that there is, prompts that share a prefix and others."""
+    if not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip("this CPU does not multiply bfloat16 numbers")
+    exact, half = loaded(checkpoint(variant)), Engine.load(str(checkpoint(variant)), "cpu", "bfloat16")
+    prompt_bridge = random_prompt_bridge(exact.shape, 4, kept=range(1, 3))
+    block, every = Block.of_layers(2, 3), all_units(LAYERS)
+    schedule = Schedule(
+        LAYERS, block.units, (Plateau(0, 0), Plateau(1, 2, ("over",))), {},
+        {"over": random_bridge(block, exact.shape.hidden, rank=0, seed=1)}, prompt_bridge,
+        replace(random_adapter(exact.decoder, every), changes_prompts=True),
+        random_head_preview(exact.decoder, 8, 16),
+    )  # fmt: skip
+    prompts = random_prompts([1, 3, 9] * 10 + [40, 25] * 10)
+    prompts += [prompts[-1][:12] + prompt for prompt in prompts[::5]]
+    found = []
+    for engine in (exact, half):
+        engine.share_prefix(prompts[-1][:12])
+        answers = engine.generate(prompts, Sampling(6, 6), schedule, batch_size=16)
+        found.append([list(each.tokens) for each in sorted(answers, key=lambda each: each.index)])
+        engine.share_prefix([])
+    wanted, said = (
+        torch.tensor([kl for each in engine.score(prompts, found[0], [schedule]).schedules[0] for kl in each.kl])
+        for engine in (exact, half)
+    )
+    assert (said - wanted).norm() < 0.3 * wanted.norm()
+    assert sum(a[0] == b[0] for a, b in zip(*found, strict=True)) > 0.8 * len(prompts)
