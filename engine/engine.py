@@ -126,6 +126,8 @@ class Engine:
         chosen = kernels or kernels_for(where, precision)
         precision = chosen.states or precision
         family = family_of(config)
+        if precision == torch.float16 and config.model_type.startswith("gemma"):  # which was trained in bfloat16
+            raise ModelError(f"model {model!r} overflows in float16: use --dtype float32, or bfloat16")
         with torch.no_grad():  # no inference tensors: bridges are trained through these weights
             weights = Weights(directory, precision)
             weights.check_shapes(config)

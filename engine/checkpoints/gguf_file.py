@@ -14,7 +14,9 @@ MOST_TENSORS, MOST_KEYS, LONGEST_CONTEXT = 1 << 17, 1 << 14, 1 << 27
 
 
 def check_gguf(path: Path) -> None:
-    """Raises ModelError unless the header is whole, its tensors lie in the file, and its sizes agree with theirs."""
+    """Raises ModelError unless the header is whole, its tensors lie in the file, its sizes agree with theirs, and
+    transformers' conversion keeps what it says.
+    """
     try:
         with path.open("rb") as stream:
             size = path.stat().st_size
@@ -22,6 +24,10 @@ def check_gguf(path: Path) -> None:
         _check_sizes(values, tensors)
     except (OSError, ValueError, struct.error, TypeError, OverflowError) as error:
         raise ModelError(f"GGUF file {str(path)!r} is damaged ({error}): fetch it again") from error
+    if lost := _lost(values, tensors):
+        raise ModelError(
+            f"GGUF file {str(path)!r} would lose {lost} when converted: name the safetensors model instead"
+        )
 
 
 class _Header:
@@ -105,6 +111,21 @@ class _Header:
         if end > LONGEST_HEADER:
             raise ValueError(f"its header is longer than {LONGEST_HEADER} bytes")
         return end
+
+
+# Layers of those Gemma models, 27B both, whose attention has another scale than the family's others. No file says it.
+OF_ANOTHER_SCALE = {"gemma2": 46, "gemma3": 62}
+
+
+def _lost(values: dict[str, Any], tensors: dict[str, tuple[int, ...]]) -> str | None:
+    """What transformers reads from no GGUF file, if the model has it."""
+    family = values["general.architecture"]
+    scaling = values.get(f"{family}.rope.scaling.type", "none")
+    if scaling != "none" or "rope_freqs.weight" in tensors:  # of Llama 3.1 and later, the factors are a tensor
+        return "its RoPE scaling"
+    if values.get(f"{family}.block_count") == OF_ANOTHER_SCALE.get(family):
+        return "its attention's scale"
+    return None
 
 
 def _check_sizes(values: dict[str, Any], tensors: dict[str, tuple[int, ...]]) -> None:

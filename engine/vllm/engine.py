@@ -127,10 +127,16 @@ class VllmEngine:
         _check_read_alike(directory, config, family.decoder.prefix)
         self._model, self._directory = model, directory
         self._device, self._dtype = resolve_device(device).type, resolve_dtype(device, dtype)
+        if index := resolve_device(device).index:
+            raise ModelError(
+                f"vLLM takes the first GPU that a process sees: set CUDA_VISIBLE_DEVICES={index} and use --device cuda"
+            )
         # On CPUs blocks have 128 tokens by default, and an instruction that prompts share is found in whole ones alone.
         # Compiling wants a C++ compiler there.
         on_cpu = {"block_size": CPU_BLOCK, "enforce_eager": True} if self._device == "cpu" else {}
-        self._options: dict[str, Any] = {"max_model_len": self.shape.context, **on_cpu, **options}
+        # Beside the files that our engine reads there may be Mistral's own, which vLLM prefers unless told.
+        read = {"config_format": "hf", "load_format": "hf"}
+        self._options: dict[str, Any] = {"max_model_len": self.shape.context, **read, **on_cpu, **options}
         self.tokenizer = Tokenizer(directory)
         self._running: _Running | None = None
         self._prefix: tuple[int, ...] = ()

@@ -104,6 +104,9 @@ def _vllm_engine(config: GenerationConfig, dtype: str, threads: int | None) -> V
     gpus = _gpus(config)
     if engine.resolve_device(config.device).type == "cuda":
         options["gpu_memory_utilization"] = config.gpu_memory_share * min(1.0, gpus or 1.0)
+    if config.max_prompt_tokens is not None:  # vLLM has to have room for the longest row that there may be
+        longest = config.max_prompt_tokens + config.max_new_tokens
+        options["max_model_len"] = min(engine.describe(config.model).context, longest)
     if config.quantization is not None:
         options["quantization"] = config.quantization
     if gpus > 1:

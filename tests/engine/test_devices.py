@@ -56,3 +56,10 @@ def test_where_a_cpu_multiplies_bfloat16_numbers_hidden_states_are_none_of_these
     assert keys.dtype == torch.bfloat16
     assert engine.logits(found).dtype == found.dtype
     assert (keys.float() - exact.keys_and_values(1, wanted)[0]).norm() < 2e-2 * keys.norm()
+
+
+def test_a_gemma_in_float16_is_refused_with_the_way_out(make_checkpoint: Callable[..., Path]) -> None:
+    """Its states overflow there: vLLM refuses it too."""
+    directory = str(make_checkpoint(family="gemma2", head_dim=16, query_pre_attn_scalar=20, sliding_window=16))
+    with pytest.raises(ModelError, match="overflows in float16: use --dtype float32, or bfloat16"):
+        Engine.load(directory, "cpu", "float16")

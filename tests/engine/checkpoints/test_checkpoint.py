@@ -266,7 +266,15 @@ def gguf_file(
 ) -> tuple[Path, Path]:
     """A tiny model as llama.cpp stores it, in float32, and the checkpoint it was made from."""
     directory = make_checkpoint(vocab_size=258, seed=9)
-    file = tmp_path / "tiny.gguf"
+    return write_gguf(directory, byte_tokenizer, tmp_path / "tiny.gguf"), directory
+
+
+def write_gguf(
+    directory: Path,
+    byte_tokenizer: PreTrainedTokenizerFast,
+    file: Path,
+    more: Callable[[gguf.GGUFWriter], object] = lambda _: None,
+) -> Path:
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_block_count(5)
     writer.add_context_length(512)
@@ -286,11 +294,12 @@ def gguf_file(
     writer.add_eos_token_id(0)
     for name, tensor in load_file(directory / "model.safetensors").items():
         writer.add_tensor(*as_llama_cpp(name, tensor.numpy()))
+    more(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return file, directory
+    return file
 
 
 def as_llama_cpp(name: str, weight: np.ndarray) -> tuple[str, np.ndarray]:
@@ -325,6 +334,27 @@ def test_a_gguf_file_generates_what_the_checkpoint_it_was_made_from_generates(
     monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
     file, directory = gguf_file
     assert tokens_of(str(file)) == tokens_of(str(directory))
+
+
+@pytest.mark.parametrize(
+    "scaled",
+    [
+        lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR),
+        lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(4, np.float32)),  # as of Llama 3.1
+    ],
+)
+def test_a_gguf_file_whose_rope_scaling_would_be_lost_is_refused(
+    make_checkpoint: MakeCheckpoint,
+    byte_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scaled: Callable[[gguf.GGUFWriter], None],
+) -> None:
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    file = write_gguf(make_checkpoint(vocab_size=258, seed=9), byte_tokenizer, tmp_path / "scaled.gguf", scaled)
+    for asked in (describe, checkpoint.prepare):
+        with pytest.raises(ModelError, match=r"scaled.gguf' would lose its RoPE scaling .* name the safetensors model"):
+            asked(str(file))
 
 
 def test_a_gguf_file_is_converted_once(
@@ -367,7 +397,7 @@ def test_a_conversion_that_died_halfway_is_done_again(
         patched.setattr(PreTrainedTokenizerFast, "save_pretrained", die)
         with pytest.raises(KeyboardInterrupt):
             checkpoint.prepare(str(file))
-    assert [path.suffix for path in (tmp_path / "cache" / "converted").iterdir()] == [".lock"]
+    assert [path.suffix for path in (tmp_path / "cache" / checkpoint.CONVERTED).iterdir()] == [".lock"]
     assert tokens_of(str(file)) == tokens_of(str(directory))
 
 

@@ -1,6 +1,7 @@
 """What vLLM cannot do under a schedule is refused by name, before it runs; what it would choose wrongly is set."""
 
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine import Engine, Schedule
+from engine import Engine, Sampling, Schedule
 from engine.errors import ModelError, ScheduleError
 from tests.engine.conftest import random_prompt_bridge
+from tests.engine.prompts import random_prompts
 
 pytest.importorskip("vllm.config", exc_type=ImportError)
 
@@ -24,7 +26,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from engine.vllm.engine import VllmEngine
 from engine.vllm.plugin import FULL_DEPTH, SETTING, SHARED, apply, register, shared_of
-from tests.engine.vllm.both_engines import VARIANTS, in_vllm, schedule, whole
+from tests.engine.vllm.both_engines import VARIANTS, generations, in_vllm, schedule, whole
 
 
 @pytest.fixture(scope="module")
@@ -211,6 +213,28 @@ def test_a_vllm_that_does_not_start_is_the_models_error(
     engine = in_vllm(make_checkpoint(**VARIANTS["llama"]), quantization="nonsense")
     with pytest.raises(ModelError, match=r"vLLM does not start with model .*nonsense"):
         engine.decoding(schedule=schedule())
+
+
+def test_another_gpu_than_the_first_is_refused_with_the_way_out(
+    make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.vllm.engine.check_device", lambda _: None)
+    with pytest.raises(ModelError, match=r"set CUDA_VISIBLE_DEVICES=1 and use --device cuda"):
+        VllmEngine(str(make_checkpoint(**VARIANTS["llama"])), "bfloat16", "cuda:1")
+
+
+def test_vllm_reads_the_files_that_our_engine_reads(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """As Mistral publishes its models: beside the shards the same in its own library's format, which vLLM prefers."""
+    directory = Path(shutil.copytree(make_checkpoint(**VARIANTS["mistral, sliding window"], max_shard_size="20KB"), tmp_path / "mistral"))
+    assert not (directory / "model.safetensors").exists()
+    (directory / "consolidated.safetensors").write_bytes(b"no weights")
+    (directory / "params.json").write_text('{"dim": 32}')
+    engine = in_vllm(directory)
+    prompts, sampling = random_prompts([5, 30]), Sampling(max_new_tokens=14)
+    assert generations(engine, prompts, sampling, schedule()) == generations(
+        Engine.load(str(directory), "cpu"), prompts, sampling, schedule()
+    )
+    engine.close()
 
 
 def test_a_vllm_that_finds_no_room_is_started_once_more(

@@ -89,6 +89,17 @@ def test_replicas_that_share_a_gpu_share_its_memory(
     assert asked[1:] == ([gpus] if gpus == 0.5 else [])
 
 
+@pytest.mark.parametrize(("limit", "longest"), [(None, None), (100, 164), (10**6, 8192)])
+def test_vllm_has_room_for_the_longest_row_that_there_may_be(
+    limit: int | None, longest: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int | None] = []
+    monkeypatch.setattr(backend, "VllmEngine", lambda *_, **options: asked.append(options.get("max_model_len")))
+    config = JobConfig(input="in", output="out", engine="vllm", max_prompt_tokens=limit, max_new_tokens=64)
+    Backend().engine(config, None)
+    assert asked == [longest]
+
+
 def test_what_vllm_leaves_out_is_neither_counted_nor_judged() -> None:
     preview = HeadPreview(2, {"down": torch.ones(8, 3), "up": torch.ones(3, 8), "bias": torch.ones(50)})
     schedule = Schedule(4, head_preview=preview)
