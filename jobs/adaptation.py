@@ -43,6 +43,7 @@ DECIDE_NOTHING = {
 }  # options, of what comes of a training
 FITTED, FITTED_TOKENS = 600, 120_000  # prompts, and their tokens, that a prompt bridge is fitted to before training
 DEFAULT = Recipe()
+PATIENCE_S = 7 * 24 * 3600  # of processes with each other: the first one's fit may take long
 
 log = logging.getLogger(__name__)
 
@@ -133,21 +134,21 @@ def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
     check_settings(output / CHECKPOINT_FILE, settings)
     today = claimed_at(output)
     teacher = config.load_engine(today)
-    drawn = answer_corpus(
+    drawn, provenance = answer_corpus(
         config, teacher, progress, partial(check_fits, config, teacher, schedules), output / ANSWERS_FILE
     )
-    kept = config.held_out_of(len(drawn.answers))
-    if kept >= len(drawn.answers):
+    kept = config.held_out_of(len(drawn))
+    if kept >= len(drawn):
         raise ScheduleError(
-            f"{len(drawn.answers)} answers of two tokens or more leave nothing to learn from beside {kept} to be "
+            f"{len(drawn)} answers of two tokens or more leave nothing to learn from beside {kept} to be "
             "judged by: name more prompts, or give a larger input"
         )
     # The last ones: of the same part and seed, calibration draws the first, and has fitted its bridges to them.
-    held_out = drawn.answers[-kept:]
+    held_out = drawn[-kept:]
     more = (config.answers_per_prompt, progress, output / MORE_ANSWERS_FILE)
-    answers = with_more_answers(config, teacher, drawn.answers[:-kept], *more)
+    answers = with_more_answers(config, teacher, drawn[:-kept], *more)
     if config.prompt_layers is not None:
-        prompts = next(packs([answer.prompt for answer in drawn.answers[:-kept]][:FITTED], len, FITTED_TOKENS))
+        prompts = next(packs([answer.prompt for answer in drawn[:-kept]][:FITTED], len, FITTED_TOKENS))
         cut = prompt_cut(teacher.shape, config.prompt_layers, schedules)
         # One fit for all processes, whose machines may round differently.
         peers = Peers()
@@ -168,13 +169,13 @@ def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
         if is_early_look(points, config.steps):
             log.info("at this pace held-out KL ends at about %.3f", reachable_kl(points, config.steps))
     learnt_from = {
-        **drawn.provenance,
+        **provenance,
         "answers_per_prompt": config.answers_per_prompt,
         "answer_tokens": trainer.tokens,
         "recipe": asdict(config.recipe()),
         "workers": config.workers,
     }
-    lengths = [(len(answer.prompt), len(answer.tokens)) for answer in drawn.answers]
+    lengths = [(len(answer.prompt), len(answer.tokens)) for answer in drawn]
     return Training(trainer.untrained, trainer.best(), points, kept, lengths, learnt_from)
 
 
@@ -211,7 +212,7 @@ def train_on_cluster(config: AdaptModel, schedules: Sequence[Schedule]) -> Train
     # One process does without Ray, and without the seconds that it takes to import.
     import ray
     from ray.train import RunConfig, ScalingConfig, TrainingFailedError
-    from ray.train.torch import TorchTrainer
+    from ray.train.torch import TorchConfig, TorchTrainer
 
     from pipeline.execution.cluster import connect, cores_each, machines
 
@@ -229,8 +230,9 @@ def train_on_cluster(config: AdaptModel, schedules: Sequence[Schedule]) -> Train
     # Ray's own records, which all machines must see too; nothing in them is needed afterwards.
     with TemporaryDirectory(prefix=".ray-", dir=Path(config.output).resolve()) as scratch:
         trainer = TorchTrainer(
-            _work, train_loop_config=passed, scaling_config=scaling, run_config=RunConfig(storage_path=scratch)
-        )
+            _work, train_loop_config=passed, scaling_config=scaling, run_config=RunConfig(storage_path=scratch),
+            torch_config=TorchConfig(timeout_s=PATIENCE_S),
+        )  # fmt: skip
         try:
             trained = trainer.fit().return_value
         except TrainingFailedError as error:

@@ -58,8 +58,8 @@ def look(config: InspectRun) -> Inspection:
         table.add_row(name, value)
     Console().print(table)
     for unit in found.failed[:MOST_SHOWN]:
-        rows = f"rows {unit.start} to {unit.start + unit.rows - 1} of {unit.path}"
-        say(f"failed: {unit.unit}, {rows}, {unit.attempts} attempts: {unit.error}")
+        which = f"rows {unit.start} to {unit.start + unit.rows - 1} of" if unit.rows else "whole file"
+        say(f"failed: {unit.unit}, {which} {unit.path}, {unit.attempts} attempts: {unit.error}")
     if len(found.failed) > MOST_SHOWN:
         say(f"... and {len(found.failed) - MOST_SHOWN} more")
     say(f"next: {found.advice}")

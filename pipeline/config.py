@@ -30,7 +30,10 @@ class AnswerConfig(BaseModel):
         "messages, each with role and content",
     )
     max_prompt_tokens: int | None = Field(
-        None, ge=1, description="longest prompt; default what the model's context leaves beside max-new-tokens"
+        None,
+        ge=1,
+        description="longest prompt; default what the model's context leaves beside max-new-tokens, which vLLM needs "
+        "room for in its cache",
     )
     overlong: Literal["truncate", "reject"] = Field(
         "truncate", description="over-long prompts: cut {text} and set prompt_truncated, or make the row an error"
@@ -50,13 +53,17 @@ class AnswerConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="precision of the weights")
     max_new_tokens: int = Field(128, ge=1, description="longest generation")
     min_new_tokens: int = Field(0, ge=0, description="shortest generation")
-    temperature: float = Field(0.0, ge=0, description="0 is greedy")
+    temperature: float = Field(0.0, ge=0, allow_inf_nan=False, description="0 is greedy")
     top_k: int = Field(0, ge=0, description="sample among the k likeliest tokens; 0 is off")
     top_p: float = Field(1.0, gt=0, le=1, description="sample among the likeliest tokens that make up this probability")
     min_p: float = Field(0.0, ge=0, lt=1, description="drop tokens less likely than this share of the likeliest")
-    repetition_penalty: float = Field(1.0, gt=0, description="above 1 discourages tokens already in prompt or output")
+    repetition_penalty: float = Field(
+        1.0, gt=0, allow_inf_nan=False, description="above 1 discourages tokens already in prompt or output"
+    )
     stop: list[str] = Field([], description="strings that end a generation")
-    seed: int = Field(0, description="of the random streams; a row's stream depends on the seed and its place alone")
+    seed: int = Field(
+        0, lt=2**63, description="of the random streams; a row's stream depends on the seed and its place alone"
+    )
 
     batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         64, description="rows that decode together on a replica; auto: as many as gain and fit the free memory"
@@ -135,7 +142,10 @@ class JobConfig(GenerationConfig, StorageConfig):
         None, ge=1, description="output tokens per row that the plan assumes; default measured, else max-new-tokens"
     )
     price_per_gpu_hour: float | None = Field(
-        None, ge=0, description="what a GPU costs per hour, for the bill; without GPUs, what a replica costs"
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="what a GPU costs per hour, for the bill; without GPUs, what a replica costs",
     )
 
     input: Place = Field(

@@ -13,14 +13,14 @@ from engine import BatchStats, Generation, Ledger, Tokenizer
 from engine.forward.prompt_pass import shared_tokens
 from pipeline.commits.commit import Commit, open_rows, read_commits, total
 from pipeline.config import JobConfig
-from pipeline.errors import JobError
+from pipeline.errors import JobError, one_line
 from pipeline.inputs.sample_prompts import draw_rows
 from pipeline.preparing.backend import Backend, as_it_runs
 from pipeline.preparing.incremental import only_new, work_name
 from pipeline.preparing.preparation import Preparation, prepare_run
 from pipeline.preparing.run_record import claim_name, read_run
 from pipeline.reporting.forecast import Forecast
-from pipeline.rows.row_generator import RowGenerator
+from pipeline.rows.row_generator import RowGenerator, TooManyRowsFailed
 from pipeline.rows.rows import TOKENS
 from pipeline.storage.storage import Storage
 
@@ -140,7 +140,10 @@ def _answer(job: Preparation, ledger: Ledger, prompts: Sequence[list[int]], pref
     generator = RowGenerator(engine, config.sampling(), ledger.schedule, config.batch_size)
     stats: list[BatchStats] = []
     start = time.perf_counter()
-    answers = generator.generate(prompts, [f"plan:{index}" for index in range(len(prompts))], stats.append)
+    try:
+        answers = generator.generate(prompts, [f"plan:{index}" for index in range(len(prompts))], stats.append)
+    except TooManyRowsFailed as error:
+        raise JobError(f"the sampled prompts could not be answered: {one_line(error)}") from error
     wall = time.perf_counter() - start
     good = [answer for answer in answers if isinstance(answer, Generation)]
     if not good:

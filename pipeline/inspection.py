@@ -67,7 +67,8 @@ def inspect(storage: Storage) -> Inspection:
         raise JobError(f"{storage.url!r} holds no run: name the output of a job")
     commits = read_commits(storage, claim_name(run))
     done = {commit.unit for commit in commits}
-    failed = [unit for unit in read_failures(storage) if unit.unit not in done]
+    # A whole file's failure, which has no rows, stands under the id of its first unit.
+    failed = [unit for unit in read_failures(storage) if unit.unit not in done or not unit.rows]
     manifest = read_manifest(storage)
     replaced: list[Commit] = []
     known = read_known_files(storage) or {}

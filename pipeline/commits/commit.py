@@ -313,7 +313,8 @@ def _totals(output: pa.Table) -> Totals:
         truncated=count("prompt_truncated", True),
         stopped=count("finish_reason", "stop"),
         active_layers=float(pc.sum(weighted).as_py() or 0.0),
-        **{name: int(pc.sum(output[name]).as_py() or 0) for name in _SUMMED},
+        # In Python's integers: those of Arrow wrap where many long prompts of a large model are summed.
+        **{name: sum(output[name].drop_null().to_pylist()) for name in _SUMMED},
     )
 
 

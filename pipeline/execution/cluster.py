@@ -187,7 +187,7 @@ def replica_resources(config: JobConfig, before: ReplicaResources | None = None)
     """
     gpus = before.gpus if before is not None else config.gpus_per_replica
     if gpus is None:
-        gpus = 1.0 if ray.cluster_resources().get("GPU") else 0.0
+        gpus = 1.0 if config.device != "cpu" and ray.cluster_resources().get("GPU") else 0.0
     wanted = max(config.replicas or 1, config.min_replicas or 1)
     found = machines(gpus, MOST_REPLICAS if gpus else wanted)
     room = sum(machine.room for machine in found)

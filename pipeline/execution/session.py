@@ -64,7 +64,7 @@ class Session:
         self._resources = replica_resources(task.config)
         self._board = Board()
         self._progress = ProgressReporter(self._board, plan.rows, self._totals)
-        self._meter = RunMeter(task.run, plan.rows)
+        self._meter = RunMeter(task.run, plan.rows, self._totals.rows)
         self._attempts: defaultdict[str, Attempts] = defaultdict(Attempts)  # by unit
         self._watchdog = Watchdog(task.config.stall_minutes * 60)
         self._done = Done()

@@ -15,13 +15,13 @@ from pydantic import Field
 
 from engine import Tokenizer
 from pipeline.config import AnswerConfig, JobConfig
-from pipeline.errors import JobError
+from pipeline.errors import JobError, one_line
 from pipeline.inputs.work import Plan, make_plan
 from pipeline.rows.read import read_units
 from pipeline.rows.rows import ERROR, chosen, prepare
 from pipeline.rows.template import PromptTemplate
 from pipeline.storage.settings import Place, StorageConfig
-from pipeline.storage.storage import Storage
+from pipeline.storage.storage import Storage, StorageRefused
 from pipeline.values.show import names
 
 RUN_OF_ROWS = 16  # neighbouring rows drawn together: few, as neighbours are often alike, yet one read for all of them
@@ -68,8 +68,11 @@ def draw_rows(
 ) -> Iterator[pa.Table]:
     """Prepared rows (see pipeline.rows.prepare), a few neighbours at a time, in a random order that the seed decides.
 
-    Of each few that are read, `among` gives those that may be drawn.
+    Of each few that are read, `among` gives those that may be drawn. Rows that cannot be read are left out with a
+    warning; raises JobError if there are no others.
     """
+    refused: dict[str, Exception] = {}  # by file
+    drawn = False
     order = _shuffled(plan.units, config.seed)
     for first in range(0, len(order), UNITS):
         runs = [
@@ -78,10 +81,22 @@ def draw_rows(
             for start in range(unit.start, unit.start + unit.rows, RUN_OF_ROWS)
         ]
         for run in _shuffled(runs, config.seed):
-            [(_, table)] = read_units(storage, [run], plan.read_columns)
-            yield prepare(
-                table if among is None else among(table), plan.kept, config.text_column, template, tokenizer, longest
-            )
+            try:
+                [(_, table)] = read_units(storage, [run], plan.read_columns)
+                table = table if among is None else among(table)
+                rows = prepare(table, plan.kept, config.text_column, template, tokenizer, longest)
+            except StorageRefused:
+                raise
+            except (JobError, pa.ArrowException) as error:
+                if run.path not in refused:
+                    log.warning("left out rows of %s: %s", run.path, one_line(error))
+                refused[run.path] = error
+                continue
+            drawn = True
+            yield rows
+    if refused and not drawn:
+        path, why = next(iter(refused.items()))
+        raise JobError(f"no rows can be read; of {path!r}: {one_line(why)}")
 
 
 def sample_prompts(
@@ -102,7 +117,7 @@ def sample_prompts(
     """
     template = config.template()
     template.shared_prefix(tokenizer)  # which raises that before all rows are read for nothing
-    shared = set(JobConfig.model_fields) & set(CorpusConfig.model_fields)
+    shared = set(JobConfig.model_fields) & set(CorpusConfig.model_fields) - {"device"}  # a plan needs none
     planned = JobConfig(**config.model_dump(include=shared), output="", keep_columns=list(keep_columns))
     plan = make_plan(planned, template)
 

@@ -60,12 +60,13 @@ ALL = (*COUNTED.values(), PLANNED, COMMITTED, AUDIT_ROUGE, FAILURES, BATCH_FILL,
 class RunMeter:
     """The driver's metrics of one run."""
 
-    def __init__(self, run: str, planned_rows: int) -> None:
+    def __init__(self, run: str, planned_rows: int, committed_rows: int) -> None:
         tags = {RUN: run}
         self._counters = {field: _made(metric, tags) for field, metric in COUNTED.items()}
         self._committed, self._rouge = _made(COMMITTED, tags), _made(AUDIT_ROUGE, tags)
         self._failures = _made(FAILURES, tags)
         _made(PLANNED, tags).set(planned_rows)
+        self._committed.set(committed_rows)
 
     def committed(self, commit: Commit, totals: Totals) -> None:
         """A unit is committed; `totals` are those of the run so far, over all its sessions."""

@@ -98,9 +98,10 @@ class PromptTemplate:
         while excess > 0:
             # Cut pieces may tokenise into a few more tokens than were kept, so this can take another round.
             text_tokens = text_tokens[: max(0, len(text_tokens) - excess)]
-            if not text_tokens:
+            kept = tokenizer.decode(text_tokens).rstrip("\ufffd")  # the first bytes of a character that is cut
+            if not kept:
                 raise RowError(f"prompt has more than {longest} tokens even without its text")
-            tokens = self._render(values | {"text": tokenizer.decode(text_tokens)}, tokenizer)
+            tokens = self._render(values | {"text": kept}, tokenizer)
             excess = len(tokens) - longest
         return EncodedPrompt(tokens, truncated=True)
 

@@ -1,5 +1,6 @@
 """A directory on any fsspec file system: whole-object reads, one-PUT writes, put-if-absent."""
 
+import os
 import time
 import uuid
 from collections.abc import Callable
@@ -33,7 +34,9 @@ def absolute(url: str) -> str:
     """A URL that means the same in every process, whatever its working directory. Raises JobError."""
     storage = Storage(url)
     if storage.is_local:
-        return str(storage.root)
+        plain = os.path.normpath(storage.root)
+        # Behind a symbolic link `..` is another directory than what the name says.
+        return plain if os.path.realpath(plain) == os.path.realpath(storage.root) else str(storage.root)
     if "@" in url.partition("://")[2].partition("/")[0]:
         return url.rstrip("/")  # of Azure, whose file system would leave out the account
     full: str = storage.fs.unstrip_protocol(storage.root)

@@ -98,6 +98,16 @@ def test_failed_units_are_named_until_they_are_committed(
     assert "later session" not in said
 
 
+def test_a_file_that_became_unreadable_is_named_though_its_first_unit_is_committed(
+    output: Storage, commit: Callable[..., None], inspect: Inspect
+) -> None:
+    commit(*UNITS[:1])
+    record_failure(output, WorkUnit(UNITS[0].id, UNITS[0].path, 0, 0), 1, "read: no permission")
+    code, said = inspect()
+    assert code == 3
+    assert "failed: 00000-000000000, whole file in/a.parquet, 1 attempts: read: no permission" in said
+
+
 def test_an_output_without_a_run_is_one_sentence(inspect: Inspect) -> None:
     code, said = inspect()
     assert code == 1

@@ -128,6 +128,32 @@ def test_answers_to_sampled_prompts_give_lengths_and_speed(planned: Job) -> None
     assert "12 sampled prompts" in forecast.speed_source
 
 
+def test_prompts_that_cannot_be_answered_are_one_sentence(planned: Job) -> None:
+    class Refuses(Echo):
+        def before(self, prompts: Sequence[str | Sequence[int]]) -> None:
+            raise ValueError("no")
+
+    with pytest.raises(JobError, match=r"the sampled prompts could not be answered: .* rows fail, .* ValueError: no"):
+        forecast_run(planned(plan_prompts=4), EchoBackend(Refuses()))
+
+
+def test_rows_that_cannot_be_read_are_left_out_of_the_sample(
+    planned: Job, write_parquet: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The job itself fails their units and does all else."""
+    far = pa.array([253402300799 * 10**6] * 4, pa.timestamp("us"))  # 9999-12-31, which nanoseconds do not reach
+    write_parquet(tmp_path / "in/2.parquet", {"text": ["far"] * 4, "at": far})
+    write_parquet(tmp_path / "in/3.parquet", {"text": ["near"] * 4, "at": pa.array([1] * 4, pa.timestamp("ns"))})
+    forecast = forecast_run(planned(keep_columns=["at"]), NoEngineBackend())
+    assert (forecast.rows, forecast.sampled_rows) == (ROWS + 8, ROWS + 4)
+    assert "left out rows of" in caplog.text
+    assert "2.parquet" in caplog.text
+    write_parquet(tmp_path / "far/0.parquet", {"text": ["far"] * 4, "at": far})
+    write_parquet(tmp_path / "far/1.parquet", pa.schema({"text": pa.string(), "at": pa.timestamp("ns")}).empty_table())
+    with pytest.raises(JobError, match=r"no rows can be read; of '.*far/0.parquet'"):
+        forecast_run(planned(input=str(tmp_path / "far"), keep_columns=["at"]), NoEngineBackend())
+
+
 def test_prompts_to_answer_are_spread_over_the_sample(planned: Job) -> None:
     asked: list[int] = []
 

@@ -71,6 +71,13 @@ def test_totals_are_the_sums_of_the_rows(storage: Storage, rows: pa.Table) -> No
     assert (totals.flops_padding, totals.seconds) == (99, 2.5)
 
 
+def test_sums_beyond_64_bits_are_exact(storage: Storage, rows: pa.Table) -> None:
+    name = "flops_prompt"
+    many = rows.set_column(rows.column_names.index(name), name, pa.array([2**62] * rows.num_rows))
+    assert commit_unit(storage, UNIT, many).totals.flops_prompt == 5 * 2**62
+    assert read_commits(storage)[0].totals.flops_prompt == 5 * 2**62
+
+
 def test_speedups_are_full_depth_over_scheduled() -> None:
     flops = {"flops_prompt": 100, "flops_decode": 200, "flops_decode_full_depth": 400, "flops_full_depth": 550}
     totals = Totals(**flops, active_layers=30.0, generated_tokens=10)

@@ -49,6 +49,13 @@ def test_fewer_replicas_begin_on_the_gpus_that_are_left(job: Job, nodes: Nodes, 
     assert (after.count, after.minimum, after.gpus) == (4, begin, 1.0)
 
 
+def test_what_runs_on_cpus_claims_no_gpu(job: Job, nodes: Nodes) -> None:
+    nodes((4, 1), (32, 0))
+    resources = replica_resources(job(device="cpu"))
+    assert (resources.gpus, resources.cpus) == (0.0, 16.0)
+    assert replica_resources(job()).gpus == 1.0
+
+
 def test_a_gpu_that_comes_later_gives_no_replica_another_engine(job: Job, nodes: Nodes) -> None:
     nodes((2, 0))
     before = replica_resources(job())

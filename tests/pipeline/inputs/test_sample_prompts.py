@@ -76,6 +76,10 @@ def test_a_larger_sample_adds_to_a_smaller_and_another_seed_draws_others(drawn: 
     assert drawn("all", 50) != TABLE["text"].to_pylist()[:50]
 
 
+def test_a_gpu_may_be_named(drawn: Drawn) -> None:
+    assert drawn("all", 50, device="cuda:1") == drawn("all", 50)
+
+
 def test_rows_that_make_no_prompt_are_left_out_and_counted(drawn: Drawn, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "pipeline")
     texts = [None if row % 2 else f"text {row}" for row in range(100)]

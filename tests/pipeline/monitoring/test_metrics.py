@@ -33,7 +33,7 @@ def commit(**totals: Any) -> Commit:
 
 
 def test_counters_are_the_sums_of_what_was_committed(recorded: dict[str, float]) -> None:
-    meter, before = RunMeter("run", 100), Totals(rows=40)
+    meter, before = RunMeter("run", 100, 0), Totals(rows=40)
     for rows in (3, 4):
         unit = commit(rows=rows, errors=0, prompt_tokens=7, generated_tokens=5, flops_decode=11, audited=1,
                       audit_rouge=0.5)  # fmt: skip
@@ -48,6 +48,11 @@ def test_counters_are_the_sums_of_what_was_committed(recorded: dict[str, float])
     assert recorded["skipdecode_planned_rows"] == 100
     assert recorded["skipdecode_audit_rouge"] == 0.5
     assert recorded["skipdecode_unit_failures_total"] == 1
+
+
+def test_what_earlier_sessions_committed_is_told_from_the_start(recorded: dict[str, float]) -> None:
+    RunMeter("run", 100, 80)
+    assert recorded["skipdecode_committed_rows"] == 80
 
 
 def test_every_counted_field_is_one_of_the_totals() -> None:

@@ -20,7 +20,7 @@ from inline_session import InlineSession, without_ray
 from pydantic import ValidationError
 from servers import BUCKET, S3Server, wait_until
 
-from jobs import inspect_run, summarize_corpus
+from jobs import command_line, inspect_run, summarize_corpus
 from pipeline import run
 from pipeline.commits.commit import COMMITS, Commit, read_commits
 from pipeline.commits.failed import read_failures, record_failure
@@ -910,7 +910,8 @@ def test_a_second_job_ends_well_once_the_other_is_seen_alive_and_says_who_is_at_
     flags = ["--input", config.input, "--output", config.output, "--incremental"]
     monkeypatch.setattr(sys, "argv", ["summarize_corpus.py", *flags])
     with Lease(Storage(config.output)):
-        assert summarize_corpus.main() == 0
+        job = summarize_corpus.SummarizeCorpus, summarize_corpus.PROGRAM, summarize_corpus.summarize
+        assert command_line.start(*job) == 0
     said = capsys.readouterr().err.strip().splitlines()
     assert f"nothing to do: process {os.getpid()} on " in said[-1]
     assert f"is doing output '{config.output}': it was just seen to renew its lease" in said[-1]

@@ -175,8 +175,7 @@ def test_a_cut_prompt_is_the_beginning_of_the_text_and_the_whole_suffix(
     rendered = tokenizer.decode(prompt.tokens)
     body = rendered.removesuffix("\nSummary:")
     assert rendered == f"{body}\nSummary:"
-    # A cut inside a character leaves replacement characters in its place.
-    assert text.startswith(body.rstrip("\N{REPLACEMENT CHARACTER}"))
+    assert text.startswith(body)  # though the cut be inside a character
     assert prompt.truncated == (body != text)
 
 

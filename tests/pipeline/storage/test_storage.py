@@ -80,6 +80,18 @@ def test_an_absolute_url_means_the_same_from_any_directory(tmp_path: Path, monke
     assert absolute(url) == url
 
 
+def test_one_directory_has_one_absolute_url_however_it_is_spelt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run/in").mkdir(parents=True)
+    (tmp_path / "in").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+    spelt = ["../in", "./../in/.", f"{tmp_path}//in", f"{tmp_path}/run/../in"]
+    assert {absolute(each) for each in spelt} == {str(tmp_path / "in")}
+    (tmp_path / "link").symlink_to(tmp_path / "run/in")  # behind which `..` is another directory
+    assert absolute(f"{tmp_path}/link/../in") != str(tmp_path / "in")
+
+
 @pytest.mark.parametrize("url", ["s3://bucket/folder", "memory://folder"])
 def test_a_url_with_a_scheme_is_absolute_already(url: str) -> None:
     assert absolute(url).replace("memory:///", "memory://") == url
