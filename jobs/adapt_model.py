@@ -36,10 +36,6 @@ CURVE_FILE, FIGURE_FILE, CARD_FILE = "curve.json", "curve.svg", "README.md"
 log = logging.getLogger("jobs.adapt_model")
 
 
-def main() -> int:
-    return command_line.start(AdaptModel, PROGRAM, adapt)
-
-
 def adapt(config: AdaptModel) -> None:
     """Raises JobError, JobStopped, ModelError, ScheduleError."""
     start = time.monotonic()
@@ -154,4 +150,4 @@ from.
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line.start(AdaptModel, PROGRAM, adapt))

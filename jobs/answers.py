@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,22 +51,15 @@ class AnswersConfig(CorpusConfig):
         return Engine.load(self.model, self.device, self.dtype, self.threads, now=now)
 
 
-@dataclass(frozen=True)
-class Answers:
-    """Full-depth answers, and where they come from."""
-
-    answers: list[Answer]
-    provenance: dict[str, Any]
-
-
 def answer_corpus(
     config: AnswersConfig,
     model: Engine,
     progress: Progress,
     check: Callable[[Sequence[Sequence[int]]], None] = lambda _: None,
     kept_in: Path | None = None,
-) -> Answers:
-    """Draw prompts and let the model answer them, once `check` has seen them and not raised.
+) -> tuple[list[Answer], dict[str, Any]]:
+    """Draw prompts and let the model answer them, once `check` has seen them and not raised: answers, and where they
+    come from.
 
     Answers are written to a file where one is named, and taken from there if it has those that would be drawn.
     Raises JobError for an input that does not fit.
@@ -92,7 +85,7 @@ def answer_corpus(
         "sampling": sampling.to_dict(),
         "version": engine.__version__,
     }
-    return Answers(_answered(config, model, prompts, sampling, progress, kept_in), provenance)
+    return _answered(config, model, prompts, sampling, progress, kept_in), provenance
 
 
 def with_more_answers(

@@ -69,10 +69,6 @@ class CalibrateSchedule(AnswersConfig):
         return self
 
 
-def main() -> int:
-    return command_line.start(CalibrateSchedule, PROGRAM, calibrate)
-
-
 def calibrate(config: CalibrateSchedule) -> None:
     """Raises JobError, ModelError, ScheduleError."""
     start, progress = time.monotonic(), StageProgress(log)
@@ -83,13 +79,13 @@ def calibrate(config: CalibrateSchedule) -> None:
     if config.prompt_layers is not None:
         check_prompt_layers(config.prompt_layers, shape)
     model = config.load_engine(claimed_at(output))
-    drawn = answer_corpus(config, model, progress, partial(check_sample, config, shape), output / ANSWERS_FILE)
+    drawn, made = answer_corpus(config, model, progress, partial(check_sample, config, shape), output / ANSWERS_FILE)
     chosen = (config.prompt_layers, config.whole_head, sample_targets)
-    calibration = Calibration(model, drawn.answers, targets, progress, *chosen)
+    calibration = Calibration(model, drawn, targets, progress, *chosen)
     table, maps = Table(*COLUMNS, title="on held-out answers, teacher-forced", title_justify="left"), []
     for found in calibration.run():
         name = _name(found.target)
-        provenance = {**found.schedule.provenance, "calibrated_on": drawn.provenance}
+        provenance = {**found.schedule.provenance, "calibrated_on": made}
         replace(found.schedule, provenance=provenance).write(output / name)
         table.add_row(*_row(found), str(output / name))
         maps.append((name, found.schedule))
@@ -137,4 +133,4 @@ def _row(found: Calibrated) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line.start(CalibrateSchedule, PROGRAM, calibrate))

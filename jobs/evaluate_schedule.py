@@ -95,7 +95,7 @@ class EvaluateSchedule(CorpusConfig):
         description="also judge full depth and the schedules with prompts that run so many layers, by bridges "
         "fitted on bridge_rows prompts, and draw both savings as a heat map",
     )
-    seed: int = Field(0, description="which rows are drawn, of the random streams and of the bootstrap")
+    seed: int = Field(0, ge=0, lt=2**63, description="which rows are drawn, of the random streams and of the bootstrap")
     threads: int | None = Field(None, ge=1, description="CPU threads; default torch's own choice")
 
     @model_validator(mode="after")
@@ -110,10 +110,6 @@ class EvaluateSchedule(CorpusConfig):
     @property
     def needs_bridges(self) -> bool:
         return self.bridged_rivals or self.target_sample_speedup is not None or bool(self.prompt_layers)
-
-
-def main() -> int:
-    return command_line.start(EvaluateSchedule, PROGRAM, evaluate)
 
 
 def evaluate(config: EvaluateSchedule) -> None:
@@ -299,4 +295,4 @@ def _shown(estimate: Estimate | None, interval: bool) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line.start(EvaluateSchedule, PROGRAM, evaluate))

@@ -15,10 +15,6 @@ from pipeline.dataset.generate import generate_dataset, generation_config
 PROGRAM = "generate_dataset.py"
 
 
-def main() -> int:
-    return command_line.start(DatasetConfig, PROGRAM, generate)
-
-
 def generate(config: DatasetConfig) -> None:
     if config.plan:
         job_output.show_plan(generation_config(config))
@@ -31,4 +27,4 @@ def generate(config: DatasetConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line.start(DatasetConfig, PROGRAM, generate))

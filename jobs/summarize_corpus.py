@@ -26,10 +26,6 @@ class SummarizeCorpus(JobConfig):
     max_new_tokens: int = Field(64, ge=1, description="longest summary")
 
 
-def main() -> int:
-    return command_line.start(SummarizeCorpus, PROGRAM, summarize)
-
-
 def summarize(config: SummarizeCorpus) -> None:
     if config.plan:
         job_output.show_plan(config)
@@ -42,4 +38,4 @@ def summarize(config: SummarizeCorpus) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line.start(SummarizeCorpus, PROGRAM, summarize))

@@ -108,10 +108,6 @@ class BenchmarkJob(BaseModel):
         return self
 
 
-def main() -> int:
-    return command_line.start(BenchmarkJob, PROGRAM, benchmark)
-
-
 def benchmark(config: BenchmarkJob) -> None:
     """Raises JobError if the first contender cannot run or one fails on its way; ModelError, ScheduleError."""
     claim_directory(config.output, PROGRAM, config.input)
@@ -268,4 +264,4 @@ def _write(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line.start(BenchmarkJob, PROGRAM, benchmark))

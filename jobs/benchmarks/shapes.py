@@ -99,9 +99,5 @@ def write(config: WriteShape) -> None:
     pq.write_table(pa.table({"text": texts, "reference": [""] * config.rows}), config.output / "texts.parquet")
 
 
-def main() -> int:
-    return command_line.start(WriteShape, PROGRAM, write)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line.start(WriteShape, PROGRAM, write))

@@ -32,9 +32,13 @@ def write_card(
         pretty_name=name,
         license=config.dataset_license,
         tags=["synthetic"],
-        size_categories=[_size(rows)],
+        size_categories=[next((label for limit, label in SIZES if rows < limit), "1B<n<10B")],
         configs=[{"config_name": "default", "data_files": [{"split": SPLIT, "path": f"{FOLDER}/{SPLIT}-*.parquet"}]}],
     )
+    # Indented as code: whatever a prompt holds, it stays text.
+    prompt = "\n".join(f"      {line}" for line in config.prompt.splitlines()) or "      (empty)"
+    facts = "; ".join(f"{name} {value}" for name, value in audit_facts([totals]).items())
+    beside = f"- Beside full depth: {facts}.\n" if facts else ""
     dropped = "\n".join(f"| {reason} | {count:,} |" for reason, count in filters.dropped.items())
     columns = "\n".join(f"| {_inline(field.name)} | {_inline(field.type)} |" for field in schema)
     sampling = ", ".join(f"{key} {_inline(value)}" for key, value in run["sampling"].items() if value not in ([], None))
@@ -56,13 +60,13 @@ rows = load_dataset({json.dumps(redacted(config.output))}, split="{SPLIT}")
 
 - Prompt ({config.prompt_format}):
 
-{_quoted(config.prompt)}
+{prompt}
 
 - System text: {_inline(config.system)}
 - Sampling: {sampling}. A row's random stream is a function of the seed, its place in the input and `sample`.
 - Compute: {totals.flops / 1e12:.3f} TFLOP, {totals.sample_speedup:.3f}x less than at full depth
   ({totals.decode_speedup:.3f}x in decoding, {totals.mean_active_layers:.2f} layers on average).
-{_audit(totals)}
+{beside}
 ## What was dropped
 
 Of {totals.rows:,} generations {rows:,} are kept. A row is counted under the first filter that it fails.
@@ -81,12 +85,6 @@ Filters: {_inline(filters.described)}
 """)
 
 
-def _audit(totals: Totals) -> str:
-    """Beside full depth, where a sample of rows was generated so too."""
-    facts = [f"{name} {value}" for name, value in audit_facts([totals]).items()]
-    return f"- Beside full depth: {'; '.join(facts)}.\n" if facts else ""
-
-
 def is_signed(card: bytes) -> bool:
     """Whether a card is as `write_card` made it, to the byte."""
     text = card.decode(errors="replace")
@@ -96,15 +94,6 @@ def is_signed(card: bytes) -> bool:
 def _signed(card: str) -> str:
     """A card with a last line that no reader shows; it tells whether the card was edited since."""
     return f"{card}{_SIGNATURE}{checksum(card.encode())} -->\n"
-
-
-def _size(rows: int) -> str:
-    return next((label for limit, label in SIZES if rows < limit), "1B<n<10B")
-
-
-def _quoted(text: str) -> str:
-    """Indented as code: whatever a prompt holds, it stays text."""
-    return "\n".join(f"      {line}" for line in text.splitlines()) or "      (empty)"
 
 
 def _inline(value: object) -> str:

@@ -1,18 +1,11 @@
 """Which texts are JSON and valid under a JSON Schema, all of whose references are found before any text is read."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jsonschema_rs import (
-    RegexOptions,
-    Registry,
-    Resolver,
-    ValidationError,
-    ValidationErrorKind,
-    Validator,
-    validator_for,
-)
+import jsonschema_rs
 
 from engine import parse_json, read_json
 from pipeline.errors import JobError, one_line
@@ -38,14 +31,17 @@ class JsonFilter:
         self.schema = _read_schema(path)
         self._failed = 0
         try:
-            self._validator: Validator = validator_for(
-                self.schema, validate_formats=False, pattern_options=RegexOptions(), retriever=_fetch_nothing
+            self._validator: jsonschema_rs.Validator = jsonschema_rs.validator_for(
+                self.schema,
+                validate_formats=False,
+                pattern_options=jsonschema_rs.RegexOptions(),
+                retriever=_fetch_nothing,
             )
             named = self.schema.get("$id") if isinstance(self.schema, dict) else None
             base = str(named or "urn:schema").removesuffix("#")
-            resolver = Registry([(base, self.schema)]).resolver(base)
+            resolver = jsonschema_rs.Registry([(base, self.schema)]).resolver(base)
             endless = _never_ends(self.schema, resolver, [self.schema], [])
-        except ValidationError as error:
+        except jsonschema_rs.ValidationError as error:
             raise JobError(f"json_schema {path!r} {_wrong(error)}") from error
         except Exception as error:  # of the library, at whatever a file may hold
             raise JobError(f"json_schema {path!r} cannot be used ({one_line(error)}): rewrite it") from error
@@ -61,7 +57,8 @@ class JsonFilter:
             try:
                 return self._validator.is_valid(value)
             except UnicodeEncodeError:  # half a surrogate pair, which JSON can name and Unicode has not
-                return self._validator.is_valid(_well_formed(value))
+                said = json.dumps(value, ensure_ascii=False).encode(errors="replace")  # with a question mark for it
+                return self._validator.is_valid(json.loads(said))
         except Exception as error:
             self._failed += 1
             if self._failed <= MOST_SAID:
@@ -80,7 +77,7 @@ def _read_schema(path: str) -> Any:
         raise JobError(f"json_schema {path!r} is no JSON Schema ({one_line(error)}): repair it") from error
 
 
-def _never_ends(part: Any, resolver: Resolver, chain: list[Any], done: list[Any]) -> bool:
+def _never_ends(part: Any, resolver: jsonschema_rs.Resolver, chain: list[Any], done: list[Any]) -> bool:
     """Whether references lead a schema back to itself at the same value.
 
     `chain` are those that lead here, `done` those that were found to end.
@@ -105,27 +102,16 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _well_formed(value: Any) -> Any:
-    """A JSON value with a question mark for every half of a surrogate pair."""
-    if isinstance(value, str):
-        return value.encode(errors="replace").decode()
-    if isinstance(value, list):
-        return [_well_formed(each) for each in value]
-    if isinstance(value, dict):
-        return {_well_formed(name): _well_formed(each) for name, each in value.items()}
-    return value
-
-
 def _fetch_nothing(uri: str) -> NoReturn:
     """What a schema refers to elsewhere, which may be anywhere and another tomorrow."""
     raise ValueError("nothing is fetched")
 
 
-def _wrong(error: ValidationError) -> str:
+def _wrong(error: jsonschema_rs.ValidationError) -> str:
     """The rest of the sentence about a schema."""
     why = one_line(ValueError(error.message))
-    if isinstance(error.kind, ValidationErrorKind.Referencing):
+    if isinstance(error.kind, jsonschema_rs.ValidationErrorKind.Referencing):
         return f"cannot be used ({why}): put what it refers to in its $defs"
-    if isinstance(error.kind, ValidationErrorKind.Format) and error.kind.format == "regex":
+    if isinstance(error.kind, jsonschema_rs.ValidationErrorKind.Format) and error.kind.format == "regex":
         return f"cannot be used ({why} in linear time, which has no look-around and no back-references): rewrite it"
     return f"is no JSON Schema ({why}): repair it"

@@ -181,15 +181,15 @@ def _table(outputs: Outputs) -> pa.Table:
     overlaps = {"reference": outputs.against_reference, "full_depth": outputs.against_full_depth}
     columns = {
         "contender": [contender.label] * len(rows),
-        "target": [contender.target] * len(rows),
+        "target": pa.array([contender.target] * len(rows), pa.float64()),
         "is_rival": [contender.is_rival] * len(rows),
         "reference": [prompt.reference for prompt in outputs.prompts],
-        **{name: [row[name] for row in rows] for name in OUTPUTS.names},
+        **{field.name: pa.array([row[field.name] for row in rows], field.type) for field in OUTPUTS},
         "repetition": outputs.repetition,
-        "unsupported": outputs.unsupported,
+        "unsupported": pa.array(outputs.unsupported, pa.list_(pa.string())),
         **{f"{name}_to_{what}": values for what, found in overlaps.items() for name, values in _scores(found).items()},
     }
-    return pa.table(columns, _COMBINED)
+    return pa.table(columns)
 
 
 def _scores(found: Sequence[Overlap]) -> dict[str, Values]:
@@ -213,18 +213,3 @@ def _by_step(rows: Sequence[dict[str, Any]]) -> list[tuple[int, float, int]]:
     by_step = zip_longest(*(row["agrees"] or () for row in rows))
     answered = [[agrees for agrees in each if agrees is not None] for each in by_step]
     return [(step, sum(found) / len(found), len(found)) for step, found in enumerate(answered)]
-
-
-_COMBINED = pa.schema(
-    [
-        ("contender", pa.string()),
-        ("target", pa.float64()),
-        ("is_rival", pa.bool_()),
-        ("reference", pa.string()),
-        *OUTPUTS,
-        ("repetition", pa.float64()),
-        ("unsupported", pa.list_(pa.string())),
-        *((f"{name}_to_reference", pa.float64()) for name in METRICS),
-        *((f"{name}_to_full_depth", pa.float64()) for name in METRICS),
-    ]
-)

@@ -5,6 +5,7 @@ import hashlib
 import json
 import shlex
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import takewhile
@@ -41,18 +42,6 @@ class _Sampling(OpenRecord, total=False):
     samples_per_prompt: Count
 
 
-def _iso(date: str) -> str:
-    """Raises ValueError for what is no date."""
-    datetime.fromisoformat(date)
-    return date
-
-
-def _schema(said: str) -> str:
-    """Raises ValueError for what is no schema."""
-    _decoded(said)
-    return said
-
-
 def _decoded(schema: str) -> pa.Schema:
     """Of an Arrow IPC message in base64. Raises ValueError."""
     try:
@@ -64,13 +53,18 @@ def _decoded(schema: str) -> pa.Schema:
     return decoded
 
 
+def _that(reads: Callable[[str], object]) -> AfterValidator:
+    """Keeps the text that `reads` raises no ValueError for."""
+    return AfterValidator(lambda said: (reads(said), said)[1])
+
+
 class _Run(OpenRecord):
     """What the project reads of a run's record; all of it is the run's description."""
 
     fingerprint: Fingerprint
     claim: NotRequired[Fingerprint]
-    began: NotRequired[Annotated[str, AfterValidator(_iso)]]
-    kept_schema: NotRequired[Annotated[str, AfterValidator(_schema)]]
+    began: NotRequired[Annotated[str, _that(datetime.fromisoformat)]]
+    kept_schema: NotRequired[Annotated[str, _that(_decoded)]]
     schedule: _Schedule
     sampling: _Sampling
     input: _Input
@@ -238,9 +232,5 @@ def _shown(*values: Any) -> list[str]:
     written = [json.dumps(value) for value in values]
     alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*written, strict=False)))
     start = alike - MOST_SHOWN // 3 if alike > MOST_SHOWN // 2 and max(map(len, written)) > MOST_SHOWN else 0
-    return [_cut(text, start) for text in written]
-
-
-def _cut(text: str, start: int) -> str:
     end = start + MOST_SHOWN
-    return "..." * (start > 0) + text[start:end] + "..." * (end < len(text))
+    return ["..." * (start > 0) + text[start:end] + "..." * (end < len(text)) for text in written]

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
 DAY = 86_400  # seconds
+EPOCH = datetime.fromtimestamp(0, UTC)
 
 
 def date(days: int) -> str:
@@ -28,9 +29,13 @@ def time(value: int, unit: str) -> str:
 def timestamp(value: int, unit: str, zone: str | None) -> str:
     """Date, time and, given a zone, its offset from UTC. In UTC where nobody knows the zone, or its rules for then."""
     seconds, fraction = divmod(value, PER_SECOND[unit])
-    offset = 0 if zone is None else _utc_offset(seconds, zone)
-    days, second = divmod(seconds + offset, DAY)
-    return f"{date(days)} {_clock(second, 2)}{_fraction(fraction, unit)}{'' if zone is None else _signed(offset)}"
+    try:
+        text = str((EPOCH + timedelta(seconds=seconds)).astimezone(UTC if zone is None else _rules(zone)))
+        whole, offset = text[:19], text[19:]
+    except (OverflowError, ValueError):  # beyond Python's years
+        days, second = divmod(seconds, DAY)
+        whole, offset = f"{date(days)} {_clock(second, 2)}", "+00:00"
+    return f"{whole}{_fraction(fraction, unit)}{'' if zone is None else offset}"
 
 
 def duration(value: int, unit: str) -> str:
@@ -55,15 +60,6 @@ def _fraction(value: int, unit: str) -> str:
     return f".{nanoseconds:09d}" if nanoseconds % 1_000 else f".{nanoseconds // 1_000:06d}"
 
 
-def _utc_offset(seconds: int, zone: str) -> int:
-    rules = _rules(zone)
-    try:
-        offset = (datetime.fromtimestamp(0, UTC) + timedelta(seconds=seconds)).astimezone(rules).utcoffset()
-    except (OverflowError, ValueError):  # beyond Python's years
-        return 0
-    return 0 if offset is None else round(offset.total_seconds())
-
-
 @lru_cache(maxsize=64)
 def _rules(zone: str) -> tzinfo:
     """UTC for a zone that nobody knows."""
@@ -72,9 +68,3 @@ def _rules(zone: str) -> tzinfo:
     except Exception:  # whatever a time zone database makes of an odd name
         return UTC
     return found
-
-
-def _signed(offset: int) -> str:
-    minutes, second = divmod(abs(offset), 60)
-    tail = f":{second:02d}" if second else ""
-    return f"{'-' if offset < 0 else '+'}{minutes // 60:02d}:{minutes % 60:02d}{tail}"

@@ -2,6 +2,7 @@
 
 import pyarrow as pa
 
+from pipeline.values.column_types import LISTS
 from pipeline.values.show import is_text
 
 MOST_BYTES = 2**31 - 1  # of the strings of one array
@@ -9,22 +10,10 @@ MOST_BYTES = 2**31 - 1  # of the strings of one array
 
 def readable(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """The column itself if all its text is UTF-8, in lists, structs, maps and dictionaries too; else a mended copy."""
-    if not _holds_text(column.type) or _is_valid(column):
+    if _is_valid(column):
         return column
     chunks = [part for chunk in column.chunks for part in _mended_parts(chunk)]
     return pa.chunked_array(chunks, column.type)
-
-
-def _holds_text(type_: pa.DataType) -> bool:
-    if is_text(type_):
-        return True
-    if isinstance(type_, pa.BaseExtensionType):
-        return _holds_text(type_.storage_type)
-    if pa.types.is_dictionary(type_):
-        return _holds_text(type_.value_type)
-    if pa.types.is_run_end_encoded(type_):
-        return False  # comes from no file
-    return any(_holds_text(type_.field(index).type) for index in range(type_.num_fields))
 
 
 def _is_valid(column: pa.ChunkedArray) -> bool:
@@ -46,8 +35,6 @@ def _mended_parts(array: pa.Array) -> list[pa.Array]:
 
 def _mended(array: pa.Array) -> pa.Array:
     type_ = array.type
-    if not _holds_text(type_):
-        return array
     if is_text(type_):
         values = [
             value.as_buffer().to_pybytes().decode(errors="replace") if value.is_valid else None for value in array
@@ -55,7 +42,7 @@ def _mended(array: pa.Array) -> pa.Array:
         return pa.array(values, type_)
     if isinstance(type_, pa.BaseExtensionType):
         return pa.ExtensionArray.from_storage(type_, _mended(array.storage))
-    if pa.types.is_dictionary(type_):
+    if pa.types.is_dictionary(type_) and is_text(type_.value_type):
         # Two values may have become one, and a dictionary holds each once.
         found = _mended(array.dictionary).take(array.indices).dictionary_encode()
         indices = found.indices.cast(type_.index_type)
@@ -63,8 +50,8 @@ def _mended(array: pa.Array) -> pa.Array:
     if pa.types.is_struct(type_):
         children = [_mended(array.field(index)) for index in range(type_.num_fields)]
         return pa.StructArray.from_arrays(children, fields=list(type_), mask=array.is_null())
-    if pa.types.is_union(type_):
-        return array  # comes from no file
+    if not (pa.types.is_map(type_) or any(is_list(type_) for is_list in LISTS)):
+        return array
     own = 1 if pa.types.is_fixed_size_list(type_) else 2  # buffers: validity, offsets, sizes of a list view
     if pa.types.is_list_view(type_) or pa.types.is_large_list_view(type_):
         own = 3

@@ -325,7 +325,7 @@ def test_prompts_are_cut_short_in_training_as_in_a_job(common: list[str], tmp_pa
     assert adapt([*common, *chosen, "--steps", "1"]) == 0
     config = command_line.parse(adapt_model.AdaptModel, adapt_model.PROGRAM, [*common, *chosen])
     model = config.load_engine()
-    held_out = answer_corpus(config, model, lambda *_: None).answers[-6:]  # and has it share the prefix
+    held_out = answer_corpus(config, model, lambda *_: None)[0][-6:]  # and has it share the prefix
     schedule = Schedule.read(tmp_path / "1.1x")
     with torch.inference_mode():
         judge = Judge(model.teacher_forced(held_out))
@@ -340,7 +340,7 @@ def test_more_answers_to_a_prompt_are_more_to_learn_from(common: list[str]) -> N
         adapt_model.AdaptModel, adapt_model.PROGRAM, [*common, "--schedule", "", "--output", "", "--prompts", "20"]
     )
     model = config.load_engine()
-    answers = answer_corpus(config, model, lambda *_: None).answers
+    answers = answer_corpus(config, model, lambda *_: None)[0]
     more = with_more_answers(config, model, answers, 3, lambda *_: None)
     assert more[::3] == answers
     prompts = [answer.prompt for answer in more]
@@ -354,7 +354,7 @@ def test_more_answers_are_others_where_the_first_are_drawn_too(common: list[str]
     flags = [*common, "--schedule", "", "--output", "", "--prompts", "20", "--temperature", "1"]
     config = command_line.parse(adapt_model.AdaptModel, adapt_model.PROGRAM, flags)
     model = config.load_engine()
-    answers = answer_corpus(config, model, lambda *_: None).answers
+    answers = answer_corpus(config, model, lambda *_: None)[0]
     more = with_more_answers(config, model, answers, 2, lambda *_: None)
     assert more[::2] == answers
     assert not any(first == second for first, second in zip(more[::2], more[1::2], strict=True))
@@ -400,9 +400,9 @@ def test_a_prompt_that_comes_twice_is_answered_once(common: list[str], tmp_path:
     pq.write_table(pa.table({"id": range(30), "text": texts}), tmp_path / "texts.parquet")
     options = [*common, "--input", str(tmp_path / "texts.parquet"), "--prompts", "30", "--schedule", "", "--output", ""]
     config = command_line.parse(AdaptModel, adapt_model.PROGRAM, options)
-    drawn = answer_corpus(config, config.load_engine(), lambda *_: None)
-    prompts = [tuple(answer.prompt) for answer in drawn.answers]
-    assert len(prompts) == len(set(prompts)) == drawn.provenance["prompts"] == 15
+    drawn, provenance = answer_corpus(config, config.load_engine(), lambda *_: None)
+    prompts = [tuple(answer.prompt) for answer in drawn]
+    assert len(prompts) == len(set(prompts)) == provenance["prompts"] == 15
 
 
 def test_a_prompts_answers_are_the_same_whichever_process_draws_them(
@@ -411,13 +411,13 @@ def test_a_prompts_answers_are_the_same_whichever_process_draws_them(
     options = [*common, "--temperature", "1.0", "--prompts", "20", "--schedule", "", "--output", ""]
     config = command_line.parse(AdaptModel, adapt_model.PROGRAM, options)
     model = config.load_engine()
-    alone = answer_corpus(config, model, lambda *_: None).answers
+    alone = answer_corpus(config, model, lambda *_: None)[0]
     shares: list[Answer] = []
     for rank in range(3):
         monkeypatch.setattr(answers.Peers, "__init__", lambda self, rank=rank: vars(self).update(rank=rank, count=3))
         monkeypatch.setattr(answers.Peers, "firsts", lambda self, value: value)
         monkeypatch.setattr(answers.Peers, "everyones", lambda self, value: [value])
-        shares += answer_corpus(config, model, lambda *_: None).answers
+        shares += answer_corpus(config, model, lambda *_: None)[0]
     assert shares == alone
 
 

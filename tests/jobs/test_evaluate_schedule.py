@@ -13,10 +13,11 @@ import pytest
 
 from engine import Schedule, Unit, describe
 from engine.schedules import recipes
-from jobs import evaluate_schedule
+from jobs import command_line, evaluate_schedule
 from jobs.evaluate_schedule import (
+    PROGRAM,
     EvaluateSchedule,
-    main,
+    evaluate,
     read_contenders,
     read_references,
     warn_of_seen_rows,
@@ -29,7 +30,7 @@ CORPUS = "infra/demo/package_descriptions.parquet"
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr("sys.argv", ["evaluate_schedule.py", *arguments])
-    return main()
+    return command_line.start(EvaluateSchedule, PROGRAM, evaluate)
 
 
 @pytest.fixture

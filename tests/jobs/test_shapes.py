@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from engine import Ledger, Schedule, Tokenizer, describe
+from jobs import command_line
 from jobs.benchmarks import shapes
 
 
@@ -15,7 +16,7 @@ def test_a_shape_has_schedules_that_fit_it_and_texts_of_the_length_asked_for(
 ) -> None:
     command = f"shapes --model Qwen2.5-1.5B --rows 3 --prompt-tokens 50 --output {tmp_path / 'qwen'}"
     monkeypatch.setattr(sys, "argv", command.split())
-    assert shapes.main() == 0
+    assert command_line.start(shapes.WriteShape, shapes.PROGRAM, shapes.write) == 0
     shape = describe(str(tmp_path / "qwen" / "model"))
     assert (shape.layers, shape.hidden) == (28, 1536)
     full, decode, both = (
@@ -32,5 +33,5 @@ def test_a_shape_has_schedules_that_fit_it_and_texts_of_the_length_asked_for(
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").touch()
     monkeypatch.setattr(sys, "argv", [*command.split()[:-1], str(tmp_path / "mine")])
-    assert shapes.main() == 1
+    assert command_line.start(shapes.WriteShape, shapes.PROGRAM, shapes.write) == 1
     assert "letter.txt" in capsys.readouterr().err
