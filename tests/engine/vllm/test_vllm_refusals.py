@@ -225,7 +225,8 @@ def test_another_gpu_than_the_first_is_refused_with_the_way_out(
 
 def test_vllm_reads_the_files_that_our_engine_reads(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """As Mistral publishes its models: beside the shards the same in its own library's format, which vLLM prefers."""
-    directory = Path(shutil.copytree(make_checkpoint(**VARIANTS["mistral, sliding window"], max_shard_size="20KB"), tmp_path / "mistral"))
+    made = make_checkpoint(**VARIANTS["mistral, sliding window"], max_shard_size="20KB")
+    directory = Path(shutil.copytree(made, tmp_path / "mistral"))
     assert not (directory / "model.safetensors").exists()
     (directory / "consolidated.safetensors").write_bytes(b"no weights")
     (directory / "params.json").write_text('{"dim": 32}')
