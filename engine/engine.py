@@ -108,8 +108,8 @@ class Engine:
             model: a Hugging Face checkpoint directory, a hub id, a GGUF file, or "smollm2-135m-instruct" (packaged).
             device: "auto" takes a GPU if there is one, else the CPU.
             dtype: "float32", "bfloat16" or "float16"; "auto" is float32 on a CPU, bfloat16 on a GPU, float16
-                on one too old to compute in bfloat16 (before Ampere). On a CPU that multiplies bfloat16 numbers only
-                matrices are of these.
+                on one too old to compute in bfloat16 (before Ampere). On a CPU that multiplies bfloat16 numbers
+                hidden states and logits are not of these, but float32.
             threads: CPU threads of this process; default torch's own choice.
             kernels: default the fastest for device and dtype.
             now: as for `Tokenizer`.

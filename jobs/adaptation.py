@@ -43,7 +43,7 @@ DECIDE_NOTHING = {
 }  # options, of what comes of a training
 FITTED, FITTED_TOKENS = 600, 120_000  # prompts, and their tokens, that a prompt bridge is fitted to before training
 DEFAULT = Recipe()
-PATIENCE_S = 7 * 24 * 3600  # of processes with each other: the first one's fit may take long
+PATIENCE_S = 3 * 3600  # of processes with each other, for which one fits a prompt bridge; Ray's own is half an hour
 
 log = logging.getLogger(__name__)
 

@@ -62,7 +62,10 @@ class AnswerConfig(BaseModel):
     )
     stop: list[str] = Field([], description="strings that end a generation")
     seed: int = Field(
-        0, lt=2**63, description="of the random streams; a row's stream depends on the seed and its place alone"
+        0,
+        ge=-(2**63),
+        lt=2**63,
+        description="of the random streams; a row's stream depends on the seed and its place alone",
     )
 
     batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
@@ -171,7 +174,9 @@ class JobConfig(GenerationConfig, StorageConfig):
         ge=1,
         description="start with this many and add up to --replicas as the cluster grows; default all at once",
     )
-    gpus_per_replica: float | None = Field(None, ge=0, description="default 1 where the cluster has GPUs, else 0")
+    gpus_per_replica: float | None = Field(
+        None, ge=0, description="default 1 where the cluster has GPUs and device is not cpu, else 0"
+    )
     threads_per_replica: int | None = Field(
         None, ge=1, description="CPU threads of a replica; default what its machine has for it"
     )

@@ -1,8 +1,10 @@
 """Forecast a run from Parquet footers and a random sample of its rows, before any replica is started."""
 
 import json
+import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +16,7 @@ from engine.forward.prompt_pass import shared_tokens
 from pipeline.commits.commit import Commit, open_rows, read_commits, total
 from pipeline.config import JobConfig
 from pipeline.errors import JobError, one_line
-from pipeline.inputs.sample_prompts import draw_rows
+from pipeline.inputs.sample_prompts import neighbours, prepared_rows
 from pipeline.preparing.backend import Backend, as_it_runs
 from pipeline.preparing.incremental import only_new, work_name
 from pipeline.preparing.preparation import Preparation, prepare_run
@@ -22,11 +24,14 @@ from pipeline.preparing.run_record import claim_name, read_run
 from pipeline.reporting.forecast import Forecast
 from pipeline.rows.row_generator import RowGenerator, TooManyRowsFailed
 from pipeline.rows.rows import TOKENS
-from pipeline.storage.storage import Storage
+from pipeline.storage.storage import Storage, StorageRefused
 
 LENGTHS = 64  # output lengths that stand for all of an earlier run's
+MOST_REFUSED = 3  # times that rows of a file cannot be read before it is given up
 MOST_FILES = 20  # data files of an earlier run that are looked into
 SAME_ANSWERS = ("model", "sampling", "prompt")  # of two run records: where these agree, lengths do
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +109,32 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
 
 
 def _sample(job: Preparation, tokenizer: Tokenizer) -> list[list[list[int] | None]]:
-    """Prompts of runs of neighbouring rows, drawn at random; None for a row that no prompt can be made of."""
+    """Prompts of runs of neighbouring rows, drawn at random; None for a row that no prompt can be made of.
+
+    Rows that cannot be read are left out, as the job leaves out their units. Raises JobError if there are no others.
+    """
     config, storage = job.config, job.config.input_storage()
     runs: list[list[list[int] | None]] = []
     left = config.plan_rows
-    for prepared in draw_rows(config, job.plan, storage, job.template, tokenizer, job.longest_prompt):
+    refused: defaultdict[str, list[JobError]] = defaultdict(list)  # by file
+    for run in neighbours(job.plan, config.seed):
+        if len(refused[run.path]) == MOST_REFUSED:
+            continue
+        try:
+            prepared = prepared_rows(run, config, job.plan, storage, job.template, tokenizer, job.longest_prompt)
+        except StorageRefused:
+            raise
+        except JobError as error:
+            log.warning("left out rows of %s: %s", run.path, error)
+            refused[run.path].append(error)
+            continue
         runs.append(prepared[TOKENS].to_pylist()[:left])
         left -= len(runs[-1])
         if not left:
             break
+    why = next((f"of {path!r}: {errors[0]}" for path, errors in refused.items() if errors), None)
+    if why is not None and not runs:
+        raise JobError(f"no rows can be read; {why}")
     return runs
 
 

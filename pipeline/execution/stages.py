@@ -6,16 +6,16 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from typing import NoReturn
 
 import pyarrow as pa
 
 from engine import BatchStats, Generation, ModelError, Schedule, ScheduleError
-from pipeline.commits.commit import commit_unit
+from pipeline.commits.commit import Commit, commit_unit
 from pipeline.config import JobConfig
 from pipeline.errors import JobError, JobStopped
 from pipeline.execution.cluster import ReplicaResources
@@ -217,15 +217,19 @@ def commit(rows: pa.Table, storage: Storage, run: str, log_format: LogFormat) ->
     for row in rows.to_pylist():
         parcel = Parcel.from_row(row)
         if parcel.table is not None:
-            parcel = committed(storage, parcel.unit, from_bytes(parcel.table), run, parcel.cost)
+            parcel = committed(parcel.unit, partial(_commit, parcel.table, parcel, storage, run))
         yield parcel.to_row()
 
 
-def committed(storage: Storage, unit: WorkUnit, output: pa.Table, run: str, cost: Mapping[str, float] | None) -> Parcel:
+def _commit(table: bytes, parcel: Parcel, storage: Storage, run: str) -> Commit:
+    return commit_unit(storage, parcel.unit, from_bytes(table), run, parcel.cost)
+
+
+def committed(unit: WorkUnit, write: Callable[[], Commit]) -> Parcel:
     """The unit's commit, or why there is none."""
     try:
         with about(unit=unit.id):
-            return Parcel(unit, commit=commit_unit(storage, unit, output, run, cost))
+            return Parcel(unit, commit=write())
     except Exception as error:
         return Parcel(unit, failure=Failure.of("commit", error))
 

@@ -20,8 +20,9 @@ from pipeline.inputs.work import Plan, make_plan
 from pipeline.rows.read import read_units
 from pipeline.rows.rows import ERROR, chosen, prepare
 from pipeline.rows.template import PromptTemplate
+from pipeline.rows.unit import WorkUnit
 from pipeline.storage.settings import Place, StorageConfig
-from pipeline.storage.storage import Storage, StorageRefused
+from pipeline.storage.storage import Storage
 from pipeline.values.show import names
 
 RUN_OF_ROWS = 16  # neighbouring rows drawn together: few, as neighbours are often alike, yet one read for all of them
@@ -57,46 +58,37 @@ class CorpusConfig(AnswerConfig, StorageConfig):
         return self.id_column or "text"
 
 
-def draw_rows(
-    config: AnswerConfig,
-    plan: Plan,
-    storage: Storage,
-    template: PromptTemplate,
-    tokenizer: Tokenizer,
-    longest: int,
-    among: Callable[[pa.Table], pa.Table] | None = None,
-) -> Iterator[pa.Table]:
-    """Prepared rows (see pipeline.rows.prepare), a few neighbours at a time, in a random order that the seed decides.
-
-    Of each few that are read, `among` gives those that may be drawn. Rows that cannot be read are left out with a
-    warning; raises JobError if there are no others.
-    """
-    refused: dict[str, Exception] = {}  # by file
-    drawn = False
-    order = _shuffled(plan.units, config.seed)
+def neighbours(plan: Plan, seed: int) -> Iterator[WorkUnit]:
+    """A few neighbouring rows at a time, in a random order that the seed decides."""
+    order = _shuffled(plan.units, seed)
     for first in range(0, len(order), UNITS):
         runs = [
             replace(unit, start=start, rows=min(RUN_OF_ROWS, unit.start + unit.rows - start))
             for unit in order[first : first + UNITS]
             for start in range(unit.start, unit.start + unit.rows, RUN_OF_ROWS)
         ]
-        for run in _shuffled(runs, config.seed):
-            try:
-                [(_, table)] = read_units(storage, [run], plan.read_columns)
-                table = table if among is None else among(table)
-                rows = prepare(table, plan.kept, config.text_column, template, tokenizer, longest)
-            except StorageRefused:
-                raise
-            except (JobError, pa.ArrowException) as error:
-                if run.path not in refused:
-                    log.warning("left out rows of %s: %s", run.path, one_line(error))
-                refused[run.path] = error
-                continue
-            drawn = True
-            yield rows
-    if refused and not drawn:
-        path, why = next(iter(refused.items()))
-        raise JobError(f"no rows can be read; of {path!r}: {one_line(why)}")
+        yield from _shuffled(runs, seed)
+
+
+def prepared_rows(
+    run: WorkUnit,
+    config: AnswerConfig,
+    plan: Plan,
+    storage: Storage,
+    template: PromptTemplate,
+    tokenizer: Tokenizer,
+    longest: int,
+    among: Callable[[pa.Table], pa.Table] = lambda table: table,
+) -> pa.Table:
+    """Rows of a run of neighbours, prepared (see pipeline.rows.prepare): those of it that `among` gives.
+
+    Raises as `read_units`; JobError too for a column that its common type cannot hold.
+    """
+    [(_, table)] = read_units(storage, [run], plan.read_columns)
+    try:
+        return prepare(among(table), plan.kept, config.text_column, template, tokenizer, longest)
+    except pa.ArrowException as error:
+        raise JobError(f"rows of {run.path!r} cannot be read ({one_line(error)}): take them out") from error
 
 
 def sample_prompts(
@@ -131,7 +123,9 @@ def sample_prompts(
     tables: list[pa.Table] = []
     rows = bad = 0
     why: str | None = None  # the first of them
-    for prepared in draw_rows(config, plan, planned.input_storage(), template, tokenizer, longest, of_part):
+    source = planned.input_storage()
+    for run in neighbours(plan, config.seed):
+        prepared = prepared_rows(run, config, plan, source, template, tokenizer, longest, of_part)
         good = chosen(prepared, prepared[ERROR].is_null().to_pylist())
         tables.append(good)
         rows += good.num_rows

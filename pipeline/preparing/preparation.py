@@ -13,7 +13,7 @@ from pipeline.inputs.known_files import KnownFile, recall_files
 from pipeline.inputs.work import Plan, make_plan
 from pipeline.preparing.backend import Backend, ModelIdentity
 from pipeline.preparing.fit import choose_schedule, longest_prompt, warn_of_another_model
-from pipeline.preparing.run_record import begun_columns, describe_run, fingerprint, run_of_same_input
+from pipeline.preparing.run_record import as_recorded, begun_columns, describe_run, fingerprint, run_of_same_input
 from pipeline.rows.rows import output_schema
 from pipeline.rows.template import PromptTemplate
 from pipeline.storage.ownership import Kind, check_files, check_place
@@ -49,6 +49,8 @@ def prepare_run(config: JobConfig, backend: Backend | None = None) -> Preparatio
     config = absolute_paths(config)
     output, source = config.output_storage().at_first(), config.input_storage()
     check_place(output, Kind.RUN, source)
+    if source.is_local and not config.fresh:
+        config = as_recorded(output, config)
     template = config.template()
     known: dict[str, KnownFile] | None = None
     if config.incremental:

@@ -22,7 +22,7 @@ from pipeline.inputs.work import Plan
 from pipeline.preparing.backend import ModelIdentity
 from pipeline.redaction import redacted
 from pipeline.storage.records import LARGE, Count, Fingerprint, OpenRecord, Record, RecordDamaged
-from pipeline.storage.storage import Storage
+from pipeline.storage.storage import Storage, absolute
 
 RUN_FILE = "_run.json"
 NO_SETTINGS = ("fingerprint", "claim", "began", "kept_schema")  # of a record, beside what describes the run
@@ -55,7 +55,12 @@ def _decoded(schema: str) -> pa.Schema:
 
 def _that(reads: Callable[[str], object]) -> AfterValidator:
     """Keeps the text that `reads` raises no ValueError for."""
-    return AfterValidator(lambda said: (reads(said), said)[1])
+
+    def keep(said: str) -> str:
+        reads(said)
+        return said
+
+    return AfterValidator(keep)
 
 
 class _Run(OpenRecord):
@@ -146,6 +151,19 @@ def read_run(storage: Storage) -> dict[str, Any] | None:
 def claim_name(record: dict[str, Any]) -> str:
     """What the commits of a run are signed with."""
     return f"{record.get('fingerprint')}-{record.get('claim')}"
+
+
+def as_recorded(storage: Storage, config: JobConfig) -> JobConfig:
+    """The configuration with its input as the run here spells it, where that is the same: one that an earlier version
+    began may have `..` in it.
+    """
+    try:
+        record = read_run(storage)
+    except RecordDamaged:  # of which claiming the output says so
+        return config
+    root = str(record["input"].get("root")) if record is not None else ""
+    same = root.startswith("/") and absolute(root) == config.input
+    return config.model_copy(update={"input": root}) if same else config
 
 
 def run_of_same_input(storage: Storage, config: JobConfig) -> dict[str, Any] | None:

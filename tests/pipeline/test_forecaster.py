@@ -154,6 +154,17 @@ def test_rows_that_cannot_be_read_are_left_out_of_the_sample(
         forecast_run(planned(input=str(tmp_path / "far"), keep_columns=["at"]), NoEngineBackend())
 
 
+def test_a_file_none_of_which_can_be_read_is_given_up_soon(
+    planned: Job, write_parquet: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    far = pa.array([253402300799 * 10**6] * 400, pa.timestamp("us"))
+    write_parquet(tmp_path / "far/0.parquet", {"text": ["far"] * 400, "at": far})
+    write_parquet(tmp_path / "far/1.parquet", pa.schema({"text": pa.string(), "at": pa.timestamp("ns")}).empty_table())
+    with pytest.raises(JobError, match="no rows can be read"):
+        forecast_run(planned(input=str(tmp_path / "far"), keep_columns=["at"]), NoEngineBackend())
+    assert caplog.text.count("left out rows of") == 3  # of 25 times that a few are drawn
+
+
 def test_prompts_to_answer_are_spread_over_the_sample(planned: Job) -> None:
     asked: list[int] = []
 

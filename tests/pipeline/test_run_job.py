@@ -16,6 +16,9 @@ from trap_double import Company
 from pipeline.commits.commit import read_commits
 from pipeline.config import JobConfig
 from pipeline.errors import JobError
+from pipeline.preparing import preparation
+from pipeline.preparing.preparation import prepare_run
+from pipeline.preparing.run_record import claim_output
 from pipeline.run import RunResult, run_job
 from pipeline.storage.storage import Storage
 
@@ -155,6 +158,21 @@ def test_resuming_generates_only_what_is_not_committed_and_sweeps_what_died(
     assert rows["id"].to_pylist() == list(range(99))
     again = [*range(10, 20), *range(96, 99)]
     assert [row["id"] for row in rows.to_pylist() if (row["generation"] or "").startswith("again ")] == again
+
+
+def test_a_run_that_an_earlier_version_began_under_another_spelling_of_its_input_goes_on(
+    job: Job, write_parquet: WriteParquet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_parquet(tmp_path / "in/0.parquet", {"text": ["a", "b"]})
+    spelt = f"{tmp_path}/in/../in"
+    with monkeypatch.context() as earlier:
+        earlier.setattr(preparation, "absolute", str)
+        begun = prepare_run(job(input=spelt), NoEngineBackend())
+        claim_output(Storage(begun.config.output), begun.description)
+    for again in (spelt, str(tmp_path / "in")):
+        assert prepare_run(job(input=again), NoEngineBackend()).fingerprint == begun.fingerprint
+    fresh = prepare_run(job(input=spelt, fresh=True), NoEngineBackend())
+    assert fresh.config.input == str(tmp_path / "in")
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerFast
 import engine
 from engine import Engine, ModelError, Sampling, Tokenizer, describe
 from engine.checkpoints import checkpoint, digests
+from engine.checkpoints import gguf_file as gguf_header
 from engine.checkpoints.weight_files import Weights
 
 MakeCheckpoint = Callable[..., Path]
@@ -340,6 +341,8 @@ def test_a_gguf_file_generates_what_the_checkpoint_it_was_made_from_generates(
     "scaled",
     [
         lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR),
+        lambda writer: writer.add_rope_scaling_factor(4.0),  # of no type: linear
+        lambda writer: writer.add_float32("llama.rope.scale_linear", 8.0),  # as in old files
         lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(4, np.float32)),  # as of Llama 3.1
     ],
 )
@@ -355,6 +358,19 @@ def test_a_gguf_file_whose_rope_scaling_would_be_lost_is_refused(
     for asked in (describe, checkpoint.prepare):
         with pytest.raises(ModelError, match=r"scaled.gguf' would lose its RoPE scaling .* name the safetensors model"):
             asked(str(file))
+
+
+def test_a_gguf_file_whose_attention_would_get_another_scale_is_refused(
+    make_checkpoint: MakeCheckpoint,
+    byte_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(gguf_header.OF_ANOTHER_SCALE, "llama", 5)  # the layers of this model
+    file = write_gguf(make_checkpoint(vocab_size=258, seed=9), byte_tokenizer, tmp_path / "27b.gguf")
+    with pytest.raises(ModelError, match=r"27b.gguf' would lose its attention's scale .* name the safetensors model"):
+        describe(str(file))
 
 
 def test_a_gguf_file_is_converted_once(

@@ -221,6 +221,9 @@ def test_another_gpu_than_the_first_is_refused_with_the_way_out(
     monkeypatch.setattr("engine.vllm.engine.check_device", lambda _: None)
     with pytest.raises(ModelError, match=r"set CUDA_VISIBLE_DEVICES=1 and use --device cuda"):
         VllmEngine(str(make_checkpoint(**VARIANTS["llama"])), "bfloat16", "cuda:1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    with pytest.raises(ModelError, match=r"set CUDA_VISIBLE_DEVICES=3 and use --device cuda"):
+        VllmEngine(str(make_checkpoint(**VARIANTS["llama"])), "bfloat16", "cuda:1")
 
 
 def test_vllm_reads_the_files_that_our_engine_reads(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:

@@ -76,6 +76,18 @@ def test_a_larger_sample_adds_to_a_smaller_and_another_seed_draws_others(drawn: 
     assert drawn("all", 50) != TABLE["text"].to_pylist()[:50]
 
 
+def test_rows_that_cannot_be_read_are_no_reason_to_draw_others(
+    tmp_path: Path, write_parquet: Callable[..., Path], byte_tokens: ByteTokenizer
+) -> None:
+    """A sample is the same in every process that draws it, or none."""
+    write_parquet(tmp_path / "in/0.parquet", {"text": ["near"] * 50, "at": pa.array([1] * 50, pa.timestamp("ns"))})
+    far = pa.array([253402300799 * 10**6] * 50, pa.timestamp("us"))  # 9999-12-31, which nanoseconds do not reach
+    write_parquet(tmp_path / "in/1.parquet", {"text": ["far"] * 50, "at": far})
+    config = CorpusConfig(input=str(tmp_path / "in"), prompt_format="raw")
+    with pytest.raises(JobError, match=r"rows of '.*1.parquet' cannot be read \(.*\): take them out"):
+        sample_prompts(config, "all", 100, byte_tokens, 100, ["at"])
+
+
 def test_a_gpu_may_be_named(drawn: Drawn) -> None:
     assert drawn("all", 50, device="cuda:1") == drawn("all", 50)
 
