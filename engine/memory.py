@@ -14,8 +14,8 @@ from engine.forward.prompt_pass import PROMPT_TOKENS
 from engine.schedules.schedule import Schedule
 from engine.shape import ModelShape
 
-# Rows beyond which a batch gains little: a CPU's arithmetic is full with a few dozen rows, a GPU's with a few hundred.
-MOST_ROWS = {"cpu": 64, "cuda": 512}
+# Rows beyond which a batch gains little: a core's arithmetic is full with a few dozen rows, a GPU's with a few hundred.
+CORE_ROWS, GPU_ROWS = 64, 512
 CGROUP = Path("/sys/fs/cgroup")  # of this process, as a container sees it
 SHARE = 0.8  # of the free memory: allocators round up, and others use memory too
 # glibc's mallopt(3): sizes from which memory comes from the system at once, that is kept free before it goes back,
@@ -74,7 +74,8 @@ def rows_that_fit(
         others = (caches - 1) * cache_peak(shape, rows, prompt_tokens, new_tokens, element_bytes)
         return others + batch_bytes(shape, schedule, rows, prompt_tokens, new_tokens, element_bytes, lanes)
 
-    sizes = range(1, (most or MOST_ROWS.get(device, MOST_ROWS["cuda"])) + 1)
+    gaining = min(CORE_ROWS * torch.get_num_threads(), GPU_ROWS) if device == "cpu" else GPU_ROWS
+    sizes = range(1, (most or gaining) + 1)
     return max(1, bisect_right(sizes, SHARE * free_bytes, key=needed))
 
 

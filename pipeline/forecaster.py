@@ -176,7 +176,7 @@ def _answer(job: Preparation, ledger: Ledger, prompts: Sequence[list[int]], pref
     source = f"{len(good)} sampled prompts answered in {wall:.1f} s"
     batch = config.batch_size
     if batch == "auto" or batch > len(prompts):
-        source += f"; the run's batches of {batch} rows may be faster"
+        source += "; the run's larger batches may be faster"
     speed = (
         prefill / max(1, sum(answer.flops_prompt for answer in good)),
         decode / max(1, sum(answer.flops_decode for answer in good)),

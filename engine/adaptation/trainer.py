@@ -105,8 +105,8 @@ class Trainer:
         self._peers = Peers()
         if len(train) < self._peers.count:
             raise ScheduleError(f"{len(train)} answers to learn from are too few for {self._peers.count} processes")
+        self._lessons = self._prepare(self._peers.share(train))
         with torch.no_grad():
-            self._lessons = self._prepare(self._peers.share(train))
             self._judge = Judge(engine.teacher_forced(held_out), (self._place,))
             self._judge.answers.prompts.forget_all_but(attended_layers(self._schedules, self._place))
         self._state = TrainingState(self._trainable.snapshot())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.decoding.generation import Generation, Sample, generation_of, samples_of
-from engine.decoding.sampling import Sampler, Sampling
+from engine.decoding.sampling import NO_TOKEN, Sampler, Sampling
 from engine.decoding.stats import BatchStats
 from engine.decoding.stopping import Stopping
 from engine.forward.cache import KVCache, slots_for
@@ -299,6 +299,8 @@ class Stream:
         """Take rows on by a token, from logits [rows, vocab], which are overwritten; those that ended by it."""
         steps = [len(sample.tokens) for sample in rows]
         tokens = self._sampler.choose(logits, [sample.seat for sample in rows], steps).tolist()
+        if NO_TOKEN in tokens:
+            raise FloatingPointError("the model's logits are not numbers: if its states overflow, another dtype helps")
         self.rows, done = [], []
         for sample, token in zip(rows, tokens, strict=True):
             sample.tokens.append(token)

@@ -21,6 +21,7 @@ from pipeline.rows.unit import WorkUnit
 
 TASK_RETRIES = 3  # of a read or commit task whose process died; with Ray's default, endless, a bad row would loop
 
+AUTO_SEATS = 256  # rows of a batch, where only the replica can tell
 MOST_BESIDE = 8  # units that fill the batch while another ends: each is a thread, and is lost if the replica is
 
 End = Exception | None
@@ -127,7 +128,7 @@ def stream(spans: Sequence[list[WorkUnit]], task: Task, resources: ReplicaResour
 
 def units_together(config: JobConfig) -> int:
     """Units that a replica has under way: while one of them ends, the others fill its batch."""
-    seats = config.batch_size if isinstance(config.batch_size, int) else config.rows_per_unit
+    seats = AUTO_SEATS if config.batch_size == "auto" else config.batch_size
     return 1 + min(MOST_BESIDE, -(-seats // config.rows_per_unit))
 
 

@@ -99,10 +99,20 @@ def test_a_batch_is_as_large_as_the_memory_allows(tiny_engine: Engine) -> None:
         return memory.rows_that_fit(free, "cuda", shape, schedule, 100, 50, 4)
 
     assert rows(0) == 1
-    assert rows(1 << 50) == memory.MOST_ROWS["cuda"]
+    assert rows(1 << 50) == memory.GPU_ROWS
     needed = memory.batch_bytes(shape, schedule, 40, 100, 50, 4)
     assert rows(int(needed / memory.SHARE) + 1) == 40
     assert rows(int(needed / memory.SHARE) - 1000) == 39
+
+
+@pytest.mark.parametrize(("cores", "most"), [(1, 64), (2, 128), (6, 384), (64, memory.GPU_ROWS)])
+def test_a_batch_on_a_cpu_has_rows_for_each_core(
+    cores: int, most: int, tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
+    full = Schedule.full_depth(tiny_engine.shape.layers)
+    assert memory.rows_that_fit(1 << 50, "cpu", tiny_engine.shape, full, 100, 50, 4) == most
+    assert memory.rows_that_fit(1 << 50, "cpu", tiny_engine.shape, full, 100, 50, 4, most=7) == 7
 
 
 def test_a_containers_limits_count_and_files_that_it_has_read_do_not(

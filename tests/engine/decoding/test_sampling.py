@@ -15,7 +15,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 import engine.decoding.sampling
 from engine import Engine, Generation, PromptError, Sampling
-from engine.decoding.sampling import Sampler, stream_key, waiting_times
+from engine.decoding.sampling import NO_TOKEN, Sampler, stream_key, waiting_times
 from engine.decoding.stopping import Stopping
 from tests.engine.prompts import random_prompts
 
@@ -204,6 +204,26 @@ def test_greedy_takes_the_first_of_equally_likely_tokens(dtype: torch.dtype) -> 
     expected = [7, 0, int(logits[2].float().sort(descending=True, stable=True).indices[0]), 0]
     sampler = seated(Sampling(), 1001, [[0]] * 4, list("abcd"))
     assert choose(sampler, logits, 0).tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(repetition_penalty=1.3),
+        Sampling(temperature=1.0),
+        Sampling(temperature=1.0, top_k=5),
+        Sampling(temperature=1.0, top_p=0.9),
+        Sampling(temperature=1.0, min_p=0.1),
+    ],
+    ids=lambda sampling: str({name: value for name, value in sampling.to_dict().items() if value}),
+)
+def test_logits_that_are_not_numbers_give_no_token(sampling: Sampling, dtype: torch.dtype) -> None:
+    logits = torch.randn(3, 3000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[0], logits[2, 2999] = torch.nan, torch.nan
+    none, token, also_none = choose(seated(sampling, 3000, [[0]] * 3, list("abc")), logits, 0).tolist()
+    assert none == also_none == NO_TOKEN < 0 <= token
 
 
 @settings(max_examples=50)

@@ -1,7 +1,9 @@
 """Whatever some rows do to the engine, the others are delivered, and each at its own place."""
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -9,8 +11,9 @@ import torch
 from engine_double import Echo
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
-from engine import BatchStats, Generation, ModelError, Sampling, Schedule, ScheduleError
+from engine import BatchStats, Engine, Generation, ModelError, Sampling, Schedule, ScheduleError
 from pipeline.rows.row_generator import (
     MOST_QUARANTINED,
     DeviceBroken,
@@ -112,6 +115,19 @@ def test_memory_that_does_not_do_for_one_row_makes_that_row_an_error() -> None:
     engine = Moody(raising={7: MemoryError("no memory")})
     _, rows = outcome(engine, [5, 6, 7, 8])
     assert rows == [5, 6, "MemoryError: no memory", 8]
+
+
+def test_a_row_whose_logits_are_not_numbers_is_an_error(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    model = shutil.copytree(make_checkpoint(tie_word_embeddings=False), tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    weights["model.embed_tokens.weight"][7] = torch.nan
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    engine = Engine.load(str(model), device="cpu")
+    three = Sampling(min_new_tokens=3, max_new_tokens=3)
+    first, bad, last = RowGenerator(engine, three, None, 4).generate([[5, 6], [5, 7, 6], [8]], ["a", "b", "c"])
+    alone = [generation.tokens for generation in engine.generate([[5, 6], [8]], three)]
+    assert [row.tokens for row in (first, last) if isinstance(row, Generation)] == alone
+    assert bad == "FloatingPointError: the model's logits are not numbers: if its states overflow, another dtype helps"
 
 
 def test_an_error_that_quotes_half_a_surrogate_pair_is_written_out() -> None:
