@@ -74,7 +74,8 @@ def rows_that_fit(
         others = (caches - 1) * cache_peak(shape, rows, prompt_tokens, new_tokens, element_bytes)
         return others + batch_bytes(shape, schedule, rows, prompt_tokens, new_tokens, element_bytes, lanes)
 
-    gaining = min(CORE_ROWS * torch.get_num_threads(), GPU_ROWS) if device == "cpu" else GPU_ROWS
+    cores = max(1, int(min(torch.get_num_threads(), _container_cores())))
+    gaining = min(CORE_ROWS * cores, GPU_ROWS) if device == "cpu" else GPU_ROWS
     sizes = range(1, (most or gaining) + 1)
     return max(1, bisect_right(sizes, SHARE * free_bytes, key=needed))
 

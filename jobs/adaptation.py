@@ -253,7 +253,7 @@ def _work(passed: Mapping[str, Any]) -> Training | None:
 def reason_of(error: Exception) -> Exception:
     """Why a worker failed, where that is something the user can change; else that a rerun goes on."""
     for failure in getattr(error, "worker_failures", {}).values():
-        if isinstance(failure, JobError | ModelError | ScheduleError):
+        if isinstance(failure, JobError | ModelError | ScheduleError | FloatingPointError):
             return failure
     last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
     return JobStopped(f"Ray ended the training ({last}): start it again to go on from its checkpoint")

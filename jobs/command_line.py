@@ -85,7 +85,7 @@ def run(program: str, job: Callable[[], None]) -> int:
         job()
     except NothingToDo as reason:
         return _ended(program, f"nothing to do: {reason}", 0)
-    except (JobError, ModelError, ScheduleError) as error:
+    except (JobError, ModelError, ScheduleError, FloatingPointError) as error:
         return _ended(program, f"error: {error}", FAILED_EXIT)
     except UnitsFailed as error:
         return _ended(program, f"incomplete: {error}", UNITS_FAILED_EXIT)

@@ -69,7 +69,7 @@ class AnswerConfig(BaseModel):
     )
 
     batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        "auto", description="rows that decode together on a replica; auto: as many as gain and fit the free memory"
+        64, description="rows that decode together on a replica; auto: as many as gain and fit the free memory"
     )
 
     @model_validator(mode="after")

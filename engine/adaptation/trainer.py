@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -182,7 +182,10 @@ class Trainer:
         return found
 
     def _step(self, step: int) -> float:
-        """One update; the lesson's mean loss in nats per token, over the schedules too."""
+        """One update; the lesson's mean loss in nats per token, over the schedules too.
+
+        No update, and NaN, where gradients are not finite.
+        """
         epoch, index = divmod(step, len(self._lessons))
         order = torch.randperm(len(self._lessons), generator=torch.Generator().manual_seed(self._recipe.seed + epoch))
         lesson = self._lessons[int(order[index])]
@@ -198,6 +201,9 @@ class Trainer:
             if parameter.grad is None:  # no answer of this lesson reaches its plateau
                 parameter.grad = torch.zeros_like(parameter)
         self._peers.mean_gradients(self._trainable.parameters.values())
+        gradients = [parameter.grad for parameter in self._trainable.parameters.values() if parameter.grad is not None]
+        if not all(bool(gradient.isfinite().all()) for gradient in gradients):
+            return nan  # the parameters stay what they were
         self._optimizer.step()
         return mean(self._peers.everyones(mean(losses)))
 

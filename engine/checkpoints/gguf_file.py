@@ -10,6 +10,7 @@ from engine.errors import ModelError
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 LONGEST_HEADER = 1 << 28  # bytes: a vocabulary of 256,000 words and its merges takes some 10 MB
+TURN_ENDS = {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>"}
 MOST_TENSORS, MOST_KEYS, LONGEST_CONTEXT = 1 << 17, 1 << 14, 1 << 27
 
 
@@ -28,6 +29,19 @@ def check_gguf(path: Path) -> None:
         raise ModelError(
             f"GGUF file {str(path)!r} would lose {lost} when converted: name the safetensors model instead"
         )
+
+
+def end_tokens(path: Path) -> list[int]:
+    """Tokens that end an answer, of a file that `check_gguf` lets pass: transformers reads but the first of them.
+
+    As llama.cpp finds them: those that keys name, and words that end a turn.
+    """
+    with path.open("rb") as stream:
+        values, _ = _Header(stream, path.stat().st_size).read()
+    words = values["tokenizer.ggml.tokens"]
+    named = [values.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")]
+    ends = [token for token in named if type(token) is int and token < len(words)]
+    return list(dict.fromkeys([*ends, *(token for token, word in enumerate(words) if word in TURN_ENDS)]))
 
 
 class _Header:
@@ -121,11 +135,13 @@ def _lost(values: dict[str, Any], tensors: dict[str, tuple[int, ...]]) -> str | 
     """What transformers reads from no GGUF file, if the model has it."""
     family = values["general.architecture"]
     factor = values.get(f"{family}.rope.scaling.factor", values.get(f"{family}.rope.scale_linear", 1))
-    scaling = values.get(f"{family}.rope.scaling.type", "none" if factor == 1 else "linear")  # as llama.cpp reads them
+    scaling = values.get(f"{family}.rope.scaling.type", "none" if factor in (0, 1) else "linear")  # as llama.cpp reads
     if scaling != "none" or "rope_freqs.weight" in tensors:  # of Llama 3.1 and later, the factors are a tensor
         return "its RoPE scaling"
     if values.get(f"{family}.block_count") == OF_ANOTHER_SCALE.get(family):
         return "its attention's scale"
+    if family == "llama" and any(name.startswith("blk.") and name.endswith(".bias") for name in tensors):
+        return "its biases"
     return None
 
 

@@ -51,6 +51,7 @@ def prepare_run(config: JobConfig, backend: Backend | None = None) -> Preparatio
     check_place(output, Kind.RUN, source)
     if source.is_local and not config.fresh:
         config = as_recorded(output, config)
+        source = config.input_storage()
     template = config.template()
     known: dict[str, KnownFile] | None = None
     if config.incremental:

@@ -40,6 +40,7 @@ class RowGenerator:
         # Halved for good when memory runs out: the size, or where that is "auto" the share that is taken of what fits.
         self.batch_size = MOST_ROWS if batch_size == "auto" else batch_size
         self._room = 1.0
+        self._joined = 0  # rows of the stream that calls share: what "fits" is then what it was opened with
 
     def generate(
         self,
@@ -56,11 +57,12 @@ class RowGenerator:
         """
         found: dict[int, Generation | str] = {}
         quarantined = 0
-        size = self.batch_size
+        size, room = self.batch_size, self._room
         if self._auto and prompts:
             longest = max(map(len, prompts))
-            fitting = self._engine.fitting_batch_size(longest, self._sampling, self._schedule)
-            size = max(1, int(min(size, fitting) * self._room))
+            size = min(size, self._engine.fitting_batch_size(longest, self._sampling, self._schedule))
+            if size != self._joined:
+                self._joined = size = max(1, int(size * room))
         spans = [list(range(len(prompts)))] if prompts else []  # of rows still to do, the next one last
         while spans:
             rows = spans.pop()
@@ -84,7 +86,8 @@ class RowGenerator:
             if is_out_of_memory(error) and min(size, len(left)) > 1:
                 size = min(size, len(left)) // 2
                 if self._auto:
-                    self._room /= 2
+                    room = self._room = min(self._room, room / 2)  # once, where calls run out together
+                    self._joined = 0
                 else:
                     self.batch_size = max(size, self.batch_size // 2)
                 then = f"{self._room:.0%} of what should fit" if self._auto else f"{self.batch_size} rows"

@@ -269,7 +269,7 @@ def test_help_shows_options_under_what_they_are_about(capsys: pytest.CaptureFixt
     assert "--s3-endpoint" in storage
 
 
-@pytest.mark.parametrize("error", [JobError, ModelError, ScheduleError])
+@pytest.mark.parametrize("error", [JobError, ModelError, ScheduleError, FloatingPointError])
 def test_what_a_user_has_to_change_is_one_line_and_exit_code_1(
     capsys: pytest.CaptureFixture[str], error: type[Exception]
 ) -> None:

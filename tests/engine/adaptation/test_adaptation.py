@@ -348,6 +348,14 @@ def test_a_training_that_diverges_ends_at_once_with_the_way_out(
         assert list(points) == []
     ((_, quality),) = trainer.best()
     assert quality.mean_kl == pytest.approx(better[1].kl, rel=1e-2)
+    trainer = Trainer(engine, [schedule], answers[6:24], answers[:6], recipe, quiet)
+    points = trainer.run(checkpoint)
+    with monkeypatch.context() as patch:  # gradients that are no numbers, of a loss that is one
+        kept = [next(points), next(points)]
+        patch.setattr(Trainer, "_loss", lambda _, full, ours, tokens: (ours - ours.detach()).abs().sqrt().sum())
+        assert list(points) == []
+    ((_, quality),) = trainer.best()
+    assert quality.mean_kl == pytest.approx(kept[1].kl, rel=1e-2)
     assert [
         point.step for point in Trainer(engine, [schedule], answers[6:24], answers[:6], recipe, quiet).run(checkpoint)
     ]

@@ -430,9 +430,54 @@ def test_code_beside_a_gguf_file_is_never_run_nor_asked_about(
     )
     said = {"tokenizer_class": "Custom", "auto_map": {"AutoTokenizer": [None, "custom.Custom"]}}
     (file.parent / "tokenizer_config.json").write_text(json.dumps(said))
-    with pytest.raises(ModelError, match=r"tiny\.gguf' cannot be converted"):
-        checkpoint.prepare(str(file))
+    checkpoint.prepare(str(file))
     assert not trace.exists()
+
+
+def test_a_tokenizer_beside_a_gguf_file_is_not_taken_for_its_own(
+    gguf_file: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    file, directory = gguf_file
+    shutil.copy(directory / "tokenizer.json", file.parent)
+    assert Tokenizer(directory).encode("ab") != Tokenizer.load(str(file)).encode("ab") == [257]
+
+
+def test_all_that_ends_an_answer_of_a_gguf_file_ends_it(
+    make_checkpoint: MakeCheckpoint,
+    byte_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(gguf_header, "TURN_ENDS", {"ab"})
+    directory = make_checkpoint(vocab_size=258, seed=9)
+    file = write_gguf(directory, byte_tokenizer, tmp_path / "chat.gguf", lambda writer: writer.add_eot_token_id(7))
+    assert Tokenizer.load(str(file)).eos_ids == (0, 7, 257)
+
+
+def test_a_gguf_file_whose_biases_would_be_lost_is_refused(
+    make_checkpoint: MakeCheckpoint, byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    def bias(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("blk.0.attn_q.bias", np.ones(32, np.float32))
+
+    file = write_gguf(make_checkpoint(vocab_size=258, seed=9), byte_tokenizer, tmp_path / "biased.gguf", bias)
+    with pytest.raises(ModelError, match=r"biased.gguf' would lose its biases .* name the safetensors model"):
+        describe(str(file))
+
+
+def test_a_rope_scaling_factor_of_nothing_is_none(
+    make_checkpoint: MakeCheckpoint, byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    directory = make_checkpoint(vocab_size=258, seed=9)
+    for factor in (0.0, 1.0):
+
+        def scaled(writer: gguf.GGUFWriter, factor: float = factor) -> None:
+            writer.add_rope_scaling_factor(factor)
+
+        file = write_gguf(directory, byte_tokenizer, tmp_path / f"{factor}.gguf", scaled)
+        assert describe(str(file)) == describe(str(directory))
 
 
 # --- the hub ---

@@ -111,6 +111,26 @@ def test_auto_takes_what_fits_the_longest_prompt_of_each_call_and_less_where_tha
     assert engine.batches == [100]
 
 
+@dataclass(frozen=True)
+class Joined(Moody):
+    """Says that what fits is the size of the stream that it has open."""
+
+    def fitting_batch_size(
+        self, prompt_tokens: int, sampling: Sampling | None = None, schedule: Schedule | None = None
+    ) -> int:
+        return self.batches[-1] if self.batches else super().fitting_batch_size(prompt_tokens)
+
+
+def test_rows_that_join_a_stream_do_so_at_its_size_after_memory_ran_out_too() -> None:
+    engine = Joined(room=100)
+    generator, _ = outcome(engine, [50] * 200, "auto")
+    assert engine.batches == [200, 100, 100]
+    engine.batches.clear()
+    for _ in range(3):
+        generator.generate([[65] * 50] * 200, [str(n) for n in range(200)])
+    assert engine.batches == [100] * 6
+
+
 def test_memory_that_does_not_do_for_one_row_makes_that_row_an_error() -> None:
     engine = Moody(raising={7: MemoryError("no memory")})
     _, rows = outcome(engine, [5, 6, 7, 8])
