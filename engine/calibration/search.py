@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf, isnan
 
 import torch
 
@@ -104,8 +103,7 @@ class Search:
         return self._seen[candidate]
 
     def _choose_kl(self, candidate: Candidate) -> float:
-        kl = self.chosen(candidate).mean_kl
-        return inf if isnan(kl) else kl  # which would be the least of all
+        return self.chosen(candidate).mean_kl
 
     def _on_choice(self, schedule: Schedule) -> Quality:
         with torch.inference_mode():

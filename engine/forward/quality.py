@@ -65,7 +65,8 @@ def divergences(full: Tensor, scheduled: Iterable[tuple[slice, Tensor]]) -> tupl
     for part, logits in scheduled:
         reference = full[part].float()
         found = (reference.exp() * (reference - logits.float().log_softmax(-1))).sum(-1)
-        kl.append(found.clamp_min(0))  # rounding can leave equal distributions just below 0
+        # Rounding can leave equal distributions just below 0; what is not a number would be the least of all.
+        kl.append(found.clamp_min(0).nan_to_num(torch.inf, torch.inf))
         agrees.append(reference.argmax(-1) == logits.argmax(-1))
     return torch.cat(kl), torch.cat(agrees)
 

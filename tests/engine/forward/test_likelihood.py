@@ -108,3 +108,12 @@ def test_few_answer_tokens_behind_long_prompts_do_not_all_run_at_once(
 def test_answers_without_a_decode_step_have_no_similarity(checkpoint: Path) -> None:
     with pytest.raises(ScheduleError, match="no answer has a decode step"):
         Engine.load(str(checkpoint), device="cpu").unit_similarity([[5], [6]], [[7], []])
+
+
+def test_a_distribution_that_is_not_numbers_is_infinitely_far_from_full_depth() -> None:
+    logits = torch.randn(3, 9, generator=torch.Generator().manual_seed(0))
+    ours = logits.clone()
+    ours[1, 4] = torch.nan
+    kl, _ = quality.divergences(logits.log_softmax(-1), [(slice(0, 3), ours)])
+    assert kl.isinf().tolist() == [False, True, False]
+    assert kl[[0, 2]].tolist() == pytest.approx([0, 0], abs=1e-6)
