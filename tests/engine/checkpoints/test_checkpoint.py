@@ -338,25 +338,27 @@ def test_a_gguf_file_generates_what_the_checkpoint_it_was_made_from_generates(
 
 
 @pytest.mark.parametrize(
-    "scaled",
+    ("more", "lost"),
     [
-        lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR),
-        lambda writer: writer.add_rope_scaling_factor(4.0),  # of no type: linear
-        lambda writer: writer.add_float32("llama.rope.scale_linear", 8.0),  # as in old files
-        lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(4, np.float32)),  # as of Llama 3.1
+        (lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR), "RoPE scaling"),
+        (lambda writer: writer.add_rope_scaling_factor(4.0), "RoPE scaling"),  # of no type: linear
+        (lambda writer: writer.add_float32("llama.rope.scale_linear", 8.0), "RoPE scaling"),  # as in old files
+        (lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(4, np.float32)), "RoPE scaling"),  # Llama 3.1's
+        (lambda writer: writer.add_tensor("blk.0.attn_q.bias", np.ones(32, np.float32)), "biases"),
     ],
 )
-def test_a_gguf_file_whose_rope_scaling_would_be_lost_is_refused(
+def test_a_gguf_file_that_conversion_would_take_something_from_is_refused(
     make_checkpoint: MakeCheckpoint,
     byte_tokenizer: PreTrainedTokenizerFast,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    scaled: Callable[[gguf.GGUFWriter], None],
+    more: Callable[[gguf.GGUFWriter], None],
+    lost: str,
 ) -> None:
     monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
-    file = write_gguf(make_checkpoint(vocab_size=258, seed=9), byte_tokenizer, tmp_path / "scaled.gguf", scaled)
+    file = write_gguf(make_checkpoint(vocab_size=258, seed=9), byte_tokenizer, tmp_path / "more.gguf", more)
     for asked in (describe, checkpoint.prepare):
-        with pytest.raises(ModelError, match=r"scaled.gguf' would lose its RoPE scaling .* name the safetensors model"):
+        with pytest.raises(ModelError, match=rf"more.gguf' would lose its {lost} .* name the safetensors model"):
             asked(str(file))
 
 
@@ -454,17 +456,6 @@ def test_all_that_ends_an_answer_of_a_gguf_file_ends_it(
     directory = make_checkpoint(vocab_size=258, seed=9)
     file = write_gguf(directory, byte_tokenizer, tmp_path / "chat.gguf", lambda writer: writer.add_eot_token_id(7))
     assert Tokenizer.load(str(file)).eos_ids == (0, 7, 257)
-
-
-def test_a_gguf_file_whose_biases_would_be_lost_is_refused(
-    make_checkpoint: MakeCheckpoint, byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    def bias(writer: gguf.GGUFWriter) -> None:
-        writer.add_tensor("blk.0.attn_q.bias", np.ones(32, np.float32))
-
-    file = write_gguf(make_checkpoint(vocab_size=258, seed=9), byte_tokenizer, tmp_path / "biased.gguf", bias)
-    with pytest.raises(ModelError, match=r"biased.gguf' would lose its biases .* name the safetensors model"):
-        describe(str(file))
 
 
 def test_a_rope_scaling_factor_of_nothing_is_none(
