@@ -229,11 +229,9 @@ def read_prompts(
     keep = list(dict.fromkeys(column for column in columns if column))
     drawn = sample_prompts(config, part, count, tokenizer, longest_prompt(config, shape), keep)
     sources = names(drawn[config.text_column])
-    ids = (
-        names(drawn[config.id_column])
-        if config.id_column
-        else [hashlib.sha256(text.encode()).hexdigest()[:12] for text in sources]
-    )
+    ids = [hashlib.sha256(text.encode()).hexdigest()[:12] for text in sources]
+    if config.id_column:
+        ids = names(drawn[config.id_column], ids)
     references = read_references(drawn[config.reference_column]) if config.reference_column else [""] * len(ids)
     prompts = [
         Prompt(name, source, reference, tuple(tokens), tokenizer.decode(tokens))

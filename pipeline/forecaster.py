@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from engine.forward.prompt_pass import shared_tokens
 from pipeline.commits.commit import Commit, open_rows, read_commits, total
 from pipeline.config import JobConfig
 from pipeline.errors import JobError, one_line
-from pipeline.inputs.sample_prompts import neighbours, prepared_rows
+from pipeline.inputs.sample_prompts import drawn_rows
 from pipeline.preparing.backend import Backend, as_it_runs
 from pipeline.preparing.incremental import only_new, work_name
 from pipeline.preparing.preparation import Preparation, prepare_run
@@ -24,10 +23,9 @@ from pipeline.preparing.run_record import claim_name, read_run
 from pipeline.reporting.forecast import Forecast
 from pipeline.rows.row_generator import RowGenerator, TooManyRowsFailed
 from pipeline.rows.rows import TOKENS
-from pipeline.storage.storage import Storage, StorageRefused
+from pipeline.storage.storage import Storage
 
 LENGTHS = 64  # output lengths that stand for all of an earlier run's
-MOST_REFUSED = 3  # times that rows of a file cannot be read before it is given up
 MOST_FILES = 20  # data files of an earlier run that are looked into
 SAME_ANSWERS = ("model", "sampling", "prompt")  # of two run records: where these agree, lengths do
 
@@ -68,7 +66,7 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
         raise JobError(f"no prompt can be made of any of {len(prompts)} sampled rows of {config.input!r}")
     outputs = _outputs(job, ledger, good, prefix)
 
-    scale = plan.rows / len(prompts)
+    scale, drawn_from = plan.rows / len(prompts), sum(unit.rows for unit in plan.first_samples)
     lengths = [len(tokens) for tokens in good]
     pairs = [(prompt, min(output, shape.context - prompt)) for prompt in lengths for output in outputs.lengths]
     per_output = scale / len(outputs.lengths)
@@ -92,7 +90,7 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
         sampled_rows=len(prompts),
         error_share=1 - len(good) / len(prompts),
         prompt_tokens=round(scale * sum(lengths)),
-        prompt_tokens_margin=_margin([[len(tokens or ()) for tokens in run] for run in runs], plan.rows),
+        prompt_tokens_margin=_margin([[len(tokens or ()) for tokens in run] for run in runs], drawn_from),
         output_tokens=round(per_output * sum(output for _, output in pairs)),
         output_source=outputs.source,
         flops_prompt=flops_prompt,
@@ -116,23 +114,17 @@ def _sample(job: Preparation, tokenizer: Tokenizer) -> list[list[list[int] | Non
     config, storage = job.config, job.config.input_storage()
     runs: list[list[list[int] | None]] = []
     left = config.plan_rows
-    refused: defaultdict[str, list[JobError]] = defaultdict(list)  # by file
-    for run in neighbours(job.plan, config.seed):
-        if len(refused[run.path]) == MOST_REFUSED:
-            continue
-        try:
-            prepared = prepared_rows(run, config, job.plan, storage, job.template, tokenizer, job.longest_prompt)
-        except StorageRefused:
-            raise
-        except JobError as error:
-            log.warning("left out rows of %s: %s", run.path, error)
-            refused[run.path].append(error)
+    why: str | None = None
+    drawn = drawn_rows(left, config, job.plan, storage, job.template, tokenizer, job.longest_prompt)
+    for run, prepared in drawn:
+        if isinstance(prepared, JobError):
+            log.warning("left out rows of %s: %s", run.path, prepared)
+            why = why or f"of {run.path!r}: {prepared}"
             continue
         runs.append(prepared[TOKENS].to_pylist()[:left])
         left -= len(runs[-1])
         if not left:
             break
-    why = next((f"of {path!r}: {errors[0]}" for path, errors in refused.items() if errors), None)
     if why is not None and not runs:
         raise JobError(f"no rows can be read; {why}")
     return runs

@@ -50,8 +50,7 @@ class GenerateText:
         self._template.check_columns(set(batch.column_names))
         output_schema(batch.schema)
         prepared = prepare(batch, batch.schema, config.text_column, self._template, self._tokenizer, self._longest)
+        ids = [hashlib.sha256(repr(tokens).encode()).hexdigest() for tokens in prepared[TOKENS].to_pylist()]
         if config.id_column is not None:
-            ids = names(prepared[config.id_column])
-        else:
-            ids = [hashlib.sha256(repr(tokens).encode()).hexdigest() for tokens in prepared[TOKENS].to_pylist()]
+            ids = names(prepared[config.id_column], ids)
         return generate(prepared, ids, self._generator)

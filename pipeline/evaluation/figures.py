@@ -1,5 +1,6 @@
 """Figures of a study: every contender's quality, lengths and cost, with 95 % bootstrap intervals over prompts."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,7 @@ from pipeline.evaluation.study import OUTPUTS, BatchTiming, Prompt, Study
 from pipeline.reporting.text_metrics import Overlap, overlap, repetition, unsupported
 
 METRICS = Overlap._fields
-NOTHING = Overlap(0.0, 0.0, 0.0, 0.0)
+UNKNOWN = Overlap(*[math.nan] * len(METRICS))
 EARLY = 0.5  # of full depth's length: an output that ends before this has stopped early
 WORST = 10
 
@@ -38,10 +39,10 @@ class Outputs:
         return self.full_depth or self
 
     @cached_property
-    def against_reference(self) -> list[Overlap]:
-        """Of rows without a reference: nothing, which an empty answer would else be like."""
+    def against_reference(self) -> list[Overlap | None]:
+        """None of rows without a reference, which an empty answer would else be like."""
         return [
-            overlap(row["generation"], p.reference) if p.reference.strip() else NOTHING
+            overlap(row["generation"], p.reference) if p.reference.strip() else None
             for row, p in zip(self.rows, self.prompts, strict=True)
         ]
 
@@ -86,7 +87,7 @@ class Figures:
     nll: Estimate | None  # of its answers under full depth, nats a token
     excess_nll: Estimate | None  # that, less the same of full depth's own answers
     agreement: Estimate | None  # share of decode tokens whose likeliest token is full depth's, teacher-forced
-    against_reference: dict[str, Estimate]
+    against_reference: dict[str, Estimate | None]  # over rows that have one
     share_of_full_depth: dict[str, Estimate | None]
     against_full_depth: dict[str, Estimate]
     exact_match: Estimate
@@ -111,6 +112,7 @@ def figures(outputs: Outputs, bootstrap: Bootstrap) -> Figures:
     rows, full = outputs.rows, outputs.full
     ours, theirs = _scores(outputs.against_reference), _scores(full.against_reference)
     same = _scores(outputs.against_full_depth)
+    referred = np.array([float(each is not None) for each in outputs.against_reference])
     steps = np.array([len(row["agrees"] or ()) for row in rows], dtype=np.float64)
     prompt, decode = outputs.column("flops_prompt"), outputs.column("flops_decode")
     whole, lengths = outputs.column("flops_full_depth"), outputs.column("generated_tokens")
@@ -133,8 +135,10 @@ def figures(outputs: Outputs, bootstrap: Bootstrap) -> Figures:
         nll=bootstrap.ratio(nll, lengths),
         excess_nll=bootstrap.difference((nll, lengths), (full.column("nll"), full_lengths)),
         agreement=bootstrap.ratio(np.array([float(sum(row["agrees"] or ())) for row in rows]), steps),
-        against_reference={name: bootstrap.mean(ours[name]) for name in METRICS},
-        share_of_full_depth={name: bootstrap.ratio(ours[name], theirs[name]) for name in METRICS},
+        against_reference={name: bootstrap.ratio(np.nan_to_num(ours[name]), referred) for name in METRICS},
+        share_of_full_depth={
+            name: bootstrap.ratio(np.nan_to_num(ours[name]), np.nan_to_num(theirs[name])) for name in METRICS
+        },
         against_full_depth={name: bootstrap.mean(same[name]) for name in METRICS},
         exact_match=bootstrap.mean(np.array(exact, dtype=np.float64)),
         length_ratio=bootstrap.ratio(lengths, full_lengths),
@@ -162,10 +166,11 @@ def worst(outputs: Outputs, count: int = WORST) -> list[dict[str, Any]]:
 
 def _shown(outputs: Outputs, row: int) -> dict[str, Any]:
     """An answer and what is measured of it."""
+    against = outputs.against_reference[row]
     return {
         "generation": outputs.rows[row]["generation"],
         "nll": float(outputs.nll[row]),
-        "rouge_l": outputs.against_reference[row].rouge_l,
+        "rouge_l": None if against is None else against.rouge_l,
         "repetition": outputs.repetition[row],
         "unsupported": outputs.unsupported[row],
     }
@@ -178,7 +183,15 @@ def combined(all_outputs: Sequence[Outputs]) -> pa.Table:
 
 def _table(outputs: Outputs) -> pa.Table:
     rows, contender = outputs.rows, outputs.contender
-    overlaps = {"reference": outputs.against_reference, "full_depth": outputs.against_full_depth}
+    overlaps: dict[str, Sequence[Overlap | None]] = {
+        "reference": outputs.against_reference,
+        "full_depth": outputs.against_full_depth,
+    }
+    scores = {
+        f"{name}_to_{what}": pa.array(values, from_pandas=True)  # null for NaN
+        for what, found in overlaps.items()
+        for name, values in _scores(found).items()
+    }
     columns = {
         "contender": [contender.label] * len(rows),
         "target": pa.array([contender.target] * len(rows), pa.float64()),
@@ -187,13 +200,14 @@ def _table(outputs: Outputs) -> pa.Table:
         **{field.name: pa.array([row[field.name] for row in rows], field.type) for field in OUTPUTS},
         "repetition": outputs.repetition,
         "unsupported": pa.array(outputs.unsupported, pa.list_(pa.string())),
-        **{f"{name}_to_{what}": values for what, found in overlaps.items() for name, values in _scores(found).items()},
+        **scores,
     }
     return pa.table(columns)
 
 
-def _scores(found: Sequence[Overlap]) -> dict[str, Values]:
-    columns = np.array(found, dtype=np.float64).reshape(-1, len(METRICS))
+def _scores(found: Sequence[Overlap | None]) -> dict[str, Values]:
+    """Of each row; NaN where it has none."""
+    columns = np.array([each or UNKNOWN for each in found], dtype=np.float64).reshape(-1, len(METRICS))
     return {name: columns[:, index] for index, name in enumerate(METRICS)}
 
 

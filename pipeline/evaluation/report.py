@@ -96,7 +96,7 @@ def _percent(value: Estimate) -> str:
 def _measured(answer: Mapping[str, Any], has_references: bool) -> str:
     """What is said under an answer."""
     facts = [f"NLL {answer['nll']:.2f}"]
-    if has_references:
+    if has_references and answer["rouge_l"] is not None:
         facts.append(f"ROUGE-L {answer['rouge_l']:.2f}")
     if answer["repetition"]:
         facts.append(f"repetition {answer['repetition']:.0%}")

@@ -6,8 +6,10 @@ A corpus has three parts: schedules are fitted on one, trained on another, judge
 import hashlib
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby, islice
 from typing import Literal, TypeVar
 
 import pyarrow as pa
@@ -22,11 +24,13 @@ from pipeline.rows.rows import ERROR, chosen, prepare
 from pipeline.rows.template import PromptTemplate
 from pipeline.rows.unit import WorkUnit
 from pipeline.storage.settings import Place, StorageConfig
-from pipeline.storage.storage import Storage
+from pipeline.storage.storage import Storage, StorageRefused
 from pipeline.values.show import names
 
 RUN_OF_ROWS = 16  # neighbouring rows drawn together: few, as neighbours are often alike, yet one read for all of them
 UNITS = 1000  # whose runs are shuffled together
+ROWS_TOGETHER = 1024  # read at once, at most
+MOST_REFUSALS = 3  # of runs of a file, before it is given up
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +64,7 @@ class CorpusConfig(AnswerConfig, StorageConfig):
 
 def neighbours(plan: Plan, seed: int) -> Iterator[WorkUnit]:
     """A few neighbouring rows at a time, in a random order that the seed decides."""
-    order = _shuffled(plan.units, seed)
+    order = _shuffled(plan.first_samples, seed)
     for first in range(0, len(order), UNITS):
         runs = [
             replace(unit, start=start, rows=min(RUN_OF_ROWS, unit.start + unit.rows - start))
@@ -70,8 +74,8 @@ def neighbours(plan: Plan, seed: int) -> Iterator[WorkUnit]:
         yield from _shuffled(runs, seed)
 
 
-def prepared_rows(
-    run: WorkUnit,
+def drawn_rows(
+    count: int,
     config: AnswerConfig,
     plan: Plan,
     storage: Storage,
@@ -79,16 +83,48 @@ def prepared_rows(
     tokenizer: Tokenizer,
     longest: int,
     among: Callable[[pa.Table], pa.Table] = lambda table: table,
-) -> pa.Table:
-    """Rows of a run of neighbours, prepared (see pipeline.rows.prepare): those of it that `among` gives.
+) -> Iterator[tuple[WorkUnit, pa.Table | JobError]]:
+    """Neighbours in a random order, by the configuration's seed, prepared (see `pipeline.rows.rows.prepare`).
 
-    Raises as `read_units`; JobError too for a column that its common type cannot hold.
+    Those of each run that `among` gives, or why it cannot be read. As many rows as `count` says are read together, so
+    that what lies in one row group is read once. A file that refuses several is given up.
+
+    Raises StorageRefused, JobStopped as reading does.
     """
-    [(_, table)] = read_units(storage, [run], plan.read_columns)
-    try:
-        return prepare(among(table), plan.kept, config.text_column, template, tokenizer, longest)
-    except pa.ArrowException as error:
-        raise JobError(f"rows of {run.path!r} cannot be read ({one_line(error)}): take them out") from error
+    together = max(1, min(count, ROWS_TOGETHER) // RUN_OF_ROWS)
+    refusals: Counter[str] = Counter()  # by file
+    left = neighbours(plan, config.seed)
+    while runs := list(islice(left, together)):
+        runs = [run for run in runs if refusals[run.path] < MOST_REFUSALS]
+        in_order = sorted(runs, key=lambda run: (run.path, run.start))
+        read: dict[WorkUnit, pa.Table | JobError] = {}
+        for _, of_file in groupby(in_order, key=lambda run: run.path):
+            read |= _read(storage, list(of_file), plan.read_columns)
+        for run in runs:
+            if refusals[run.path] == MOST_REFUSALS:
+                continue
+            table = read.pop(run)
+            if isinstance(table, pa.Table):
+                try:
+                    table = prepare(among(table), plan.kept, config.text_column, template, tokenizer, longest)
+                except pa.ArrowException as error:
+                    table = JobError(f"rows of {run.path!r} cannot be read ({one_line(error)}): take them out")
+            refusals[run.path] += isinstance(table, JobError)
+            yield run, table
+
+
+def _read(storage: Storage, runs: Sequence[WorkUnit], columns: Sequence[str]) -> dict[WorkUnit, pa.Table | JobError]:
+    """Runs of rows of one file, by increasing start; what keeps one of them from being read leaves the others."""
+    found: dict[WorkUnit, pa.Table | JobError] = {}
+    while left := runs[len(found) :]:
+        try:
+            for run, table in read_units(storage, left, columns):
+                found[run] = table
+        except StorageRefused:
+            raise
+        except JobError as error:
+            found[runs[len(found)]] = error
+    return found
 
 
 def sample_prompts(
@@ -101,8 +137,8 @@ def sample_prompts(
 ) -> pa.Table:
     """Prepared rows of a part, drawn at random by the configuration's seed, none with an error.
 
-    The part goes by rows' ids, or where no id column is named, or a file lacks it, by their texts. Fewer than `count`
-    are returned where it has no more; a larger count only adds to them. `longest` is in tokens.
+    The part goes by rows' ids, or where no id column is named, or a file or row lacks it, by their texts. Fewer than
+    `count` are returned where it has no more; a larger count only adds to them. `longest` is in tokens.
 
     Raises JobError if the input does not fit the configuration, or no row of the part makes a prompt; ModelError for a
     model that no prompt of the configuration can be rendered for.
@@ -111,21 +147,23 @@ def sample_prompts(
     template.shared_prefix(tokenizer)  # which raises that before all rows are read for nothing
     shared = set(JobConfig.model_fields) & set(CorpusConfig.model_fields) - {"device"}  # a plan needs none
     planned = JobConfig(**config.model_dump(include=shared), output="", keep_columns=list(keep_columns))
-    plan = make_plan(planned, template)
+    plan = make_plan(planned, template, for_draws=True)
 
     def of_part(table: pa.Table) -> pa.Table:
         if part == "all":
             return table
-        has_id = config.id_column in table.column_names  # some files of a corpus may lack it
-        keys = names(table[config.id_column if has_id else config.text_column])
+        keys = names(table[config.text_column])
+        if config.id_column in table.column_names:  # some files of a corpus may lack it, some rows have none
+            keys = names(table[config.id_column], keys)
         return chosen(table, [part_of(key) == part for key in keys])
 
     tables: list[pa.Table] = []
     rows = bad = 0
     why: str | None = None  # the first of them
     source = planned.input_storage()
-    for run in neighbours(plan, config.seed):
-        prepared = prepared_rows(run, config, plan, source, template, tokenizer, longest, of_part)
+    for _, prepared in drawn_rows(count, config, plan, source, template, tokenizer, longest, of_part):
+        if isinstance(prepared, JobError):
+            raise prepared
         good = chosen(prepared, prepared[ERROR].is_null().to_pylist())
         tables.append(good)
         rows += good.num_rows

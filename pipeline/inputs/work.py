@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import math
 import stat
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -76,6 +77,14 @@ class Plan:
     def rows(self) -> int:
         return sum(unit.rows for unit in self.units)
 
+    @property
+    def first_samples(self) -> tuple[WorkUnit, ...]:
+        """The units without those that are further samples of the same rows."""
+        by_range: dict[tuple[str, int], WorkUnit] = {}
+        for unit in self.units:
+            by_range.setdefault((unit.path, unit.start), unit)
+        return tuple(by_range.values())
+
     def without(self, done: Container[str]) -> Self:
         """The same plan, less the units of these ids."""
         return replace(self, units=tuple(unit for unit in self.units if unit.id not in done))
@@ -107,14 +116,17 @@ def make_plan(
     template: PromptTemplate,
     known: Mapping[str, KnownFile] | None = None,
     begun: pa.Schema | None = None,
+    for_draws: bool = False,
 ) -> Plan:
     """Read the footers and check them against the configuration.
 
     A file that cannot be read, or whose columns do not fit, is part of the plan with its problem and without rows; the
     log says so. `known` are the files that an incremental run has met before, None for any other run; `begun` are the
-    columns that the run has kept so far: it has them whatever files are there.
+    columns that the run has kept so far: it has them whatever files are there. A plan for draws alone has larger units
+    where there would be too many.
 
-    Raises JobError: no input, none that can be read, columns that no file has, whose types differ; StorageGone.
+    Raises JobError: no input, none that can be read, columns that no file has, whose types differ, more units than a
+    manifest lists; StorageGone.
     """
     files = _read_footers(config.input_storage().at_first(), known)
     if config.text_column not in _columns(files):
@@ -143,12 +155,15 @@ def make_plan(
     for file in files:
         if file.problem:
             log.warning("%s; all other files are processed", file.problem)
-    made = _units(files, config.rows_per_unit, config.limit, config.samples_per_row)
-    units = tuple(islice(made, MOST_UNITS + 1))
+    rows_per_unit = config.rows_per_unit
+    if for_draws:  # each file's last unit may be a small one
+        most = max(1, MOST_UNITS - len(files))
+        rows_per_unit = max(rows_per_unit, math.ceil(sum(file.rows for file in files) / most))
+    units = tuple(islice(_units(files, rows_per_unit, config.limit, config.samples_per_row), MOST_UNITS + 1))
     if len(units) > MOST_UNITS:
         raise JobError(
-            f"the input makes more than {MOST_UNITS:,} work units of {config.rows_per_unit} rows, the most that a "
-            "manifest lists: raise rows_per_unit"
+            f"the input makes more than {MOST_UNITS:,} work units of {rows_per_unit} rows, the most that a manifest "
+            f"lists: raise rows_per_unit{', with an output of its own' if config.incremental else ''}"
         )
     return Plan(files, tuple(read), kept, units)
 

@@ -67,8 +67,8 @@ def _decoded(type_: pa.DataType) -> pa.DataType:
 
 
 def _list(one: pa.DataType, other: pa.DataType, item: pa.DataType) -> pa.DataType | None:
-    if is_.is_large_list_view(one) or is_.is_large_list_view(other):
-        return None  # Arrow casts it to no list that is valid
+    if any(test(type_) for test in (is_.is_list_view, is_.is_large_list_view) for type_ in (one, other)):
+        return None  # Arrow casts none to a list that is whole and valid
     if is_.is_list(one) and is_.is_list(other):
         return pa.list_(item)
     if is_.is_fixed_size_list(one) and is_.is_fixed_size_list(other) and one.list_size == other.list_size:

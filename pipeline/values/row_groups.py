@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 GROUP_ROWS = 1 << 20
 GROUP_BYTES = 1 << 28  # Arrow reads no list of strings back where a row group has 2 GiB of them
 BATCH_ROWS = 1024
+PIECE_BYTES = 1 << 23  # read at once of a column, by a reader in pieces
 
 
 def to_parquet(table: pa.Table) -> bytes:
@@ -20,11 +21,21 @@ def to_parquet(table: pa.Table) -> bytes:
     return sink.getvalue()
 
 
-def open_parquet(stream: Any) -> pq.ParquetFile:
-    """Raises OSError, pa.ArrowException."""
-    # One request for columns that lie side by side. Of INT96 timestamps microseconds: nanoseconds end in the year 2262,
-    # and what lies beyond would become another date without a word.
-    return pq.ParquetFile(stream, pre_buffer=True, page_checksum_verification=True, coerce_int96_timestamp_unit="us")
+def open_parquet(stream: Any, in_pieces_by: pq.FileMetaData | None = None) -> pq.ParquetFile:
+    """A reader that fetches a row group's columns whole, or, given the file's footer, in pieces as far as it is read.
+
+    Raises OSError, pa.ArrowException.
+    """
+    whole = in_pieces_by is None
+    return pq.ParquetFile(
+        stream,
+        metadata=in_pieces_by,
+        pre_buffer=whole,  # one request for columns that lie side by side
+        buffer_size=0 if whole else PIECE_BYTES,
+        page_checksum_verification=True,
+        # Nanoseconds end in the year 2262, and what lies beyond would become another date without a word.
+        coerce_int96_timestamp_unit="us",
+    )
 
 
 def read_batches(file: pq.ParquetFile, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:

@@ -8,7 +8,8 @@ digits; lists, structs and maps as JSON has them, with dates and bytes as string
 import codecs
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any
 from uuid import UUID
 
@@ -55,9 +56,12 @@ def texts(column: pa.ChunkedArray | pa.Array) -> list[str | Exception | None]:
     return [_text_or_error(value) for value in column]
 
 
-def names(column: pa.ChunkedArray | pa.Array) -> list[str]:
-    """Every value in full, as an id: different values of a column have different names. Null is None."""
-    return ["".join(_pieces(value, "backslashreplace", None)) if value.is_valid else "None" for value in column]
+def names(column: pa.ChunkedArray | pa.Array, of_nulls: Sequence[str] | None = None) -> list[str]:
+    """Every value in full, as an id: different values of a column have different names. Null is None, or as given."""
+    return [
+        "".join(_pieces(value, "backslashreplace", None)) if value.is_valid else null
+        for value, null in zip(column, of_nulls or repeat("None"), strict=False)
+    ]
 
 
 def is_text(type_: pa.DataType) -> bool:

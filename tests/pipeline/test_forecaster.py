@@ -13,6 +13,7 @@ from engine_double import Echo, EchoBackend, NoEngineBackend
 from engine import Ledger, Schedule
 from pipeline.commits.commit import Totals, commit_unit
 from pipeline.config import JobConfig
+from pipeline.dataset.config import DatasetConfig
 from pipeline.errors import JobError
 from pipeline.execution.stages import Task
 from pipeline.forecaster import _margin, forecast_run
@@ -20,7 +21,7 @@ from pipeline.inputs.work import make_plan
 from pipeline.preparing.preparation import absolute_paths
 from pipeline.preparing.run_record import claim_output, describe_run
 from pipeline.reporting.bill import bill
-from pipeline.reporting.forecast import against_actual, read_forecast, write_forecast
+from pipeline.reporting.forecast import Forecast, against_actual, read_forecast, write_forecast
 from pipeline.rows.row_generator import RowGenerator
 from pipeline.rows.rows import generate
 from pipeline.rows.template import PromptTemplate
@@ -86,6 +87,18 @@ def test_a_sample_stands_for_all_rows_within_its_stated_margin(planned: Job) -> 
     assert forecast.sampled_rows == 32
     assert 0 < forecast.prompt_tokens_margin < 0.5
     assert abs(forecast.prompt_tokens - actual) < 2 * forecast.prompt_tokens_margin * actual
+
+
+def test_samples_of_a_row_tell_no_more_of_the_others(planned: Job) -> None:
+    def forecast(samples: int, **options: object) -> Forecast:
+        of_samples = planned(**options).model_dump() | {"temperature": 1.0, "samples_per_prompt": samples}
+        return forecast_run(DatasetConfig(**of_samples), NoEngineBackend())
+
+    once, thrice = (forecast(samples, plan_rows=32) for samples in (1, 3))
+    assert thrice.prompt_tokens == pytest.approx(3 * once.prompt_tokens, abs=3)
+    assert thrice.prompt_tokens_margin == once.prompt_tokens_margin
+    whole = forecast(3)
+    assert (whole.sampled_rows, whole.rows, whole.prompt_tokens_margin) == (ROWS, 3 * ROWS, 0)
 
 
 def test_the_margin_covers_the_mean_of_rows_whose_neighbours_are_alike() -> None:

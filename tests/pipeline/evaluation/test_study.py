@@ -185,4 +185,17 @@ def test_a_row_without_a_reference_gives_no_figure_to_compare_with() -> None:
     prompts = [Prompt(str(row), "A text.", reference, (1,), "A text.") for row, reference in enumerate(("", "A text."))]
     silent = [{"generation": ""}, {"generation": "A text."}]
     found = Outputs(contenders()[0], prompts, silent, [])
-    assert [each.rouge_l for each in found.against_reference] == [0, 1]
+    assert [each and each.rouge_l for each in found.against_reference] == [None, 1]
+
+
+def test_figures_against_references_are_of_the_rows_that_have_one(study: Study) -> None:
+    first, *others = study.prompts
+    [outputs] = read_outputs(study, contenders()[:1])
+    some = replace(outputs, prompts=[replace(first, reference=" "), *others])
+    mean = figures(some, Bootstrap(len(study.prompts))).against_reference["chrf"]
+    assert mean is not None
+    assert mean.value == pytest.approx(sum(each.chrf for each in outputs.against_reference[1:] if each) / len(others))
+    assert combined([some])["chrf_to_reference"].null_count == 1
+    assert worst(some, count=1)[0]["contender"]["rouge_l"] is None
+    none = replace(outputs, prompts=[replace(prompt, reference="") for prompt in study.prompts])
+    assert figures(none, Bootstrap(len(study.prompts))).against_reference["chrf"] is None

@@ -279,7 +279,7 @@ def test_a_directory_that_does_not_exist_is_named(tmp_path: Path, job: Job) -> N
         (pa.decimal128(5, 2), pa.decimal128(9, 4), pa.decimal128(9, 4)),
         (pa.list_(pa.int32()), pa.list_(pa.field("element", pa.int64())), pa.list_(pa.int64())),
         (pa.struct([("a", pa.int8())]), pa.struct([("a", pa.int16())]), pa.struct([("a", pa.int16())])),
-        (pa.list_view(pa.int64()), pa.list_(pa.int64()), pa.large_list(pa.int64())),
+        (pa.list_view(pa.int64()), pa.list_(pa.int64()), None),
         (pa.large_list_view(pa.int64()), pa.list_(pa.int64()), None),
         (pa.large_list_view(pa.int64()), pa.large_list_view(pa.int32()), None),
         (pa.int64(), pa.float64(), None),

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -11,7 +12,9 @@ from engine_double import ByteTokenizer
 
 from engine import ModelError, Tokenizer
 from pipeline.errors import JobError
+from pipeline.inputs import work
 from pipeline.inputs.sample_prompts import CorpusConfig, Part, part_of, sample_prompts
+from pipeline.storage.storage import Storage
 
 ROWS = 4000
 IDS = [f"package-{number}" for number in range(ROWS)]
@@ -134,3 +137,33 @@ def test_rows_of_a_file_without_the_id_column_are_parted_by_their_texts(
     assert sorted(texts) == sorted(
         text for key, text in zip(keys, TABLE["text"].to_pylist(), strict=True) if part_of(key) == "test"
     )
+
+
+def test_rows_whose_id_is_null_are_parted_by_their_texts(drawn: Drawn) -> None:
+    """Else all of them would be in one part."""
+    ids = pa.array([None if row % 2 else IDS[row] for row in range(ROWS)], pa.string())
+    parts: list[Part] = ["calibrate", "train", "test"]
+    texts = TABLE["text"].to_pylist()
+    for part in parts:
+        of_it = [t for t, key in zip(texts, ids.to_pylist(), strict=True) if part_of(t if key is None else key) == part]
+        assert sorted(drawn(part, table=TABLE.set_column(0, "id", ids))) == sorted(of_it)
+
+
+def test_what_lies_close_by_is_read_once(drawn: Drawn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each draw opens a file and reads it up to the row group that it is in."""
+    opened, open_path = [], Storage.open_path
+
+    def counted(storage: Storage, path: str, stamp: str | None = None) -> Any:
+        opened.append(path)
+        return open_path(storage, path, stamp)
+
+    monkeypatch.setattr(Storage, "open_path", counted)
+    assert len(drawn("all", 640)) == 640
+    assert len(opened) == 2 + 2  # each of two files for its footer, and for 20 draws
+
+
+def test_a_corpus_of_more_rows_than_a_manifest_lists_units_of_is_drawn_from(
+    drawn: Drawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "MOST_UNITS", 10)
+    assert sorted(drawn("all")) == sorted(TABLE["text"].to_pylist())

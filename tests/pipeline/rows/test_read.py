@@ -1,8 +1,11 @@
 """Reading work units: each gets exactly its rows, wherever row groups and decode batches end."""
 
+import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +15,7 @@ from pipeline.rows import read
 from pipeline.rows.read import read_units
 from pipeline.rows.unit import WorkUnit
 from pipeline.storage.storage import Storage
+from pipeline.values import row_groups
 
 WriteParquet = Callable[..., Path]
 LOCAL = Storage("/")
@@ -68,3 +72,47 @@ def test_a_file_that_became_unreadable_ends_the_job_by_name(
         path.write_bytes(path.read_bytes()[:50])
     with pytest.raises(JobError, match=r"a\.parquet' cannot be read"):
         list(read_units(LOCAL, [WorkUnit("0", str(path), 0, 5)], ["text"]))
+
+
+@pytest.fixture
+def large(tmp_path: Path, write_parquet: WriteParquet) -> Path:
+    """A row group of 4,000 rows in pages, which do not compress, and are far more than a piece."""
+    draw = random.Random(0)
+    texts = [draw.randbytes(1500).hex() for _ in range(4000)]
+    return write_parquet(tmp_path / "large.parquet", {"text": texts}, [4000])
+
+
+def test_of_a_large_row_group_no_more_is_fetched_than_its_units_need(
+    large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(row_groups, "PIECE_BYTES", 1 << 20)
+    fetched, open_path = [], Storage.open_path
+
+    def watched(storage: Storage, path: str, stamp: str | None = None) -> Any:
+        stream = open_path(storage, path, stamp)
+        monkeypatch.setattr(
+            stream, "read", lambda length=-1, _read=stream.read: fetched.append(length) or _read(length)
+        )
+        return stream
+
+    monkeypatch.setattr(Storage, "open_path", watched)
+    texts = pq.read_table(large)["text"].to_pylist()
+    for start, most in ((0, 0.5), (1000, 0.8), (3900, 1.1)):
+        fetched.clear()
+        [(_, table)] = read_units(LOCAL, [WorkUnit("0", str(large), start, 100)], ["text"])
+        assert table["text"].to_pylist() == texts[start : start + 100]
+        assert sum(fetched) < most * large.stat().st_size
+
+
+def test_damage_behind_a_units_rows_is_not_its_own(large: Path) -> None:
+    content = bytearray(large.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + (1 << 21)] = bytes(1 << 21)
+    large.write_bytes(content)
+    before, behind = WorkUnit("0", str(large), 0, 16), WorkUnit("1", str(large), 3900, 16)
+    units = read_units(LOCAL, [before, behind], ["text"])
+    assert next(units)[0] == before
+    with pytest.raises(JobError, match=r"large\.parquet' cannot be read"):
+        next(units)
+    assert [unit for unit, _ in read_units(LOCAL, [before], ["text"])] == [before]
