@@ -73,7 +73,7 @@ class Lanes:
     def _begin(self) -> None:
         """The next pass of every lane that is in none and has rows, or finds some."""
         busy = list(self._passes.values())
-        active = [stream for stream in self._streams if stream in busy or stream.rows or self.queued]
+        active = [stream for stream in self._streams if stream in busy or stream.has_work]
         for index, stream in enumerate(active):  # when few are left, they have the cores of the others
             if stream not in busy:
                 threads = self._threads // len(active) + (index < self._threads % len(active))

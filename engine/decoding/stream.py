@@ -55,6 +55,7 @@ class Queue:
     falling: bool = True
     samples: int = 0  # of the prompts that wait
     unfinished: int = 0  # and those that run, in all streams
+    held: dict[int, int] = field(default_factory=dict)  # bytes of the cache that rows take, by stream
     lock: Lock = field(default_factory=Lock)
 
     def __len__(self) -> int:
@@ -89,10 +90,11 @@ class Queue:
         self.samples -= len(taken)
         return taken
 
-    def ended(self, rows: int) -> None:
-        """So many have."""
+    def after_pass(self, stream: int, held: int, ended: int) -> None:
+        """What its rows take now, and how many have ended."""
         with self.lock:
-            self.unfinished -= rows
+            self.held[stream] = held
+            self.unfinished -= ended
 
 
 class Stream:
@@ -114,8 +116,8 @@ class Stream:
             context, ledger: the model, the sampling, the schedule.
             batch_size: most rows at a time.
             cache_bytes: most memory that rows may take in the cache when they are as long as they can get; a row
-                that does not fit runs alone.
-            queue: that other streams take from too, in threads of their own; default one of its own.
+                that does not fit runs alone, where other streams leave it what is theirs.
+            queue: that other streams of as much memory take from too, in threads of their own; default one of its own.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size must be >= 1, got {batch_size}")
@@ -222,27 +224,42 @@ class Stream:
             return []
         share = max(self._queue.share, 0 if self.rows else len(self._queue.first))
         free = min(free, share - len(self.rows))
-        held = self._cache.used_bytes
         while self._queue and len(copies := self._queue.first) <= free:
             first = copies[0]
             shared = self._prefix.shared(first.prompt) if self._prefix else 0
-            needed = len(copies) * self._bytes(first)
             tokens += len(first.prompt) - shared
-            occupied = self.rows or entering
-            if entering and tokens > PROMPT_TOKENS // self._queue.lanes:
-                break
-            if occupied and self._cache_bytes is not None and held + needed > self._cache_bytes:
+            if (entering and tokens > PROMPT_TOKENS // self._queue.lanes) or not self._fits(copies):
                 break
             for sample in copies:
                 sample.shared_prefix, sample.shares_prompt = shared, sample is not first
-            held, free = held + needed, free - len(copies)
+            self._queue.held[id(self)] = self._held + self._bytes(copies)
+            free -= len(copies)
             entering.append(self._queue.take())
         return entering
 
-    def _bytes(self, sample: Sample) -> int:
-        """Of the cache, for a row that gets as long as it can."""
-        shape = self._decoder.shape
-        return shape.layers * shape.cache_elements(slots_for(sample.longest)) * self._context.dtype.itemsize
+    @property
+    def has_work(self) -> bool:
+        """Rows, or room for one that waits."""
+        with self._queue.lock:
+            return bool(self.rows) or (len(self._queue) > 0 and self._fits(self._queue.first))
+
+    @property
+    def _held(self) -> int:
+        """Of the cache, by the rows that run here or enter."""
+        return self._queue.held.get(id(self), 0)
+
+    def _fits(self, copies: Copies) -> bool:
+        """Whether the cache has room for them: here, and beside what other streams hold."""
+        if self._cache_bytes is None:
+            return True
+        needed, everywhere = self._bytes(copies), sum(self._queue.held.values())
+        here = not self._held or self._held + needed <= self._cache_bytes
+        return here and (not everywhere or everywhere + needed <= self._cache_bytes * self._queue.lanes)
+
+    def _bytes(self, copies: Copies) -> int:
+        """Of the cache, for rows that get as long as they can."""
+        shape, slots = self._decoder.shape, slots_for(copies[0].longest)
+        return len(copies) * shape.layers * shape.cache_elements(slots) * self._context.dtype.itemsize
 
     def _pass(self, entering: Sequence[Copies], running: Sequence[Sample]) -> tuple[Tensor, int, int]:
         """Logits [prompts + running, vocab] of a pass, FLOPs of its decode tokens, and those computed for nobody."""
@@ -313,7 +330,7 @@ class Stream:
                 done.append(self._generation(sample))
             else:
                 self.rows.append(sample)
-        self._queue.ended(len(done))
+        self._queue.after_pass(id(self), self._cache.used_bytes, len(done))
         self.rows.sort(key=lambda sample: self._ledger.schedule.plateau_at(sample.step))
         return done
 

@@ -98,6 +98,28 @@ def test_few_rows_are_shared_evenly(tiny: Engine) -> None:
     assert stats.live_rows == 18 * 40
 
 
+@pytest.mark.parametrize("share", [0.5, 1.5, 2.5])
+def test_lanes_together_hold_no_more_than_there_is_memory_for(tiny: Engine, share: float) -> None:
+    """A row that takes more than a lane's share enters where others leave it room, or alone."""
+    prompts = random_prompts([9, 60] * 12)
+    wanted = {g.index: g.tokens for g in tiny.generate(prompts, Sampling(10), None, 1)}
+    lanes = tiny.decoding(Sampling(10), None, 48)
+    assert isinstance(lanes, Lanes)
+    for index, prompt in enumerate(prompts):
+        lanes.add(prompt, str(index), index)
+    largest = max(stream._bytes(copies) for stream in lanes._streams[:1] for copies in stream._queue.waiting)
+    for stream in lanes._streams:
+        stream._cache_bytes = int(share * largest)
+    found = {}
+    while lanes.unfinished:
+        found |= {g.index: g.tokens for g in lanes.step()}
+        held = lanes._streams[0]._queue.held
+        assert sum(held.values()) <= max(largest, 3 * int(share * largest))
+        assert max(held.values()) <= max(largest, share * largest)
+    lanes.close()
+    assert found == wanted
+
+
 def test_a_stream_without_end_stops_when_nobody_listens(tiny: Engine) -> None:
     stats: list[BatchStats] = []
     call = tiny.generate(endless(LENGTHS), Sampling(12), None, 48, on_batch=stats.append)

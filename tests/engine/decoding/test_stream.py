@@ -149,7 +149,7 @@ def test_rows_that_do_not_fit_the_memory_wait_for_those_that_run(tiny: Engine) -
     prompts = random_prompts([9] * 12)
     wanted = {g.index: g.tokens for g in tiny.generate(prompts, Sampling(10))}
     stream = tiny.decoding(Sampling(10), batch_size=12)
-    stream._cache_bytes = 3 * stream._bytes(stream_sample(stream, prompts[0]))
+    stream._cache_bytes = 3 * stream._bytes([stream_sample(stream, prompts[0])])
     for index, prompt in enumerate(prompts[1:], 1):
         stream.add(prompt, str(index), index)
     found = {}
