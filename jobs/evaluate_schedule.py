@@ -80,7 +80,9 @@ class EvaluateSchedule(CorpusConfig):
     batch_size: int = Field(32, ge=1, description="prompts that decode together, and are saved together")
 
     part: Part = Field("test", description=PART)
-    rows: int = Field(500, ge=2, description="prompts to judge on; raising it later adds to those there")
+    rows: int = Field(
+        500, ge=2, description="prompts to judge on; raising it later adds to those there, whose full batches are kept"
+    )
     calibration_rows: int = Field(32, ge=2, description="prompts of the calibrate part that rivals are solved on")
     bridged_rivals: bool = Field(False, description="also judge rivals whose skipped blocks are given bridges")
     target_sample_speedup: TargetSpeedup | None = Field(

@@ -66,7 +66,7 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
         raise JobError(f"no prompt can be made of any of {len(prompts)} sampled rows of {config.input!r}")
     outputs = _outputs(job, ledger, good, prefix)
 
-    scale, drawn_from = plan.rows / len(prompts), sum(unit.rows for unit in plan.first_samples)
+    scale, drawn_from = plan.rows / len(prompts), plan.input_rows
     lengths = [len(tokens) for tokens in good]
     pairs = [(prompt, min(output, shape.context - prompt)) for prompt in lengths for output in outputs.lengths]
     per_output = scale / len(outputs.lengths)

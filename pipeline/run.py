@@ -118,14 +118,14 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
     if swept:
         log.info("removed %d data files that no commit names", swept)
     if begun.new.units or not is_manifest_of(storage, job.fingerprint, commits):
-        held = {"files": len(job.plan.files), "rows": job.plan.rows}
+        held = {"files": len(job.plan.files), "rows": job.plan.input_rows}
         if begun.history is not None:
             held = begun.history.describe(commits)
         description = {"fingerprint": job.fingerprint, **job.description, "input": job.description["input"] | held}
         check()
         write_success(storage, description, commits, totals)
     # After the manifest: whatever becomes of the report, the run is finished.
-    if begun.new.units or not is_reported(storage, commits):
+    if begun.new.units or not is_reported(storage, commits, job.config):
         _report(begun, storage, session, commits, totals)
     report = f"{storage.url.rstrip('/')}/{REPORT_FILE}"
     seconds = time.monotonic() - start
@@ -186,7 +186,7 @@ def _say_begun(begun: _Begun) -> None:
             job.fingerprint, len(files), len(plan.files), begun.new.rows, len(begun.new.units), rows,
         )  # fmt: skip
     else:
-        log.info("run %s: nothing is new: all %d files are done, %d rows", job.fingerprint, len(plan.files), rows)
+        log.info("run %s: nothing is new: %s, %d rows", job.fingerprint, plan.all_done, rows)
     if job.schedule.is_full_depth:
         log.info("full depth: nothing is skipped (target_speedup or schedule would)")
         if job.config.audit_fraction:

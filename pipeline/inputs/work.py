@@ -85,6 +85,18 @@ class Plan:
             by_range.setdefault((unit.path, unit.start), unit)
         return tuple(by_range.values())
 
+    @property
+    def input_rows(self) -> int:
+        """Rows that its units are of, however many samples each has."""
+        return sum(unit.rows for unit in self.first_samples)
+
+    @property
+    def all_done(self) -> str:
+        """That no file has anything left to do, in words."""
+        unreadable = sum(bool(file.problem) for file in self.files)
+        done = f"all {len(self.files) - unreadable} files {'that can be read ' if unreadable else ''}are done"
+        return f"{done}, {unreadable} cannot be read" if unreadable else done
+
     def without(self, done: Container[str]) -> Self:
         """The same plan, less the units of these ids."""
         return replace(self, units=tuple(unit for unit in self.units if unit.id not in done))

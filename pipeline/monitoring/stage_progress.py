@@ -12,15 +12,15 @@ class StageProgress:
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
-        self._stage, self._done, self._start, self._said = "", 0, 0.0, 0.0
+        self._stage, self._done, self._first, self._start, self._said = "", 0, 0, 0.0, 0.0
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
         if stage != self._stage or done < self._done:  # a stage may come again, over others
-            self._stage, self._start, self._said = stage, now, now
+            self._stage, self._first, self._start, self._said = stage, done, now, now  # what was resumed took no time
             self._log.info("%s: %d", stage, total)
-        elif now - self._said >= SAY_EVERY_S or done == total:
-            rate = done / max(now - self._start, 1e-9)
+        elif done > self._first and (now - self._said >= SAY_EVERY_S or done == total):
+            rate = (done - self._first) / max(now - self._start, 1e-9)
             left = timedelta(seconds=round((total - done) / rate))
             pace = f"{rate:.1f}" if rate >= 1 else f"{rate:.2g}"
             self._log.info("%s: %d of %d, %s/s, %s left", stage, done, total, pace, left)

@@ -135,7 +135,7 @@ def only_new(job: Preparation) -> Preparation:
         commits = read_commits(storage, claim_name(record))
     plan = job.plan.without({commit.unit for commit in commits})
     if not plan.units:
-        raise NothingToDo(f"nothing is new: all {len(job.plan.files)} files of {job.config.input!r} are done")
+        raise NothingToDo(f"nothing is new in {job.config.input!r}: {job.plan.all_done}")
     return replace(job, plan=plan)
 
 

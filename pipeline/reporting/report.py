@@ -59,22 +59,23 @@ def write_report(
         "label": looked.label,
         "samples": _spread(looked.rows[True], SAMPLES),
         "errors": _spread(looked.rows[False], ERRORS),
-        "subject": _subject(commits),
+        "subject": _subject(commits, config),
     }
     storage.write(REPORT_FILE, render("pipeline.reporting", content).encode(errors="backslashreplace"))
 
 
-def is_reported(storage: Storage, commits: Iterable[Commit]) -> bool:
-    """Whether the report of just these commits is there."""
+def is_reported(storage: Storage, commits: Iterable[Commit], config: JobConfig) -> bool:
+    """Whether the report of just these commits, at this price, is there."""
     try:
-        return _subject(commits).encode() in (storage.read(REPORT_FILE, LARGE) or b"")
+        return _subject(commits, config).encode() in (storage.read(REPORT_FILE, LARGE) or b"")
     except Unfit:
         return False
 
 
-def _subject(commits: Iterable[Commit]) -> str:
+def _subject(commits: Iterable[Commit], config: JobConfig) -> str:
     """Names what a report is of."""
-    return hashlib.sha256("\n".join(sorted(commit.file for commit in commits)).encode()).hexdigest()
+    of = [*sorted(commit.file for commit in commits), f"at {config.price_per_gpu_hour}"]
+    return hashlib.sha256("\n".join(of).encode()).hexdigest()
 
 
 def summary(totals: Totals, layers: int) -> dict[str, str]:

@@ -140,6 +140,14 @@ def test_a_run_that_died_before_its_manifest_only_writes_manifest_and_report(cop
     assert (output / "report.html").exists()
 
 
+def test_a_finished_run_is_billed_at_a_price_that_is_named_later(copied: JobConfig) -> None:
+    output = Path(copied.output)
+    manifest = (output / "_SUCCESS.json").stat().st_mtime_ns
+    run_job(copied.model_copy(update={"price_per_gpu_hour": 2.5}), NoEngineBackend())
+    assert "at 2.5 an hour" in (output / "report.html").read_text()
+    assert (output / "_SUCCESS.json").stat().st_mtime_ns == manifest
+
+
 def test_resuming_generates_only_what_is_not_committed_and_sweeps_what_died(
     copied: JobConfig, read_output: ReadOutput
 ) -> None:

@@ -57,6 +57,8 @@ def test_samples_are_filtered_sharded_and_loaded_with_their_card(
         (start, sample) for start in (0, 4, 8, 12) for sample in (0, 1)
     }
     assert verify(run, inspect(run)) == []
+    held = json.loads((run.read("_SUCCESS.json") or b"").decode())["input"]
+    assert (held["files"], held["rows"]) == (1, len(TEXTS))
 
     loaded = datasets.load_dataset(given.output, split="train", cache_dir=str(tmp_path / "cache"))
     assert loaded["generation"] == TEXTS[:8]

@@ -883,8 +883,13 @@ def test_a_plan_is_of_what_is_new_and_the_report_compares_it_with_that(nightly: 
     storage = Storage(config.output)
     assert forecast_run(config, NoEngineBackend()).rows == 6
     run_job(config, by("one"))
-    with pytest.raises(NothingToDo, match=r"nothing is new: all 1 files of .* are done"):
+    with pytest.raises(NothingToDo, match=r"nothing is new in .*: all 1 files are done$"):
         forecast_run(config, NoEngineBackend())
+    damaged = Path(config.input, "damaged.parquet")
+    damaged.write_bytes(b"PAR1")
+    with pytest.raises(NothingToDo, match=r": all 1 files that can be read are done, 1 cannot be read$"):
+        forecast_run(config, NoEngineBackend())
+    damaged.unlink()
     assert forecast_run(nightly(fresh=True), NoEngineBackend()).rows == 6
     put("b", 9)
     forecast = forecast_run(config, NoEngineBackend())
