@@ -31,7 +31,7 @@ from pipeline.inputs.work import Plan
 from pipeline.preparing.backend import Backend
 from pipeline.preparing.incremental import History, work_name
 from pipeline.preparing.preparation import Preparation, prepare_run
-from pipeline.preparing.run_record import RUN_FILE, Claim, claim_output
+from pipeline.preparing.run_record import RUN_FILE, Claim, check_incremental, claim_output
 from pipeline.reporting.audit import failed_audit
 from pipeline.reporting.bill import check_ceiling
 from pipeline.reporting.forecast import against_actual, read_forecast
@@ -76,7 +76,10 @@ def leased(config: JobConfig) -> AbstractContextManager[Lease | None]:
     Raises JobError, before a lease is written, if the output is not the run's to write to.
     """
     if config.incremental:
-        check_place(config.output_storage().at_first(), Kind.RUN, config.input_storage())
+        output = config.output_storage().at_first()
+        check_place(output, Kind.RUN, config.input_storage())
+        if not config.fresh:
+            check_incremental(output)
         return Lease(config.output_storage())
     return nullcontext()
 

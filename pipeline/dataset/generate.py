@@ -156,6 +156,10 @@ def _publish(
                               first.schema)  # fmt: skip
             check()
             storage.write(CARD if _may_write_card(storage) else CARD_BESIDE, card.encode())
+        # Shards of an earlier, longer data set, or what was published in another format.
+        stale = {*own(Kind.DATA_SET, [*storage.names(FOLDER), *storage.entries()])} - {entry["file"] for entry in files}
+        check()
+        remove(storage, Kind.DATA_SET, sorted(stale - {MANIFEST, CARD, CARD_BESIDE}))
         manifest = {**wanted, "rows": filters.kept, "dropped": dict(filters.dropped), "files": files}
         check()
         storage.write(MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -190,7 +194,7 @@ def _kept(tables: Iterable[pa.Table], filters: Filters) -> Iterator[pa.Table]:
 def _write_shards(
     storage: Storage, tables: Iterable[pa.Table], rows_per_shard: int, check: Callable[[], None]
 ) -> list[dict[str, Any]]:
-    """Write the rows of one or more tables, and remove shards of an earlier, longer data set. What its manifest lists.
+    """Write the rows of one or more tables. What the manifest lists.
 
     Each is written whole under its number, so that writing again replaces the same objects.
 
@@ -203,9 +207,6 @@ def _write_shards(
         storage.write(name, content)
         entry = {"file": name, "rows": table.num_rows, "size": len(content), "checksum": checksum(content)}
         shards.append(entry)
-    written = {shard["file"] for shard in shards}
-    check()
-    remove(storage, Kind.DATA_SET, [name for name in own(Kind.DATA_SET, storage.names(FOLDER)) if name not in written])
     return shards
 
 

@@ -172,6 +172,19 @@ def run_of_same_input(storage: Storage, config: JobConfig) -> dict[str, Any] | N
     return record if record is not None and record["input"].get("root") == redacted(config.input) else None
 
 
+def check_incremental(storage: Storage) -> None:
+    """Raises JobError if the run here is none that looks for new files. StorageGone."""
+    try:
+        record = read_run(storage)
+    except RecordDamaged:  # of which claiming the output says so
+        return
+    if record is not None and not record["input"].get("incremental"):
+        raise JobError(
+            f"output {storage.url!r} belongs to run {record.get('fingerprint')}, which is not incremental: leave "
+            "--incremental out to resume it, name another output, or discard it with --fresh"
+        )
+
+
 def begun_columns(storage: Storage, config: JobConfig) -> Kept | None:
     """Those of a run of the same input that is here; None if there is none, or one of an earlier version, and for a
     damaged record, of which claiming the output says so.

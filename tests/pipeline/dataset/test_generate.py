@@ -104,6 +104,11 @@ def test_a_batch_of_requests_is_answered_request_by_request(tmp_path: Path) -> N
     assert completion.choices[0].message.content == "said \x01user: hello\x02"
     assert (tmp_path / "set/errors.jsonl").read_text() == ""
     assert result.files == ["output.jsonl", "errors.jsonl"]
+    rows = generate_dataset(given.model_copy(update={"output_format": "parquet"}), NoEngineBackend())
+    assert rows.files == ["data/train-00000.parquet"]
+    assert not list((tmp_path / "set").glob("*.jsonl"))
+    assert generate_dataset(given, NoEngineBackend()).files == result.files
+    assert not list((tmp_path / "set/data").glob("*"))
 
 
 def test_an_incremental_data_set_grows_with_its_input(

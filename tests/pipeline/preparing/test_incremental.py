@@ -826,6 +826,17 @@ def test_other_settings_are_another_run(
 
 
 @pytest.mark.usefixtures("inline")
+def test_a_run_that_is_not_incremental_is_left_as_it_is(nightly: Job, put: Put) -> None:
+    put("a", 6)
+    run_job(nightly(incremental=False), by("one"))
+    before = snapshot(nightly().output)
+    with pytest.raises(JobError, match=r"belongs to run \w+, which is not incremental: leave --incremental out"):
+        run_job(nightly(), NoEngineBackend())
+    assert snapshot(nightly().output) == before
+    run_job(nightly(fresh=True), by("two"))
+
+
+@pytest.mark.usefixtures("inline")
 def test_fresh_forgets_what_was_done(nightly: Job, put: Put) -> None:
     put("a", 6)
     put("gone", 2)
