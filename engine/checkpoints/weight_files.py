@@ -72,8 +72,8 @@ class Weights:
         return self._sizes[name]
 
     def check_shapes(self, config: "PreTrainedConfig") -> None:
-        """Raises ModelError, naming a tensor whose shape is not what the config asks for, or a bias that is missing:
-        what else is missing is when it is read.
+        """Raises ModelError, naming a tensor whose shape is not what the config asks for, a bias that is missing or too
+        many, or a weight that is missing beside its bias: what else is missing is when it is read.
         """
         from transformers import AutoModelForCausalLM
 
@@ -83,8 +83,15 @@ class Weights:
         except Exception:  # a config that nothing can be built of: the model's family says what of it
             return
         for name, tensor in expected.items():
-            if name.endswith(".bias") and name not in self:
+            module, _, part = name.rpartition(".")
+            has_bias = f"{module}.bias" in expected
+            if (part == "bias" or has_bias) and name not in self:
                 raise ModelError(f"the checkpoint has no tensor {name!r}, which config.json asks for: fetch it again")
+            if not has_bias and f"{module}.bias" in self:
+                raise ModelError(
+                    f"the checkpoint holds {module + '.bias'!r}, a bias that config.json says the model has not: mend "
+                    "the config (attention_bias, mlp_bias), or fetch the checkpoint again"
+                )
             if name in self and (found := self.size(name)) != tuple(tensor.shape):
                 raise ModelError(
                     f"tensor {name!r} of {str(self._file_of[name])!r} has shape {list(found)}, config.json asks for "

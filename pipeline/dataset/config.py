@@ -28,7 +28,7 @@ class FilterConfig(BaseModel):
     require_pattern: str | None = Field(None, description="keep generations in which this RE2 expression is found")
     forbid_pattern: str | None = Field(None, description="drop generations in which this RE2 expression is found")
     json_schema: Place | None = Field(
-        None, description="JSON Schema file: keep generations that are JSON and valid under it"
+        None, description="JSON Schema file on this machine: keep generations that are JSON and valid under it"
     )
     max_repetition: float | None = Field(
         None,

@@ -73,7 +73,10 @@ def _read_schema(path: str) -> Any:
     """The content of a schema file. Raises JobError."""
     try:
         return read_json(Path(path), LARGE)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        said = one_line(error)
+        raise JobError(f"json_schema {path!r} cannot be read ({said}): name a file on this machine") from error
+    except ValueError as error:
         raise JobError(f"json_schema {path!r} is no JSON Schema ({one_line(error)}): repair it") from error
 
 

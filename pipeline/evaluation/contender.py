@@ -9,6 +9,7 @@ from typing import Self
 from engine import EarlyExit, Schedule
 
 FULL_DEPTH = "full depth"
+LONGEST = 200  # of its part in a file name, which file systems hold to 255 bytes
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Contender:
     @property
     def slug(self) -> str:
         """Its file name, made unique by its identity."""
-        return f"{self.file_name}-{self.identity[:8]}"
+        return f"{self.file_name[:LONGEST]}-{self.identity[:8]}"
 
 
 def ending(target: float | None) -> str:

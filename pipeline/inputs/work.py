@@ -161,7 +161,8 @@ def make_plan(
             f"the input has no column {unknown[0]!r}, which {option} names: it has {', '.join(sorted(columns))}"
         )
     read = dict.fromkeys([*keep, config.text_column, *(template.fields - {"text"})])
-    types = {name: _column_type(files, name, begun) for name in read}
+    into_prompts = {config.text_column, *template.fields}
+    types = {name: _column_type(files, name, begun, name in into_prompts) for name in read}
     kept = pa.schema([(name, types[name]) for name in keep])
     files = _within_limit(files, config.limit)
     for file in files:
@@ -290,7 +291,7 @@ def _check_some_readable(files: Sequence[InputFile]) -> None:
         raise JobError(problems[0] + others)
 
 
-def _column_type(files: Sequence[InputFile], column: str, begun: pa.Schema) -> pa.DataType:
+def _column_type(files: Sequence[InputFile], column: str, begun: pa.Schema, in_prompts: bool) -> pa.DataType:
     """A column's type in all files together, and in what is done already; a file may lack it, but not have it with a
     type that does not fit.
     """
@@ -307,10 +308,10 @@ def _column_type(files: Sequence[InputFile], column: str, begun: pa.Schema) -> p
                 "another output, or discard the run that is there with --fresh"
             )
         if common is None:
-            raise JobError(
-                f"column {column!r} is {found} in {where!r} but {type_} in {file.path!r}: make the types agree, "
-                "process the files apart, or leave the column out with keep_columns"
+            ways = "make the types agree, or process the files apart" + (
+                "" if in_prompts else ", or leave the column out with keep_columns"
             )
+            raise JobError(f"column {column!r} is {found} in {where!r} but {type_} in {file.path!r}: {ways}")
         if common != found:
             found, where = common, file.path
     return found

@@ -249,12 +249,31 @@ def test_an_end_token_that_is_no_number_of_a_token_is_refused_naming_file_and_va
         Tokenizer.load(str(copied))
 
 
-def test_a_bias_that_is_missing_is_refused_by_name(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
-    directory = shutil.copytree(make_checkpoint(family="qwen2"), tmp_path / "copied")
+@pytest.mark.parametrize(
+    ("family", "missing"),
+    [("qwen2", "model.layers.1.self_attn.k_proj.bias"), ("opt", "model.decoder.layers.0.final_layer_norm.weight")],
+)
+def test_a_part_of_a_biased_module_that_is_missing_is_refused_by_name(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, family: str, missing: str
+) -> None:
+    of_family = {"ffn_dim": 48, "word_embed_proj_dim": 32} if family == "opt" else {}
+    directory = shutil.copytree(make_checkpoint(family=family, **of_family), tmp_path / "copied")
     tensors = load_file(directory / "model.safetensors")
-    del tensors["model.layers.1.self_attn.k_proj.bias"]
+    del tensors[missing]
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match=r"no tensor 'model\.layers\.1\.self_attn\.k_proj\.bias', which config\.json"):
+    with pytest.raises(ModelError, match=f"no tensor {re.escape(repr(missing))}, which config.json asks for"):
+        Engine.load(str(directory), device="cpu")
+
+
+def test_a_bias_that_the_config_has_no_word_of_is_refused_by_name(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    """Transformers would leave it out, and one of the two would be wrong."""
+    directory = shutil.copytree(make_checkpoint(), tmp_path / "copied")
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.layers.1.self_attn.o_proj.bias"] = torch.ones(32)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"self_attn\.o_proj\.bias', a bias that config.json says the model has not"):
         Engine.load(str(directory), device="cpu")
 
 

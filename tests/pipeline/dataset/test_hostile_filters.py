@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from pipeline.dataset.config import DatasetConfig
 from pipeline.dataset.filters import Filters
+from pipeline.dataset.json_filter import JsonFilter
 from pipeline.errors import JobError
 
 
@@ -58,6 +59,11 @@ def test_a_schema_that_cannot_be_used_is_refused_before_anything_is_generated(
 ) -> None:
     with pytest.raises(JobError, match=why):
         _filters(tmp_path, schema)
+
+
+def test_a_schema_that_is_not_on_this_machine_is_told_so() -> None:
+    with pytest.raises(JobError, match=r"'s3://bucket/schema.json' cannot be read \(.*\): name a file on this machine"):
+        JsonFilter("s3://bucket/schema.json")
 
 
 def test_references_inside_the_file_are_followed(tmp_path: Path) -> None:
