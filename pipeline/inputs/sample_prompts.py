@@ -119,7 +119,7 @@ def _read(storage: Storage, runs: Sequence[WorkUnit], columns: Sequence[str]) ->
     while left := runs[len(found) :]:
         try:
             for run, table in read_units(storage, left, columns):
-                found[run] = table
+                found[run] = chosen(table, [True] * run.rows)  # a copy: slices would keep all that lies around them
         except StorageRefused:
             raise
         except JobError as error:
