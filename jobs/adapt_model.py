@@ -58,8 +58,8 @@ def adapt(config: AdaptModel) -> None:
         }
         replace(after, provenance=provenance).write(output / name)
     (output / CURVE_FILE).write_text(json.dumps([point._asdict() for point in done.points], indent=1))
-    (output / FIGURE_FILE).write_text(learning_curve(done.points))
-    (output / CARD_FILE).write_text(_card(config, list(schedules), done))
+    (output / FIGURE_FILE).write_text(learning_curve(done.points), encoding="utf-8")
+    (output / CARD_FILE).write_text(_card(config, list(schedules), done), encoding="utf-8", errors="backslashreplace")
     Console().print(_table(done.points))
     print(f"{time.monotonic() - start:.0f} s; run it with --schedule {output}")
 

@@ -32,6 +32,7 @@ from pipeline import logs
 from pipeline.errors import JobError, JobStopped
 from pipeline.inputs.sample_prompts import Part
 from pipeline.monitoring.stage_progress import StageProgress
+from pipeline.rows.row_generator import is_out_of_memory
 from pipeline.storage.ownership import claimed_at
 from pipeline.storage.settings import Place, StorageConfig
 
@@ -226,6 +227,7 @@ def train_on_cluster(config: AdaptModel, schedules: Sequence[Schedule]) -> Train
     scaling = ScalingConfig(num_workers=config.workers, use_gpu=gpus > 0, resources_per_worker={"CPU": share})
     threads = config.threads or max(1, int(share))
     passed = {"config": config.model_copy(update={"threads": threads}), "schedules": schedules}
+
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # so that relative paths are what they are here
     # Ray's own records, which all machines must see too; nothing in them is needed afterwards.
     with TemporaryDirectory(prefix=".ray-", dir=Path(config.output).resolve()) as scratch:
@@ -233,6 +235,8 @@ def train_on_cluster(config: AdaptModel, schedules: Sequence[Schedule]) -> Train
             _work, train_loop_config=passed, scaling_config=scaling, run_config=RunConfig(storage_path=scratch),
             torch_config=TorchConfig(timeout_s=PATIENCE_S),
         )  # fmt: skip
+        # Ray would take Ctrl-C for itself, for good, and end the process with no word of a rerun.
+        trainer._register_sigint_handler = lambda _: None
         try:
             trained = trainer.fit().return_value
         except TrainingFailedError as error:
@@ -251,9 +255,15 @@ def _work(passed: Mapping[str, Any]) -> Training | None:
 
 
 def reason_of(error: Exception) -> Exception:
-    """Why a worker failed, where that is something the user can change; else that a rerun goes on."""
-    for failure in getattr(error, "worker_failures", {}).values():
-        if isinstance(failure, JobError | ModelError | ScheduleError | FloatingPointError):
+    """Why a worker failed, where that is something the user can change, or a defect; else that a rerun goes on."""
+    failures = list(getattr(error, "worker_failures", {}).values())
+    for failure in failures:
+        if isinstance(failure, JobError | JobStopped | ModelError | ScheduleError | FloatingPointError):
             return failure
+    for failure in failures:
+        # Whose peers are gone hears so from torch, in a RuntimeError.
+        lost = isinstance(failure, RuntimeError | OSError) or type(failure).__module__.startswith("ray.")
+        if is_out_of_memory(failure) or not lost:
+            return failure  # type: ignore[no-any-return]
     last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
     return JobStopped(f"Ray ended the training ({last}): start it again to go on from its checkpoint")

@@ -41,7 +41,7 @@ class AnswersConfig(CorpusConfig):
         SUMMARIZE,
         description="user text, with {text} and {column} fields; {{ and }} are plain braces",
     )
-    max_new_tokens: int = Field(64, ge=1, description="longest answer")
+    max_new_tokens: int = Field(64, ge=2, description="longest answer")
     prompts: int = Field(500, ge=1, description="prompts to draw, by the seed")
     part: Part = Field("all", description=PART)
     threads: int | None = Field(None, ge=1, description="CPU threads; default torch's own choice")

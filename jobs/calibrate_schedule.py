@@ -14,6 +14,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from engine import ModelShape, describe
 from engine.calibration.calibrate import LEAST_ANSWERS, Calibrated, Calibration, check_targets
@@ -43,7 +44,6 @@ class CalibrateSchedule(AnswersConfig):
     part: Part = Field("calibrate", description=PART)
     output: Place = Field(description="local directory to write the schedules to, one below it for each target")
     prompts: int = Field(500, ge=LEAST_ANSWERS, description="prompts to draw, by the seed")
-    max_new_tokens: int = Field(64, ge=2, description="longest answer")
     target_speedups: list[TargetSpeedup] = Field([1.25, 1.45, 1.65], min_length=1, description="decode FLOP speed-ups")
     target_sample_speedups: list[TargetSpeedup] = Field(
         [],
@@ -87,9 +87,9 @@ def calibrate(config: CalibrateSchedule) -> None:
         name = _name(found.target)
         provenance = {**found.schedule.provenance, "calibrated_on": made}
         replace(found.schedule, provenance=provenance).write(output / name)
-        table.add_row(*_row(found), str(output / name))
+        table.add_row(*_row(found), Text(str(output / name)))
         maps.append((name, found.schedule))
-    (output / MAPS_FILE).write_text(schedule_maps(maps))
+    (output / MAPS_FILE).write_text(schedule_maps(maps), encoding="utf-8")
     Console().print(table)
     meant = "target" if config.prompt_layers is None else "speed-up of the whole sample"
     print(f"{time.monotonic() - start:.0f} s; run one with --schedule {output}/<target>x, or --schedule {output} "

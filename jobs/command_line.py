@@ -27,6 +27,7 @@ from engine import ModelError, ScheduleError, brief
 from pipeline import logs
 from pipeline.errors import JobError, JobStopped, NothingToDo, UnitsFailed, one_line
 from pipeline.redaction import redacted
+from pipeline.rows.row_generator import is_out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +97,9 @@ def run(program: str, job: Callable[[], None]) -> int:
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (*_FULL, *_OUT_OF_REACH):
             return _ended(program, f"stopped: {_disk(error)}", STOPPED_EXIT)
+        if is_out_of_memory(error):
+            said = f"error: memory ran out ({one_line(error)}): lower batch_size, or free memory for it"
+            return _ended(program, said, FAILED_EXIT)
         if not logs.for_machines():
             raise
         log.exception("%s: defect", program, extra={"program": program, "exit_code": FAILED_EXIT})

@@ -21,6 +21,7 @@ from pydantic import AfterValidator, Field, model_validator
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from engine import Engine, ModelShape, Schedule, describe, model_identity, resolve_dtype
 from engine.bootstrap import Bootstrap, Estimate
@@ -182,7 +183,7 @@ def write_results(config: EvaluateSchedule, study: Study, contenders: Sequence[C
     described = config.model_dump(mode="json", exclude_none=True)
     results = {"config": described, "contenders": [asdict(each) for each in found]}
     (config.output / FIGURES_FILE).write_text(json.dumps(results, indent=1))
-    (config.output / REPORT_FILE).write_text(render(outputs, found, described))
+    (config.output / REPORT_FILE).write_bytes(render(outputs, found, described).encode(errors="backslashreplace"))
     console = Console()
     console.print(_table(found))
     for file in (OUTPUTS_FILE, FIGURES_FILE, REPORT_FILE):
@@ -284,7 +285,7 @@ def _table(found: Sequence[Figures]) -> Table:
     for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)  # a long name gives way, a figure does not
     for each in found:
-        table.add_row(each.label, *(_shown(of(each), heading == "excess NLL") for heading, of in columns.items()))
+        table.add_row(Text(each.label), *(_shown(of(each), heading == "excess NLL") for heading, of in columns.items()))
     return table
 
 

@@ -11,10 +11,12 @@ from functools import partial
 from pydantic import Field
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from jobs import command_line
 from pipeline.dataset.config import GENERATION
-from pipeline.errors import JobError
+from pipeline.dataset.generate import MANIFEST, unpublished
+from pipeline.errors import JobError, JobStopped
 from pipeline.inspection import Inspection, inspect, verify
 from pipeline.preparing.run_record import read_run
 from pipeline.reporting.report import summary
@@ -42,9 +44,14 @@ def main() -> int:
 
 
 def look(config: InspectRun) -> Inspection:
-    """Print what stands in the output. Raises JobError if it holds no run or, with --verify, a damaged one."""
-    storage = run_output(config)
+    """Print what stands in the output.
+
+    Raises JobError if it holds no run or, with --verify, a damaged one; JobStopped if it is a data set that is not
+    published as the run behind it has ended.
+    """
+    storage, data_set = outputs(config)
     found = inspect(storage)
+    missing = unpublished(data_set, found.manifest) if data_set is not None and found.manifest is not None else ""
     say = partial(Console().print, soft_wrap=True, markup=False, highlight=False)
     say(f"{found.output}: {found.state}")
     totals = found.totals
@@ -55,14 +62,17 @@ def look(config: InspectRun) -> Inspection:
         "failed": f"{sum(unit.rows for unit in found.failed):,} rows in {len(found.failed):,} units",
     }
     for name, value in {**facts, **summary(totals, int(found.run["schedule"]["layers"]))}.items():
-        table.add_row(name, value)
+        table.add_row(name, Text(value))
     Console().print(table)
     for unit in found.failed[:MOST_SHOWN]:
         which = f"rows {unit.start} to {unit.start + unit.rows - 1} of" if unit.rows else "whole file"
         say(f"failed: {unit.unit}, {which} {unit.path}, {unit.attempts} attempts: {unit.error}")
     if len(found.failed) > MOST_SHOWN:
         say(f"... and {len(found.failed) - MOST_SHOWN} more")
-    say(f"next: {found.advice}")
+    if found.manifest is None or data_set is None:
+        say(f"next: {found.advice}")
+    elif not missing:
+        say(f"next: read the files that {data_set.url.rstrip('/')}/{MANIFEST} lists")
     if config.verify:
         damages = verify(storage, found)
         for damage in damages[:MOST_SHOWN]:
@@ -73,15 +83,19 @@ def look(config: InspectRun) -> Inspection:
                 "and the manifest, and start the job again to do just those"
             )
         say(f"verified: {len(found.commits):,} files, {found.totals.rows:,} rows, each once")
+    if missing:
+        raise JobStopped(
+            f"data set {config.output!r}: {missing}; start the same job again, which generates nothing anew"
+        )
     return found
 
 
-def run_output(config: InspectRun) -> Storage:
-    """The output itself, or where it is a data set the output of the run behind it."""
+def outputs(config: InspectRun) -> tuple[Storage, Storage | None]:
+    """That of the run: the output itself, or where it is a data set what lies in it; and then the data set's."""
     storage = Storage(config.output, config)
     below = Storage(f"{config.output.rstrip('/')}/{GENERATION}", config)
     no_run_here = read_run(storage.at_first()) is None
-    return below if no_run_here and read_run(below.at_first()) is not None else storage
+    return (below, storage) if no_run_here and read_run(below.at_first()) is not None else (storage, None)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -134,9 +134,8 @@ def _publish(
     success = read_manifest(job.output_storage())
     if success is None:
         raise JobError(f"{SUCCESS_FILE} of {job.output!r} vanished while its data set was made: who deletes it?")
-    commits = checksum(json.dumps(success["commits"]).encode())  # an incremental run has more of them every night
     wanted = json.loads(json.dumps(
-        {"run": success["fingerprint"], "commits": commits, "filters": filters.described,
+        {"run": success["fingerprint"], "commits": _state(success), "filters": filters.described,
          "format": config.output_format, "rows_per_shard": config.rows_per_shard, "name": config.dataset_name,
          "license": config.dataset_license}
     ))  # fmt: skip
@@ -164,6 +163,23 @@ def _publish(
         check()
         storage.write(MANIFEST, json.dumps(manifest, indent=1).encode())
     return manifest
+
+
+def unpublished(storage: Storage, success: Mapping[str, Any]) -> str:
+    """Why what is published here is not the data set of the finished run behind it, in words; '' if it is."""
+    manifest = _RECORD.read(storage, MANIFEST)
+    if manifest is None:
+        return "it is not published yet"
+    if (manifest["run"], manifest.get("commits")) != (success["fingerprint"], _state(success)):
+        return "what is published is of an earlier state of the run"
+    there = {*storage.entries(), *storage.names(FOLDER)}
+    gone = [entry["file"] for entry in manifest["files"] if entry["file"] not in there]
+    return f"{gone[0]} is not there, and {len(gone) - 1} more of its files" if gone else ""
+
+
+def _state(success: Mapping[str, Any]) -> str:
+    """Of a run that has finished: an incremental one has more commits every night."""
+    return checksum(json.dumps(success["commits"]).encode())
 
 
 def _is_there(config: DatasetConfig, storage: Storage, manifest: dict[str, Any]) -> bool:

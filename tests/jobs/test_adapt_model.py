@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import weakref
@@ -283,6 +284,24 @@ def test_several_workers_train_on_a_ray_cluster(common: list[str], tmp_path: Pat
     assert [point["step"] for point in json.loads((adapted / adapt_model.CURVE_FILE).read_text())] == [0, 20]
 
 
+@pytest.mark.alone
+@pytest.mark.timeout(600)
+def test_several_workers_that_are_interrupted_say_that_a_rerun_goes_on(
+    common: list[str], untrained: list[str], tmp_path: Path
+) -> None:
+    program = [sys.executable, "-u", str(ROOT / "jobs" / adapt_model.PROGRAM), "--workers", "2"]
+    arguments = [*common, *untrained, "--ray-address", "local", "--prompts", "60", "--steps", "100000"]
+    with subprocess.Popen([*program, *arguments], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = ""
+        while "training: " not in said and process.poll() is None:
+            said = process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        _, rest = process.communicate()
+    assert process.returncode == 4, said + rest
+    assert "stopped: interrupted; start it again" in rest
+
+
 def test_workers_on_cpus_claim_no_gpus(
     common: list[str], untrained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,6 +330,8 @@ def test_what_a_worker_could_not_do_is_what_the_user_is_told() -> None:
     lost = reason_of(WorkerGroupError("rank 1:\nthe node is gone", {1: RuntimeError("gone")}))
     assert isinstance(lost, JobStopped)
     assert "(the node is gone): start it again" in str(lost)
+    for failure in (KeyError("a defect"), torch.OutOfMemoryError("CUDA out of memory"), JobStopped("start it again")):
+        assert reason_of(WorkerGroupError("...", {0: RuntimeError("connection closed by peer"), 1: failure})) is failure
 
 
 def test_prompts_are_cut_short_in_training_as_in_a_job(common: list[str], tmp_path: Path) -> None:

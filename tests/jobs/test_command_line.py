@@ -2,12 +2,14 @@
 
 import errno
 import os
+import re
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import BaseModel
 
 from engine import ModelError, ScheduleError
@@ -364,6 +366,17 @@ def test_what_a_disk_does_not_do_is_one_line_and_can_be_started_again(
 
     assert command_line.run("job.py", job) == 4
     assert capsys.readouterr().err == f"job.py: stopped: {said} and start it again\n"
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), torch.OutOfMemoryError("CUDA out of memory. Tried\nmore")])
+def test_memory_that_runs_out_is_one_line_with_the_way_out(
+    error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def job() -> None:
+        raise error
+
+    assert command_line.run("job.py", job) == 1
+    assert re.fullmatch(r"job.py: error: memory ran out \(.*\): lower batch_size, .*\n", capsys.readouterr().err)
 
 
 def test_an_error_that_no_disk_makes_keeps_its_traceback() -> None:

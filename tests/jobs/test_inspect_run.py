@@ -10,7 +10,7 @@ import pytest
 
 from jobs import command_line, inspect_run
 from jobs.job_output import storage_flags
-from pipeline.commits.commit import commit_unit, read_commits, write_success
+from pipeline.commits.commit import checksum, commit_unit, read_commits, write_success
 from pipeline.commits.failed import record_failure
 from pipeline.preparing.run_record import claim_output
 from pipeline.rows.rows import GENERATED
@@ -123,10 +123,16 @@ def test_of_a_data_set_the_run_behind_it_is_shown(
     data_set.mkdir()
     Path(output.url).rename(data_set / "_generation")
     monkeypatch.setattr(sys, "argv", ["inspect_run.py", f"{data_set}/", "--verify"])
-    assert inspect_run.main() == 0
-    said = " ".join(capsys.readouterr().out.split())
+    assert inspect_run.main() == 4
+    said, stopped = capsys.readouterr()
     assert "set/_generation: done" in said
-    assert "verified: 3 files, 10 rows, each once" in said
+    assert "verified: 3 files, 10 rows, each once" in " ".join(said.split())
+    assert "set/': it is not published yet; start the same job again, which generates nothing anew" in stopped
+    success = json.loads((data_set / "_generation/_SUCCESS.json").read_text())
+    made_of = {"run": success["fingerprint"], "commits": checksum(json.dumps(success["commits"]).encode())}
+    (data_set / "_DATASET.json").write_text(json.dumps({**made_of, "rows": 0, "dropped": {}, "files": []}))
+    assert inspect_run.main() == 0
+    assert "set/_DATASET.json lists" in " ".join(capsys.readouterr().out.split())
 
 
 def test_help_shows_that_the_output_is_named_without_a_flag(

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from pipeline.commits.commit import read_commits
 from pipeline.dataset import generate
 from pipeline.dataset.config import GENERATION, DatasetConfig
-from pipeline.dataset.generate import generate_dataset
+from pipeline.dataset.generate import generate_dataset, unpublished
 from pipeline.errors import JobError, JobStopped, NothingToDo
 from pipeline.inspection import inspect, verify
 from pipeline.storage.lease import Lease
@@ -70,6 +70,14 @@ def test_samples_are_filtered_sharded_and_loaded_with_their_card(
     card = yaml.safe_load(front)
     assert (card["pretty_name"], card["license"], card["size_categories"]) == ("Echoes", "mit", ["n<1K"])
     assert "| duplicate | 10 |" in body
+
+    success = json.loads((run.read("_SUCCESS.json") or b"").decode())
+    assert unpublished(Storage(given.output), success) == ""
+    assert "of an earlier state of the run" in unpublished(Storage(given.output), {**success, "commits": []})
+    shard = tmp_path / "set/data/train-00001.parquet"
+    moved = shard.rename(tmp_path / "moved.parquet")
+    assert "data/train-00001.parquet is not there" in unpublished(Storage(given.output), success)
+    moved.rename(shard)
 
     # The same again touches nothing and needs no engine; other filters need none either.
     before = (tmp_path / "set/README.md").stat().st_mtime_ns
