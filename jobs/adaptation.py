@@ -74,7 +74,11 @@ class AdaptModel(AnswersConfig):
         1, ge=1, description="answers to learn from for each prompt; those beyond the first are drawn at temperature 1"
     )
     held_out: float = Field(0.1, gt=0, lt=0.5, description="share of them that is judged by, not trained on")
-    steps: int = Field(DEFAULT.steps, ge=1, description="updates at most; training ends when judgements stop improving")
+    steps: int = Field(
+        DEFAULT.steps,
+        ge=1,
+        description="updates at most; past half of them it ends when judgements stop improving",
+    )
     learning_rate: float = Field(DEFAULT.learning_rate, gt=0, description="highest of the warm-up and cosine")
     prompt_layers: int | None = Field(
         None,

@@ -6,7 +6,7 @@ from math import cos, pi
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """AdamW under a warm-up and a cosine; steps end when held-out answers stop getting better."""
+    """AdamW under a warm-up and a cosine; steps end when held-out answers stop getting better, after half of them."""
 
     steps: int = 200  # at most
     tokens_per_step: int = 768  # answer tokens
@@ -17,7 +17,7 @@ class Recipe:
     adapter_rank: int = 8  # of the changes to every projection that runs above the first bridge; 0: bridges alone
     token_loss: float = 0.1  # weight of the cross-entropy on full depth's own tokens, beside the KL divergence
     judge_every: int = 20  # steps
-    patience: int = 5  # judgements without a new best before training ends
+    patience: int = 5  # judgements without a new best, in the second half of the steps, before training ends
     seed: int = 0  # of the first values of gated parts and adapter and the order of the answers
 
     def __post_init__(self) -> None:

@@ -163,7 +163,7 @@ class Trainer:
         kl, agreement = self._peers.firsts(ours)
         if kl < state.best_kl:
             state.best, state.best_kl, state.waiting = self._trainable.snapshot(), kl, 0
-        else:
+        elif state.step > self._recipe.steps / 2:  # before, steps are too large to settle: what they bring comes later
             state.waiting += 1
         point = Point(state.step, kl if loss is None else loss, kl, agreement, round(state.seconds, 3))
         state.curve.append(point)

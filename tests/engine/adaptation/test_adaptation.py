@@ -143,6 +143,15 @@ def test_training_brings_held_out_answers_closer_and_leaves_the_model_alone(
     assert not torch.allclose(untrained, quality.kl, rtol=10 * STORED, atol=10 * STORED)
 
 
+def test_training_that_brings_nothing_ends_but_not_while_steps_are_large(
+    engine: Engine, schedule: Schedule, answers: list[Answer]
+) -> None:
+    recipe = replace(RECIPE, steps=40, learning_rate=0.3, warmup_steps=1, judge_every=2, patience=3)
+    _, points = train(engine, schedule, answers, recipe)
+    assert min(points, key=lambda point: point.kl).step == 0
+    assert points[-1].step == 20 + 3 * 2
+
+
 def test_an_adapter_learns_what_bridges_alone_cannot(engine: Engine, schedule: Schedule, answers: list[Answer]) -> None:
     """On the answers it trains on: a random model has little that carries over."""
     recipe = replace(RECIPE, steps=60, judge_every=60)
