@@ -139,9 +139,9 @@ def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
     check_settings(output / CHECKPOINT_FILE, settings)
     today = claimed_at(output)
     teacher = config.load_engine(today)
-    drawn, provenance = answer_corpus(
-        config, teacher, progress, partial(check_fits, config, teacher, schedules), output / ANSWERS_FILE
-    )
+    check = partial(check_drawn, config, teacher, schedules, settings)
+    drawn, provenance = answer_corpus(config, teacher, progress, check, output / ANSWERS_FILE)
+    del check
     kept = config.held_out_of(len(drawn))
     if kept >= len(drawn):
         raise ScheduleError(
@@ -195,21 +195,33 @@ def settings_of(config: AdaptModel, schedules: Sequence[Schedule]) -> dict[str, 
     return {f"--{name.replace('_', '-')}": value for name, value in options.items()}
 
 
-def check_fits(
-    config: AdaptModel, teacher: Engine, schedules: Sequence[Schedule], prompts: Sequence[Sequence[int]]
+def check_drawn(
+    config: AdaptModel,
+    teacher: Engine,
+    schedules: Sequence[Schedule],
+    settings: dict[str, Any],
+    prompts: Sequence[Sequence[int]],
 ) -> None:
-    """Whether the answers to some prompts can be trained on in memory, by what is free beside the teacher, which is
-    gone by then. Raises ScheduleError.
+    """Whether prompts are those of the training that goes on, of whose settings they become one, and whether their
+    answers can be trained on in memory, by what is free beside the teacher, which is gone by then.
+
+    Raises ScheduleError.
     """
+    settings["the prompts drawn"] = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16]
+    check_settings(Path(config.output) / CHECKPOINT_FILE, settings)  # the input may have grown since
     if config.prompt_layers is not None:
         bridge = counted_prompt_bridge(teacher.shape, prompt_cut(teacher.shape, config.prompt_layers, schedules))
         schedules = [replace(schedule, prompt_bridge=bridge) for schedule in schedules]
     kept, lengths = config.held_out_of(len(prompts)), [len(prompt) for prompt in prompts]
     ours = Peers().share(lengths[:-kept])
-    sizes = (config.max_new_tokens, config.answers_per_prompt)
-    needed = kept_bytes(teacher.shape, schedules, ours, lengths[-kept:], *sizes)
-    needed += working_bytes(teacher.shape, schedules, ours, lengths[-kept:])
-    check_memory(model_bytes(teacher.shape, teacher.device), needed, free_bytes(teacher.device), len(prompts))
+    sizes = (config.max_new_tokens, config.answers_per_prompt, config.recipe().tokens_per_step)
+    check_memory(
+        model_bytes(teacher.shape, teacher.device),
+        kept_bytes(teacher.shape, schedules, ours, lengths[-kept:], *sizes),
+        working_bytes(teacher.shape, schedules, ours, lengths[-kept:]),
+        free_bytes(teacher.device),
+        len(prompts),
+    )
 
 
 def train_on_cluster(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:

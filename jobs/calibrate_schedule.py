@@ -83,14 +83,17 @@ def calibrate(config: CalibrateSchedule) -> None:
     chosen = (config.prompt_layers, config.whole_head, sample_targets)
     calibration = Calibration(model, drawn, targets, progress, *chosen)
     table, maps = Table(*COLUMNS, title="on held-out answers, teacher-forced", title_justify="left"), []
-    for found in calibration.run():
-        name = _name(found.target)
-        provenance = {**found.schedule.provenance, "calibrated_on": made}
-        replace(found.schedule, provenance=provenance).write(output / name)
-        table.add_row(*_row(found), Text(str(output / name)))
-        maps.append((name, found.schedule))
-    (output / MAPS_FILE).write_text(schedule_maps(maps), encoding="utf-8")
-    Console().print(table)
+    try:
+        for found in calibration.run():
+            name = _name(found.target)
+            provenance = {**found.schedule.provenance, "calibrated_on": made}
+            replace(found.schedule, provenance=provenance).write(output / name)
+            table.add_row(*_row(found), Text(str(output / name)))
+            maps.append((name, found.schedule))
+    finally:  # a later target may be out of reach
+        if maps:
+            (output / MAPS_FILE).write_text(schedule_maps(maps), encoding="utf-8")
+            Console().print(table)
     meant = "target" if config.prompt_layers is None else "speed-up of the whole sample"
     print(f"{time.monotonic() - start:.0f} s; run one with --schedule {output}/<target>x, or --schedule {output} "
           f"--target-speedup <{meant}>")  # fmt: skip

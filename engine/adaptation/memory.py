@@ -31,6 +31,7 @@ def kept_bytes(
     held_out: Sequence[int],
     answer_tokens: int,
     answers_per_prompt: int = 1,
+    tokens_per_step: int | None = None,
 ) -> int:
     """Memory that `Trainer` keeps of its answers: full depth's last states, of those to judge by its distributions, and
     of prompts that run at full depth keys and values in the layers that decode tokens attend in above the first change.
@@ -40,11 +41,14 @@ def kept_bytes(
         train, held_out: tokens of each prompt.
         answer_tokens: of each answer, at most.
         answers_per_prompt: that are learnt from.
+        tokens_per_step: of answers, in a lesson; each lesson keeps its prompts. Default all of a prompt's in one.
     """
+    most = 1 + answers_per_prompt * answer_tokens // tokens_per_step if tokens_per_step is not None else 1
+    lessons = min(answers_per_prompt, most)  # that a prompt's answers are spread over
     layers = attended_layers(schedules, min(each.changed_from for each in schedules))
     # Passes that go on from prompts at full depth: with the last states those below the first change, and embeddings.
     goes_on = any(each.prompt_plan.is_full_depth for each in schedules)
-    prompts = (sum(train) + sum(held_out)) * len(layers) * shape.cache_elements(1) * FLOAT
+    prompts = (lessons * sum(train) + sum(held_out)) * len(layers) * shape.cache_elements(1) * FLOAT
     answers = len(train) * answers_per_prompt + len(held_out)
     states = answers * answer_tokens * (3 if goes_on else 1) * shape.hidden * FLOAT
     return int(SCATTERED * (prompts + states)) + len(held_out) * answer_tokens * shape.vocab * HALF
@@ -64,15 +68,19 @@ def working_bytes(
     return max(judged, learnt) * FLOAT
 
 
-def check_memory(model: int, kept: int, free: int, answers: int) -> None:
-    """Raises ScheduleError if the bytes of a model, and those for so many answers, are more than the free ones can be
-    counted on for.
+def check_memory(model: int, kept: int, working: int, free: int, answers: int) -> None:
+    """Raises ScheduleError if the bytes of a model, those kept for so many answers, and those that it takes for a while
+    beside, are more than the free ones can be counted on for.
     """
-    room = int(SHARE * free) - model
+    room = int(SHARE * free) - model - working
     if kept > room:
-        fitting = int(answers * room / kept)
-        way_out = f"with about {fitting} answers it fits" if room > 0 else "the model alone is too large"
+        way_out = f"with about {int(answers * room / kept)} answers it fits"
+        if room <= 0:
+            alone = room + working <= 0
+            way_out = (
+                "the model alone is too large" if alone else "a pass of its prompts, or of the longest, does not fit"
+            )
         raise ScheduleError(
             f"training on {answers} answers keeps some {kept / 1e9:.1f} GB of full depth in memory beside the model's "
-            f"{model / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free: {way_out}"
+            f"{model / 1e9:.1f} GB and {working / 1e9:.1f} GB to work in, and {free / 1e9:.1f} GB are free: {way_out}"
         )

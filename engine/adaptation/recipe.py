@@ -11,7 +11,7 @@ class Recipe:
     steps: int = 200  # at most
     tokens_per_step: int = 768  # answer tokens
     learning_rate: float = 1e-3  # at its highest
-    warmup_steps: int = 10
+    warmup_steps: int = 10  # a quarter of the steps at the most
     final_share: float = 0.05  # of the highest learning rate, left at the last step
     gate_width: int = 0  # of a gated part added to each bridge; 0: none
     adapter_rank: int = 8  # of the changes to every projection that runs above the first bridge; 0: bridges alone
@@ -30,7 +30,8 @@ class Recipe:
 
     def rate(self, step: int) -> float:
         """Learning rate of a step, counted from 0."""
-        if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / self.warmup_steps
-        done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        warmup = min(self.warmup_steps, self.steps // 4)
+        if step < warmup:
+            return self.learning_rate * (step + 1) / warmup
+        done = (step - warmup) / max(1, self.steps - warmup)
         return self.learning_rate * (self.final_share + (1 - self.final_share) * (1 + cos(pi * done)) / 2)

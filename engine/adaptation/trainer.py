@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, groupby
 from math import isfinite, nan
 from pathlib import Path
 from statistics import mean
@@ -132,6 +133,8 @@ class Trainer:
             self._state = read_state(checkpoint, self._identity, self._trainable, self._optimizer)
             yield from self._state.curve
         else:
+            if not _are_numbers(self.untrained):
+                raise ScheduleError("before any training distributions on the held-out answers are no numbers")
             yield self._look(self.untrained, loss=None)
         losses: list[float] = []
         begun = time.monotonic() - self._state.seconds
@@ -139,18 +142,23 @@ class Trainer:
             losses.append(self._step(self._state.step))
             self._state.step += 1
             if not isfinite(losses[-1]):  # the same for all processes
-                said = f"the loss of step {self._state.step} is {losses[-1]}: the training has diverged"
-                if min(self._state.curve, key=lambda point: point.kl).step == 0:
-                    raise ScheduleError(f"{said}, begin it anew with a lower learning rate")
-                log.warning("%s, and ends with its best so far", said)
-                return
+                return self._end_diverged(f"the loss of step {self._state.step} is {losses[-1]}")
             self._state.seconds = time.monotonic() - begun
             self._progress("training", self._state.step, self._recipe.steps)
             if self._state.step % self._recipe.judge_every == 0 or self._state.step == self._recipe.steps:
-                yield self._look(self._qualities(), sum(losses) / len(losses))
+                qualities = self._qualities()
+                if not _are_numbers(qualities):
+                    return self._end_diverged(f"distributions after step {self._state.step} are no numbers")
+                yield self._look(qualities, sum(losses) / len(losses))
                 losses = []
                 if checkpoint is not None and self._peers.is_first:
                     write_state(checkpoint, self._state, self._identity, self._trainable, self._optimizer, settings)
+
+    def _end_diverged(self, said: str) -> None:
+        """Raises ScheduleError if nothing is better than what the training began with."""
+        if min(self._state.curve, key=lambda point: point.kl).step == 0:
+            raise ScheduleError(f"{said}: the training has diverged, begin it anew with a lower learning rate")
+        log.warning("%s: the training has diverged, and ends with its best so far", said)
 
     def best(self) -> list[tuple[Schedule, Quality]]:
         """The schedules, as they did best on the held-out answers together, and how each of them does as stored."""
@@ -248,12 +256,19 @@ class Trainer:
         lessons, done = [], 0
         changed = any(not schedule.prompt_plan.is_full_depth for schedule in self._schedules)
         for pack in packs(answers, lambda answer: answer.passes, self._recipe.tokens_per_step):
-            # Gradients through prompts take the memory of all they compute: so many tokens of them at a time.
-            together = packs(pack, lambda answer: len(answer.prompt), PROMPT_TOKENS) if changed else [pack]
-            lessons.append([_Part(self._engine, each, self._schedules, self._place) for each in together])
+            together: Iterable[list[list[Answer]]] = [[pack]]
+            if changed:  # gradients through prompts take the memory of all they compute: so many tokens at a time
+                of_prompts = [list(group) for _, group in groupby(pack, key=lambda answer: answer.prompt)]
+                together = packs(of_prompts, lambda group: len(group[0].prompt), PROMPT_TOKENS)
+            parts = [list(chain.from_iterable(groups)) for groups in together]
+            lessons.append([_Part(self._engine, part, self._schedules, self._place) for part in parts])
             done += len(pack)
             self._progress("full depth on the answers", done, len(answers))
         return lessons
+
+
+def _are_numbers(qualities: Sequence[Quality]) -> bool:
+    return all(isfinite(quality.mean_kl) for quality in qualities)
 
 
 def is_trainable(schedule: Schedule) -> bool:

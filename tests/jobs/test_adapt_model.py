@@ -206,6 +206,35 @@ def test_another_option_is_refused_by_name_before_the_model_is_loaded(
     assert f"of another training ({said}" in capsys.readouterr().err
 
 
+def test_a_training_whose_input_has_grown_is_refused_before_a_prompt_is_answered(
+    common: list[str], untrained: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Other prompts would be drawn, and their answers written over those that it learnt from."""
+    inputs = tmp_path / "in"
+    inputs.mkdir()
+    shutil.copy(CORPUS, inputs / "a.parquet")
+    arguments = [*common, *untrained, "--input", str(inputs), "--prompts", "60", "--steps", "1"]
+    assert adapt(arguments) == 0
+    kept = (tmp_path / "out" / ANSWERS_FILE).read_bytes()
+    shutil.copy(CORPUS, inputs / "b.parquet")
+    monkeypatch.setattr("jobs.answers.answer_prompts", lambda *_: pytest.fail("a prompt is answered"))
+    capsys.readouterr()
+    assert adapt(arguments) == 1
+    assert "of another training (the prompts drawn was '" in capsys.readouterr().err
+    assert (tmp_path / "out" / ANSWERS_FILE).read_bytes() == kept
+
+
+@pytest.mark.parametrize(("drawn", "seed", "warned"), [(60, 0, False), (42, 0, True), (60, 1, True)])
+def test_a_schedule_that_has_seen_what_it_is_judged_by_is_said_to(
+    drawn: int, seed: int, warned: bool, common: list[str], calibrated: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = [*common, "--output", "out", "--prompts", str(drawn), "--seed", str(seed)]
+    config = command_line.parse(AdaptModel, adapt_model.PROGRAM, given)
+    adapt_model.warn_of_seen_prompts(config, Schedule.read(calibrated / "1.1x"))
+    assert ("was calibrated on 40 prompts of the all part" in caplog.text) == warned
+
+
 def test_a_rerun_answers_no_prompt_again(
     common: list[str], untrained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,14 +251,18 @@ def test_a_rerun_answers_no_prompt_again(
     assert adapt([*arguments, "--steps", "2"]) == 0  # drawn again
 
 
+@pytest.mark.parametrize(
+    ("options", "way_out"), [([], "answers it fits"), (["--prompt-layers", "4"], "a pass of its prompts")]
+)
 def test_more_prompts_than_the_memory_holds_are_refused_before_they_are_answered(
-    common: list[str], untrained: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    options: list[str], way_out: str, common: list[str], untrained: list[str], capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setattr("jobs.adaptation.free_bytes", lambda _: 1_000_000)
-    assert adapt([*common, *untrained, "--prompts", "60", "--prompt-layers", "4"]) == 1
+    assert adapt([*common, *untrained, "--prompts", "60", *options]) == 1
     said = capsys.readouterr().err
     assert "training on 60 answers keeps some" in said
-    assert "answers it fits" in said
+    assert way_out in said
     assert "answering at full depth" not in said
 
 
@@ -291,13 +324,20 @@ def test_several_workers_that_are_interrupted_say_that_a_rerun_goes_on(
 ) -> None:
     program = [sys.executable, "-u", str(ROOT / "jobs" / adapt_model.PROGRAM), "--workers", "2"]
     arguments = [*common, *untrained, "--ray-address", "local", "--prompts", "60", "--steps", "100000"]
-    with subprocess.Popen([*program, *arguments], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, all below
+    try:
+        process = subprocess.Popen(
+            [*program, *arguments], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with process:
+        assert process.stdout is not None
         said = ""
         while "training: " not in said and process.poll() is None:
-            said = process.stderr.readline()
+            said = process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        _, rest = process.communicate()
+        rest, _ = process.communicate()
     assert process.returncode == 4, said + rest
     assert "stopped: interrupted; start it again" in rest
 

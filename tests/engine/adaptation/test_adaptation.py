@@ -16,6 +16,7 @@ from engine.adaptation.curve import Point, is_early_look, reachable_kl
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import Trainer
 from engine.calibration.collect import answer_prompts
+from engine.calibration.prompts import counted_prompt_bridge, prompt_cut
 from engine.forward.quality import Judge
 from engine.forward.teacher_forcing import Answer
 from engine.kernels import Kernels, training_kernels_for
@@ -141,6 +142,52 @@ def test_training_brings_held_out_answers_closer_and_leaves_the_model_alone(
     # A judge keeps full depth in half precision, where a last bit of the logits may turn into a thousandth.
     assert torch.allclose(found, quality.kl, rtol=STORED, atol=STORED)
     assert not torch.allclose(untrained, quality.kl, rtol=10 * STORED, atol=10 * STORED)
+
+
+def test_the_rate_rises_and_falls_however_few_the_steps_are() -> None:
+    for steps in (1, 3, 10, 12, 200):
+        rates = [Recipe(steps=steps).rate(step) for step in range(steps)]
+        assert max(rates) <= 1e-3
+        assert sorted(rates[min(10, steps // 4) :], reverse=True) == rates[min(10, steps // 4) :]
+        assert steps < 10 or rates[-1] < 0.2 * max(rates)
+    assert Recipe().rate(4) == 5e-4  # of ten steps of warm-up
+
+
+def test_a_prompt_that_learns_is_passed_once_for_all_of_its_answers(
+    engine: Engine, schedule: Schedule, answers: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.adaptation.trainer.PROMPT_TOKENS", 50)
+    learns = replace(
+        schedule, prompt_bridge=counted_prompt_bridge(engine.shape, prompt_cut(engine.shape, 3, [schedule]))
+    )
+    thrice = [Answer(answer.prompt, (first, *answer.tokens[1:])) for answer in answers[4:24] for first in (5, 6, 7)]
+    made = Trainer(engine, [learns], thrice, answers[:4], replace(RECIPE, tokens_per_step=10_000), quiet)
+    [lesson] = made._lessons
+    held = [{tuple(answer.prompt) for answer in part.answers} for part in lesson]
+    assert len(held) > 1
+    assert sum(map(len, held)) == 20
+    assert [answer for part in lesson for answer in part.answers] == thrice
+    assert all(sum(map(len, prompts)) <= 50 for prompts in held)
+
+
+def test_a_judgement_that_is_no_number_ends_training_with_its_best_so_far(
+    engine: Engine, schedule: Schedule, answers: list[Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def judging(*factors: float) -> Trainer:
+        made, each = Trainer(engine, [schedule], answers[6:24], answers[:6], RECIPE, quiet), iter(factors)
+        untrained = made.untrained
+        monkeypatch.setattr(made, "_qualities", lambda: [replace(q, kl=q.kl * next(each)) for q in untrained])
+        return made
+
+    assert [point.step for point in judging(0.5, torch.inf).run(tmp_path / "state")] == [0, 10]
+    assert [point.step for point in judging(torch.inf).run(tmp_path / "state")] == [0, 10]  # from what was kept
+    with pytest.raises(ScheduleError, match=r"distributions after step 10 are no numbers.* lower learning rate"):
+        list(judging(torch.inf).run(tmp_path / "other"))
+    assert not (tmp_path / "other").exists()
+    made = judging(torch.inf)
+    made.untrained = made._qualities()
+    with pytest.raises(ScheduleError, match="before any training distributions"):
+        list(made.run())
 
 
 def test_training_that_brings_nothing_ends_but_not_while_steps_are_large(

@@ -11,7 +11,7 @@ import torch
 from engine import Block, Bridge, Engine, ModelShape, Plateau, Sampling, Schedule, ScheduleError
 from engine.adaptation.memory import SCATTERED, check_memory, kept_bytes, model_bytes, working_bytes
 from engine.adaptation.recipe import Recipe
-from engine.adaptation.trainer import Trainer
+from engine.adaptation.trainer import Trainer, attended_layers
 from engine.calibration.prompts import counted_prompt_bridge, prompt_cut
 from engine.forward.prompt_pass import PROMPT_TOKENS
 from engine.forward.teacher_forcing import Answer
@@ -61,6 +61,9 @@ def test_what_training_keeps_is_foreseen(engine: Engine, end: int, prompt_layers
     states = 160 * 8 * (1 if prompt_layers else 3) * shape.hidden * 4
     more = kept_bytes(shape, [schedule], [60] * 160, [60] * 40, 8, answers_per_prompt=3)
     assert more - foreseen == pytest.approx(SCATTERED * 2 * states, rel=1e-3)
+    apart = kept_bytes(shape, [schedule], [60] * 160, [60] * 40, 8, answers_per_prompt=3, tokens_per_step=10)
+    in_lessons = 2 * 160 * 60 * len(attended_layers([schedule], schedule.changed_from)) * shape.cache_elements(1) * 4
+    assert apart - more == pytest.approx(SCATTERED * in_lessons, rel=1e-3)
 
 
 def test_the_model_is_counted_and_on_a_cpu_what_gradients_pass_too(make_checkpoint: Callable[..., Path]) -> None:
@@ -83,12 +86,14 @@ def test_where_prompts_learn_the_longest_may_need_more_than_a_pass_of_others(eng
 
 
 def test_too_many_answers_are_refused_with_how_many_would_do() -> None:
-    check_memory(model=1_000, kept=7_000, free=10_000, answers=100)
+    check_memory(model=1_000, kept=7_000, working=0, free=10_000, answers=100)
     giga = 10**9
     with pytest.raises(
         ScheduleError,
-        match=r"100 answers keeps some 15\.0 GB .* the model's 2\.0 GB, and 10\.0 GB are free: with about 40 ",
+        match=r"100 answers keeps some 12\.0 GB .* 2\.0 GB and 2\.0 GB to work in, and 10\.0 GB are .* about 33 ",
     ):
-        check_memory(model=2 * giga, kept=15 * giga, free=10 * giga, answers=100)
+        check_memory(model=2 * giga, kept=12 * giga, working=2 * giga, free=10 * giga, answers=100)
     with pytest.raises(ScheduleError, match="the model alone is too large"):
-        check_memory(model=9 * giga, kept=giga, free=10 * giga, answers=100)
+        check_memory(model=9 * giga, kept=giga, working=0, free=10 * giga, answers=100)
+    with pytest.raises(ScheduleError, match="a pass of its prompts, or of the longest, does not fit"):
+        check_memory(model=2 * giga, kept=giga, working=7 * giga, free=10 * giga, answers=100)
