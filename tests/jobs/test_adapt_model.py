@@ -333,13 +333,15 @@ def test_several_workers_that_are_interrupted_say_that_a_rerun_goes_on(
         signal.signal(signal.SIGINT, before)
     with process:
         assert process.stdout is not None
-        said = ""
-        while "training: " not in said and process.poll() is None:
-            said = process.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        rest, _ = process.communicate()
-    assert process.returncode == 4, said + rest
-    assert "stopped: interrupted; start it again" in rest
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if "training: " in line:
+                process.send_signal(signal.SIGINT)
+                break
+        said += process.stdout
+    assert process.returncode == 4, "".join(said)
+    assert "stopped: interrupted; start it again" in "".join(said)
 
 
 def test_workers_on_cpus_claim_no_gpus(
