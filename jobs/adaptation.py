@@ -139,9 +139,9 @@ def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
     check_settings(output / CHECKPOINT_FILE, settings)
     today = claimed_at(output)
     teacher = config.load_engine(today)
-    check = partial(check_drawn, config, teacher, schedules, settings)
-    drawn, provenance = answer_corpus(config, teacher, progress, check, output / ANSWERS_FILE)
-    del check
+    drawn, provenance = answer_corpus(
+        config, teacher, progress, partial(check_drawn, config, teacher, schedules, settings), output / ANSWERS_FILE
+    )
     kept = config.held_out_of(len(drawn))
     if kept >= len(drawn):
         raise ScheduleError(
