@@ -156,7 +156,7 @@ def _publish(
             check()
             storage.write(CARD if _may_write_card(storage) else CARD_BESIDE, card.encode())
         # Shards of an earlier, longer data set, or what was published in another format.
-        stale = {*own(Kind.DATA_SET, [*storage.names(FOLDER), *storage.entries()])} - {entry["file"] for entry in files}
+        stale = {*own(Kind.DATA_SET, _there(storage))} - {entry["file"] for entry in files}
         check()
         remove(storage, Kind.DATA_SET, sorted(stale - {MANIFEST, CARD, CARD_BESIDE}))
         manifest = {**wanted, "rows": filters.kept, "dropped": dict(filters.dropped), "files": files}
@@ -172,7 +172,7 @@ def unpublished(storage: Storage, success: Mapping[str, Any]) -> str:
         return "it is not published yet"
     if (manifest["run"], manifest.get("commits")) != (success["fingerprint"], _state(success)):
         return "what is published is of an earlier state of the run"
-    there = {*storage.entries(), *storage.names(FOLDER)}
+    there = _there(storage)
     gone = [entry["file"] for entry in manifest["files"] if entry["file"] not in there]
     return f"{gone[0]} is not there, and {len(gone) - 1} more of its files" if gone else ""
 
@@ -185,7 +185,12 @@ def _state(success: Mapping[str, Any]) -> str:
 def _is_there(config: DatasetConfig, storage: Storage, manifest: dict[str, Any]) -> bool:
     """Whether all that was published still is."""
     card = {CARD} if config.output_format == "parquet" else set()
-    return {*storage.entries(), *storage.names(FOLDER)} >= card | {entry["file"] for entry in manifest["files"]}
+    return _there(storage) >= card | {entry["file"] for entry in manifest["files"]}
+
+
+def _there(storage: Storage) -> set[str]:
+    """What lies in an output, as far as data sets write to it."""
+    return {*storage.entries(), *storage.names(FOLDER)}
 
 
 def _committed(storage: Storage, success: dict[str, Any]) -> Iterator[pa.Table]:

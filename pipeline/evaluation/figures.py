@@ -110,7 +110,10 @@ def read_outputs(study: Study, contenders: Sequence[Contender]) -> list[Outputs]
 def figures(outputs: Outputs, bootstrap: Bootstrap) -> Figures:
     """Of one contender."""
     rows, full = outputs.rows, outputs.full
-    ours, theirs = _scores(outputs.against_reference), _scores(full.against_reference)
+    ours, theirs = (
+        {name: np.nan_to_num(values) for name, values in _scores(each.against_reference).items()}
+        for each in (outputs, full)
+    )
     same = _scores(outputs.against_full_depth)
     referred = np.array([float(each is not None) for each in outputs.against_reference])
     steps = np.array([len(row["agrees"] or ()) for row in rows], dtype=np.float64)
@@ -135,10 +138,8 @@ def figures(outputs: Outputs, bootstrap: Bootstrap) -> Figures:
         nll=bootstrap.ratio(nll, lengths),
         excess_nll=bootstrap.difference((nll, lengths), (full.column("nll"), full_lengths)),
         agreement=bootstrap.ratio(np.array([float(sum(row["agrees"] or ())) for row in rows]), steps),
-        against_reference={name: bootstrap.ratio(np.nan_to_num(ours[name]), referred) for name in METRICS},
-        share_of_full_depth={
-            name: bootstrap.ratio(np.nan_to_num(ours[name]), np.nan_to_num(theirs[name])) for name in METRICS
-        },
+        against_reference={name: bootstrap.ratio(ours[name], referred) for name in METRICS},
+        share_of_full_depth={name: bootstrap.ratio(ours[name], theirs[name]) for name in METRICS},
         against_full_depth={name: bootstrap.mean(same[name]) for name in METRICS},
         exact_match=bootstrap.mean(np.array(exact, dtype=np.float64)),
         length_ratio=bootstrap.ratio(lengths, full_lengths),

@@ -52,14 +52,13 @@ def _rows_from(stream: Any, start: int, end: int, columns: Sequence[str]) -> Ite
     """Batches that cover rows [start, end) of a file, each with the number of its first row."""
     whole = open_parquet(stream)
     footer, present = whole.metadata, [name for name in columns if name in whole.schema_arrow.names]
-    in_pieces = open_parquet(stream, footer)
     offset = 0
     for number in range(footer.num_row_groups):
         group = footer.row_group(number)
         if group.num_rows and offset < end and offset + group.num_rows > start:
             first = offset
             spared = group.total_byte_size * (1 - (end - offset) / group.num_rows)
-            reader = in_pieces if spared > PIECE_BYTES else whole
+            reader = open_parquet(stream, footer) if spared > PIECE_BYTES else whole
             # One row group at a time: a reader of whole ones holds all that it was asked for.
             for batch in reader.iter_batches(BATCH_ROWS, row_groups=[number], columns=present):
                 yield first, batch.select(present)  # reading "a" finds "a.b" too

@@ -2,22 +2,34 @@
 
 import logging
 import time
+from collections.abc import Callable, Iterable
 
 import pytest
 
 from pipeline.monitoring.stage_progress import StageProgress
 
+Told = Callable[[str, Iterable[tuple[float, int, int]]], list[str]]
 
-def test_a_stage_that_comes_again_has_a_rate_of_its_own(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    progress = StageProgress(logging.getLogger("stages"))
-    with caplog.at_level(logging.INFO, logger="stages"):
-        for now, done, total in ((0.0, 0, 100), (50.0, 50, 100), (100.0, 100, 100), (100.0, 0, 60), (110.0, 20, 60)):  # noqa: B007
-            progress("collecting states", done, total)
-    assert [record.message for record in caplog.records] == [
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Told:
+    """What is said of a stage: at each time so much is done of so much."""
+
+    def tell(stage: str, course: Iterable[tuple[float, int, int]]) -> list[str]:
+        now = 0.0
+        monkeypatch.setattr(time, "monotonic", lambda: now)
+        progress = StageProgress(logging.getLogger("stages"))
+        with caplog.at_level(logging.INFO, logger="stages"):
+            for now, done, total in course:  # noqa: B007
+                progress(stage, done, total)
+        return [record.message for record in caplog.records]
+
+    return tell
+
+
+def test_a_stage_that_comes_again_has_a_rate_of_its_own(told: Told) -> None:
+    course = ((0.0, 0, 100), (50.0, 50, 100), (100.0, 100, 100), (100.0, 0, 60), (110.0, 20, 60))
+    assert told("collecting states", course) == [
         "collecting states: 100",
         "collecting states: 50 of 100, 1.0/s, 0:00:50 left",
         "collecting states: 100 of 100, 1.0/s, 0:00:00 left",
@@ -26,16 +38,9 @@ def test_a_stage_that_comes_again_has_a_rate_of_its_own(
     ]
 
 
-def test_what_was_there_before_counts_for_no_rate(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    progress = StageProgress(logging.getLogger("stages"))
-    with caplog.at_level(logging.INFO, logger="stages"):
-        for now, done in ((5.0, 300), (20.0, 300), (35.0, 330), (85.0, 400)):  # noqa: B007
-            progress("training", done, 400)
-    assert [record.message for record in caplog.records] == [
+def test_what_was_there_before_counts_for_no_rate(told: Told) -> None:
+    course = ((5.0, 300, 400), (20.0, 300, 400), (35.0, 330, 400), (85.0, 400, 400))
+    assert told("training", course) == [
         "training: 400",
         "training: 330 of 400, 1.0/s, 0:01:10 left",
         "training: 400 of 400, 1.2/s, 0:00:00 left",
