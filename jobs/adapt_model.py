@@ -24,7 +24,7 @@ from engine.calibration.prompts import check_prompt_layers
 from engine.forward.target import sample_flop_speedup
 from jobs import command_line
 from jobs.adaptation import CHECKPOINT_FILE, AdaptModel, Training, train, train_on_cluster
-from jobs.answers import ANSWERS_FILE
+from jobs.answers import ANSWERS_FILE, made_from
 from pipeline.evaluation.charts import learning_curve
 from pipeline.evaluation.contender import ending
 from pipeline.preparing.fit import check_no_others, read_schedule, read_schedules, warn_of_another_model
@@ -67,19 +67,14 @@ def adapt(config: AdaptModel) -> None:
 
 def warn_of_seen_prompts(config: AdaptModel, schedule: Schedule) -> None:
     """Say that what a schedule has learnt from before may be among what it is judged by here."""
-    for made, what in (("calibrated_on", "calibrated"), ("adapted_on", "trained")):
-        record = schedule.provenance.get(made)
-        if record is None:
-            continue
-        part = record.get("part") or "all"
-        if part != config.part and "all" not in (part, config.part):
-            continue
-        left = config.prompts - config.held_out_of(config.prompts)  # a larger draw of a seed only adds to a smaller
+    left = config.prompts - config.held_out_of(config.prompts)
+    for how, record in made_from(schedule.provenance, config.part, config.parted_by):
+        # A larger draw of a seed only adds to a smaller.
         if record.get("sampling", {}).get("seed") != config.seed or record.get("prompts", left + 1) > left:
             log.warning(
                 "the schedule was %s on %s prompts of the %s part: where that was of this input, it is judged by some "
                 "of them here, unless more are drawn (--prompts) by the same --seed",
-                what, record.get("prompts", "other"), part,
+                how, record.get("prompts", "other"), record["part"],
             )  # fmt: skip
 
 

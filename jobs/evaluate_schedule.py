@@ -28,7 +28,7 @@ from engine.bootstrap import Bootstrap, Estimate
 from engine.calibration.prompts import check_prompt_layers
 from engine.checkpoints.tokenizer import Tokenizer
 from jobs import command_line
-from jobs.answers import PART, TargetSpeedup
+from jobs.answers import PART, TargetSpeedup, made_from
 from jobs.prompts import SUMMARIZE
 from pipeline.errors import JobError
 from pipeline.evaluation.bridged_rivals import bridged_rivals, whole_sample_rivals, with_shorter_prompts
@@ -258,17 +258,13 @@ def warn_of_seen_rows(config: EvaluateSchedule, contenders: Sequence[Contender])
     if config.part in ("all", "calibrate") and (config.rivals or config.needs_bridges):
         log.warning("rivals and bridges are made from the calibrate part, and judged on the %s part", config.part)
     for contender in contenders:
-        for made, what in (("calibrated_on", "calibrated"), ("adapted_on", "trained")):
-            record = getattr(contender.method, "provenance", {}).get(made)
-            if record is None:
-                continue
-            part, parted_by = record.get("part") or "all", record.get("parted_by", "id")
-            if "all" in (part, config.part) or part == config.part or parted_by != config.parted_by:
-                log.warning(
-                    "%s was %s on the %s part by %s, and is judged on the %s part by %s: where both are of one input, "
-                    "it has seen some of these rows",
-                    contender.label, what, part, parted_by, config.part, config.parted_by,
-                )  # fmt: skip
+        provenance = getattr(contender.method, "provenance", {})
+        for how, record in made_from(provenance, config.part, config.parted_by):
+            log.warning(
+                "%s was %s on the %s part by %s, and is judged on the %s part by %s: where both are of one input, "
+                "it has seen some of these rows",
+                contender.label, how, record["part"], record["parted_by"], config.part, config.parted_by,
+            )  # fmt: skip
 
 
 def _table(found: Sequence[Figures]) -> Table:
