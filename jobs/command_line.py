@@ -159,7 +159,7 @@ def _parts(config_class: type[BaseModel]) -> list[type[BaseModel]]:
 
 def _title(part: type[BaseModel]) -> str:
     """The first sentence of what the class says that it is."""
-    return re.split(r"\.(?=\s|$)", part.__doc__ or part.__name__)[0]
+    return " ".join(re.split(r"\.(?=\s|$)", part.__doc__ or part.__name__)[0].split())
 
 
 def _no_option(argument: str, options: Sequence[str]) -> str:

@@ -204,6 +204,7 @@ class Session:
         if now - self._counted_at < BOARD_INTERVAL_S:
             return
         self._counted_at, counts = now, self._board.read([])
+        self._meter.repeat()
         if counts.unready > HOPELESS_STARTS * self._resources.count + 1:
             raise JobError(
                 f"replicas died {counts.unready} times in a row while they loaded model "

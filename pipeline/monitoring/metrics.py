@@ -65,8 +65,13 @@ class RunMeter:
         self._counters = {field: _made(metric, tags) for field, metric in COUNTED.items()}
         self._committed, self._rouge = _made(COMMITTED, tags), _made(AUDIT_ROUGE, tags)
         self._failures = _made(FAILURES, tags)
-        _made(PLANNED, tags).set(planned_rows)
-        self._committed.set(committed_rows)
+        self._gauges: dict[Any, float] = {_made(PLANNED, tags): planned_rows, self._committed: committed_rows}
+        self.repeat()
+
+    def repeat(self) -> None:
+        """Tell the gauges as they stand: Ray drops one that is not set again within two of its reports, 20 s."""
+        for gauge, value in self._gauges.items():
+            gauge.set(value)
 
     def committed(self, commit: Commit, totals: Totals) -> None:
         """A unit is committed; `totals` are those of the run so far, over all its sessions."""
@@ -74,9 +79,10 @@ class RunMeter:
             amount = getattr(commit.totals, field)
             if amount > 0:
                 counter.inc(amount)
-        self._committed.set(totals.rows)
+        self._gauges[self._committed] = totals.rows
         if totals.audited:
-            self._rouge.set(totals.audit_rouge / totals.audited)
+            self._gauges[self._rouge] = totals.audit_rouge / totals.audited
+        self.repeat()
 
     def failed(self) -> None:
         """An attempt at a unit has failed."""

@@ -99,13 +99,16 @@ def test_a_session_in_which_nothing_moves_ends_resumably(
     monkeypatch.setattr(session, "Watchdog", partial(Watchdog, clock=lambda: now[0]))
     task: Any = SimpleNamespace(config=job(stall_minutes=1.0), run="run")
     plan: Any = SimpleNamespace(rows=1)
+    repeated: list[float] = []
+    monkeypatch.setattr(session.RunMeter, "repeat", lambda _: repeated.append(now[0]))
     stuck = Session(task, plan, [], Interruption(), None)
-    for seconds in (0, 59):
+    for seconds in (0, 1, 58):
         now[0] += seconds
         stuck._check()
     now[0] += 10
     with pytest.raises(JobStopped, match=r"nothing has moved for 1 minutes .* start the job again to resume"):
         stuck._check()
+    assert repeated == [1000, 1000, 1059, 1069]  # as it begins, and with each look at the board
 
 
 def test_what_ends_a_replica_as_it_starts_is_told_as_what_it_is() -> None:

@@ -55,6 +55,15 @@ def test_what_earlier_sessions_committed_is_told_from_the_start(recorded: dict[s
     assert recorded["skipdecode_committed_rows"] == 80
 
 
+def test_gauges_are_told_again_as_they_stand(recorded: dict[str, float]) -> None:
+    """Ray forgets one that is set once: seen on a node's port, it is gone half a minute later."""
+    meter, unit = RunMeter("run", 100, 40), commit(rows=3, audited=1, audit_rouge=0.5)
+    meter.committed(unit, Totals(rows=40) + unit.totals)
+    recorded.clear()
+    meter.repeat()
+    assert recorded == {"skipdecode_planned_rows": 100, "skipdecode_committed_rows": 43, "skipdecode_audit_rouge": 0.5}
+
+
 def test_every_counted_field_is_one_of_the_totals() -> None:
     assert set(COUNTED) <= set(Totals.__dataclass_fields__)
     assert len({metric.name for metric in metrics.ALL}) == len(metrics.ALL)
