@@ -254,6 +254,11 @@ class Engine:
         with torch.inference_mode():
             return similarity(self._prompts, _pairs(prompts, answers))
 
+    @property
+    def item_sizes(self) -> tuple[int, int]:
+        """Bytes of a number of keys and values, and of hidden states."""
+        return self._kept.itemsize, self._dtype.itemsize
+
     def score(
         self,
         prompts: Sequence[Sequence[int]],
@@ -331,11 +336,7 @@ class Engine:
         return AnswerPass(kept, answers)
 
     def stop_prompts(
-        self,
-        prompts: Sequence[Sequence[int]],
-        first: int,
-        skips: Bridge | None = None,
-        observe: Observe | None = None,
+        self, prompts: Sequence[Sequence[int]], first: int, skips: Bridge | None = None, observe: Observe | None = None
     ) -> StoppedPrompts:
         """As `PromptPass.stop`, by a bridge over a block."""
         skipped = None

@@ -82,23 +82,23 @@ class Kernels:
         """To the keys that each query sees, [m, n]; None: as many queries as keys, which see those before."""
         heads, kv_heads = q.shape[1], k.shape[1]
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, tokens, head_dim]
+        grouped = heads != kv_heads
+        # A GPU's fused kernels take grouped heads in 16 bits alone; without one all scores would be kept for gradients.
+        if grouped and (kind.softcap is not None or (q.is_cuda and q.dtype == torch.float32)):
+            k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+            grouped = False
         if kind.softcap is None:
             out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=seen, is_causal=seen is None, scale=kind.scale, enable_gqa=heads != kv_heads
+                q, k, v, attn_mask=seen, is_causal=seen is None, scale=kind.scale, enable_gqa=grouped
             )
         else:
             assert seen is not None
-            k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
             scores = _cap(q @ k.transpose(-1, -2) * kind.scale, kind.softcap).masked_fill(~seen, -torch.inf)
             out = scores.float().softmax(-1).to(v.dtype) @ v
         return out[0].transpose(0, 1).flatten(1)
 
     def packed_attention(
-        self,
-        q: Tensor,
-        spans: Sequence[tuple[int, int]],
-        prompts: Sequence[tuple[Tensor, Tensor]],
-        kind: AttentionKind,
+        self, q: Tensor, spans: Sequence[tuple[int, int]], prompts: Sequence[tuple[Tensor, Tensor]], kind: AttentionKind
     ) -> Tensor:
         """`prompt_attention` of several prompts whose last tokens are laid end to end.
 

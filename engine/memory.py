@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from engine.decoding.lanes import lanes_for
+from engine.errors import ScheduleError
 from engine.forward.cache import rows_held, slots_for
 from engine.forward.prompt_pass import PROMPT_TOKENS
 from engine.schedules.schedule import Schedule
@@ -93,6 +94,28 @@ def free_bytes(device: torch.device) -> int:
     machine = min(1.0, threads / cores) * _available()
     container = min(1.0, threads / min(cores, _container_cores())) * _container_rest()
     return int(min(machine, container)) + _kept_bytes()
+
+
+def check_memory(task: str, kept: int, working: int, free: int, answers: int, model: int = 0) -> None:
+    """Raises ScheduleError if a task on so many answers takes more memory than can be counted on; all in bytes.
+
+    Args:
+        task: in words.
+        kept: of the answers, as long as it takes.
+        working: that it takes whatever their number.
+        free: there is.
+        model: of a model that is yet to be loaded.
+    """
+    room = int(SHARE * free) - model - working
+    if kept > room:
+        way_out = f"with about {int(answers * room / kept)} answers it fits"
+        if room <= 0:
+            way_out = "the model alone is too large" if room + working <= 0 else "what it works in alone does not fit"
+        beside = f" beside the model's {model / 1e9:.1f} GB" if model else ""
+        raise ScheduleError(
+            f"{task} on {answers} answers keeps some {kept / 1e9:.1f} GB of full depth in memory{beside} and takes "
+            f"{working / 1e9:.1f} GB to work in, and {free / 1e9:.1f} GB are free: {way_out}"
+        )
 
 
 def keep_freed_memory() -> None:

@@ -24,7 +24,7 @@ from engine.calibration.prompts import check_prompt_layers
 from engine.forward.target import sample_flop_speedup
 from jobs import command_line
 from jobs.adaptation import CHECKPOINT_FILE, AdaptModel, Training, train, train_on_cluster
-from jobs.answers import ANSWERS_FILE, made_from
+from jobs.answers import ANSWERS_FILE
 from pipeline.evaluation.charts import learning_curve
 from pipeline.evaluation.contender import ending
 from pipeline.preparing.fit import check_no_others, read_schedule, read_schedules, warn_of_another_model
@@ -45,7 +45,6 @@ def adapt(config: AdaptModel) -> None:
     check_no_others(output, schedules)
     for schedule in schedules.values():
         warn_of_another_model(schedule, config.model, engine.model_identity(config.model))
-        warn_of_seen_prompts(config, schedule)
     done = (train if config.workers == 1 else train_on_cluster)(config, list(schedules.values()))
     shared = done.learnt_from["shared_prefix_tokens"]
     for (name, before), (after, quality) in zip(schedules.items(), done.trained, strict=True):
@@ -63,19 +62,6 @@ def adapt(config: AdaptModel) -> None:
     (output / CARD_FILE).write_text(_card(config, list(schedules), done), encoding="utf-8", errors="backslashreplace")
     Console().print(_table(done.points))
     print(f"{time.monotonic() - start:.0f} s; run it with --schedule {output}")
-
-
-def warn_of_seen_prompts(config: AdaptModel, schedule: Schedule) -> None:
-    """Say that what a schedule has learnt from before may be among what it is judged by here."""
-    left = config.prompts - config.held_out_of(config.prompts)
-    for how, record in made_from(schedule.provenance, config.part, config.parted_by):
-        # A larger draw of a seed only adds to a smaller.
-        if record.get("sampling", {}).get("seed") != config.seed or record.get("prompts", left + 1) > left:
-            log.warning(
-                "the schedule was %s on %s prompts of the %s part: where that was of this input, it is judged by some "
-                "of them here, unless more are drawn (--prompts) by the same --seed",
-                how, record.get("prompts", "other"), record["part"],
-            )  # fmt: skip
 
 
 def _read(config: AdaptModel, shape: ModelShape) -> dict[str, Schedule]:

@@ -18,7 +18,7 @@ from pydantic import Field
 from engine import Engine, ModelError, Schedule, ScheduleError, model_identity
 from engine.adaptation.checkpoint import check_settings
 from engine.adaptation.curve import Point, is_early_look, reachable_kl
-from engine.adaptation.memory import check_memory, kept_bytes, model_bytes, working_bytes
+from engine.adaptation.memory import kept_bytes, model_bytes, working_bytes
 from engine.adaptation.peers import Peers
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import Trainer
@@ -26,8 +26,8 @@ from engine.calibration.prompts import counted_prompt_bridge, fit_prompt_bridge,
 from engine.forward.packing import packs
 from engine.forward.quality import Quality
 from engine.kernels import training_kernels_for
-from engine.memory import free_bytes
-from jobs.answers import ANSWERS_FILE, PART, AnswersConfig, answer_corpus, with_more_answers
+from engine.memory import check_memory, free_bytes
+from jobs.answers import ANSWERS_FILE, PART, AnswersConfig, answer_corpus, made_from, with_more_answers
 from pipeline import logs
 from pipeline.errors import JobError, JobStopped
 from pipeline.inputs.sample_prompts import Part
@@ -75,9 +75,7 @@ class AdaptModel(AnswersConfig):
     )
     held_out: float = Field(0.1, gt=0, lt=0.5, description="share of them that is judged by, not trained on")
     steps: int = Field(
-        DEFAULT.steps,
-        ge=1,
-        description="updates at most; past half of them it ends when judgements stop improving",
+        DEFAULT.steps, ge=1, description="updates at most; past half of them it ends when judgements stop improving"
     )
     learning_rate: float = Field(DEFAULT.learning_rate, gt=0, description="highest of the warm-up and cosine")
     prompt_layers: int | None = Field(
@@ -209,6 +207,9 @@ def check_drawn(
     """
     settings["the prompts drawn"] = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16]
     check_settings(Path(config.output) / CHECKPOINT_FILE, settings)  # the input may have grown since
+    if Peers().is_first:
+        for schedule in schedules:
+            warn_of_seen_prompts(config, schedule, len(prompts))
     if config.prompt_layers is not None:
         bridge = counted_prompt_bridge(teacher.shape, prompt_cut(teacher.shape, config.prompt_layers, schedules))
         schedules = [replace(schedule, prompt_bridge=bridge) for schedule in schedules]
@@ -216,12 +217,26 @@ def check_drawn(
     ours = Peers().share(lengths[:-kept])
     sizes = (config.max_new_tokens, config.answers_per_prompt, config.recipe().tokens_per_step)
     check_memory(
-        model_bytes(teacher.shape, teacher.device),
+        "training",
         kept_bytes(teacher.shape, schedules, ours, lengths[-kept:], *sizes),
         working_bytes(teacher.shape, schedules, ours, lengths[-kept:]),
         free_bytes(teacher.device),
         len(prompts),
+        model_bytes(teacher.shape, teacher.device),
     )
+
+
+def warn_of_seen_prompts(config: AdaptModel, schedule: Schedule, drawn: int) -> None:
+    """Say that what a schedule has learnt from before may be among what it is judged by here, of so many prompts."""
+    left = drawn - config.held_out_of(drawn)
+    for how, record in made_from(schedule.provenance, config.part, config.parted_by):
+        # A larger draw of a seed only adds to a smaller.
+        if record.get("sampling", {}).get("seed") != config.seed or record.get("prompts", left + 1) > left:
+            log.warning(
+                "the schedule was %s on %s prompts of the %s part: where that was of this input, it is judged by some "
+                "of them here, unless more are drawn (--prompts) by the same --seed",
+                how, record.get("prompts", "other"), record["part"],
+            )  # fmt: skip
 
 
 def train_on_cluster(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:

@@ -37,10 +37,7 @@ TargetSpeedup = Annotated[float, Field(gt=1, allow_inf_nan=False)]  # of FLOPs
 class AnswersConfig(CorpusConfig):
     """Which prompts the model answers at full depth."""
 
-    prompt: str = Field(
-        SUMMARIZE,
-        description="user text, with {text} and {column} fields; {{ and }} are plain braces",
-    )
+    prompt: str = Field(SUMMARIZE, description="user text, with {text} and {column} fields; {{ and }} are plain braces")
     max_new_tokens: int = Field(64, ge=2, description="longest answer")
     prompts: int = Field(500, ge=1, description="prompts to draw, by the seed")
     part: Part = Field("all", description=PART)

@@ -16,9 +16,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from engine import ModelShape, describe
-from engine.calibration.calibrate import LEAST_ANSWERS, Calibrated, Calibration, check_targets
+from engine import Engine, describe
+from engine.calibration.calibrate import LEAST_ANSWERS, Calibrated, Calibration, check_targets, foreseen_depths
+from engine.calibration.memory import kept_bytes, working_bytes
 from engine.calibration.prompts import check_prompt_layers
+from engine.memory import check_memory, free_bytes
 from jobs import command_line
 from jobs.answers import ANSWERS_FILE, PART, AnswersConfig, TargetSpeedup, answer_corpus
 from pipeline.errors import JobError
@@ -79,7 +81,7 @@ def calibrate(config: CalibrateSchedule) -> None:
     if config.prompt_layers is not None:
         check_prompt_layers(config.prompt_layers, shape)
     model = config.load_engine(claimed_at(output))
-    drawn, made = answer_corpus(config, model, progress, partial(check_sample, config, shape), output / ANSWERS_FILE)
+    drawn, made = answer_corpus(config, model, progress, partial(check_sample, config, model), output / ANSWERS_FILE)
     chosen = (config.prompt_layers, config.whole_head, sample_targets)
     calibration = Calibration(model, drawn, targets, progress, *chosen)
     table, maps = Table(*COLUMNS, title="on held-out answers, teacher-forced", title_justify="left"), []
@@ -99,15 +101,27 @@ def calibrate(config: CalibrateSchedule) -> None:
           f"--target-speedup <{meant}>")  # fmt: skip
 
 
-def check_sample(config: CalibrateSchedule, shape: ModelShape, prompts: Sequence[Sequence[int]]) -> None:
-    """Whether schedules can be made from the answers to some prompts. Raises JobError, ScheduleError."""
+def check_sample(config: CalibrateSchedule, model: Engine, prompts: Sequence[Sequence[int]]) -> None:
+    """Whether schedules can be made from the answers to some prompts, and in the memory that is free beside the model.
+
+    Raises JobError, ScheduleError.
+    """
     if len(prompts) < LEAST_ANSWERS:
         drawn_from = "all" if config.part == "all" else f"the {config.part} part"
         raise JobError(
             f"calibration needs {LEAST_ANSWERS} prompts, and {drawn_from} of {config.input!r} makes {len(prompts)}: "
             "give a larger input, or another part (--part)"
         )
-    check_targets(config.target_speedups, shape, prompts, config.max_new_tokens, config.whole_head)
+    shape, answer_tokens = model.shape, config.max_new_tokens
+    check_targets(config.target_speedups, shape, prompts, answer_tokens, config.whole_head)
+    sizes = [len(prompt) for prompt in prompts], answer_tokens, model.item_sizes
+    depths = foreseen_depths(config.target_speedups, shape, sizes[0], answer_tokens, config.whole_head)
+    bridged = shape.layers - config.prompt_layers if config.prompt_layers else 0
+    if config.target_sample_speedups:
+        bridged = shape.layers // 2  # as far as one can tell yet
+    kept = kept_bytes(shape, *sizes, prompts_change=bool(bridged))
+    working = working_bytes(shape, *sizes, depths, bridged)
+    check_memory("calibrating", kept, working, free_bytes(model.device), len(prompts))
 
 
 def _name(target: float) -> str:

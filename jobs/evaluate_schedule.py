@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from engine import Engine, ModelShape, Schedule, describe, model_identity, resolve_dtype
+from engine import Engine, ModelShape, Schedule, __version__, describe, model_identity, resolve_dtype
 from engine.bootstrap import Bootstrap, Estimate
 from engine.calibration.prompts import check_prompt_layers
 from engine.checkpoints.tokenizer import Tokenizer
@@ -157,7 +157,9 @@ def evaluate(config: EvaluateSchedule) -> None:
             log.info("%s: %s", rival.label, rival.note or "solved")
             contenders.append(rival)
     write_rivals(config, contenders)
-    study = Study(config.output / WORK_FOLDER, identity, sampling, config.batch_size, prompts)
+    # What a version counts, and answers behind a prefix that is shared or not, are not another's.
+    decided_by = f"{identity} {__version__} prefix {engine.shared_tokens}"
+    study = Study(config.output / WORK_FOLDER, decided_by, sampling, config.batch_size, prompts)
     study.run(engine, contenders)
     write_results(config, study, contenders)
 

@@ -19,10 +19,7 @@ PROGRAM = "summarize_corpus.py"
 class SummarizeCorpus(JobConfig):
     """Summarise every text of a Parquet corpus, at a fraction of the decoding compute. Rerun to resume."""
 
-    prompt: str = Field(
-        SUMMARIZE,
-        description="user text, with {text} and {column} fields; {{ and }} are plain braces",
-    )
+    prompt: str = Field(SUMMARIZE, description="user text, with {text} and {column} fields; {{ and }} are plain braces")
     max_new_tokens: int = Field(64, ge=1, description="longest summary")
 
 

@@ -96,8 +96,7 @@ class GenerationConfig(AnswerConfig):
     """At what depth a text is made, and by which engine."""
 
     engine: Literal["auto", "torch", "vllm"] = Field(
-        "auto",
-        description="what generates: our own engine on torch, or vLLM; auto: vLLM on GPUs that have it",
+        "auto", description="what generates: our own engine on torch, or vLLM; auto: vLLM on GPUs that have it"
     )
     gpu_memory_share: float = Field(0.9, gt=0, le=1, description="of a GPU's memory that vLLM takes")
     quantization: str | None = Field(None, description="of vLLM's weights, such as fp8; default the checkpoint's own")
@@ -243,11 +242,6 @@ class JobConfig(GenerationConfig, StorageConfig):
     def reserved(self) -> tuple[str, ...]:
         """Names of columns that are added to the output afterwards."""
         return ()
-
-    @property
-    def billed_gpus(self) -> float:
-        """GPUs of a replica, whose hours are billed; 1 stands for the replica itself where it has none."""
-        return self.gpus_per_replica or 1.0
 
     def input_storage(self) -> Storage:
         """Raises JobError."""

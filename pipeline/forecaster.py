@@ -81,7 +81,8 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
         seconds = flops_prompt * per_prompt_flop + flops_decode * per_decode_flop
         full_seconds = full_prompt * per_prompt_flop + full_decode * per_decode_flop
         if config.price_per_gpu_hour is not None:
-            price = config.price_per_gpu_hour * config.billed_gpus / 3600
+            # Of a replica's GPUs; where it has none, of the replica itself.
+            price = config.price_per_gpu_hour * (config.gpus_per_replica or 1.0) / 3600
             cost, full_cost = seconds * price, full_seconds * price
     return Forecast(
         run=work_name(job, plan.units),

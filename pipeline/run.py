@@ -2,24 +2,15 @@
 
 import logging
 import time
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine import ModelShape
 from pipeline import logs
-from pipeline.commits.commit import (
-    DATA,
-    SUCCESS_FILE,
-    Commit,
-    Totals,
-    damaged,
-    read_commits,
-    sweep_orphans,
-    total,
-    write_success,
-)
+from pipeline.commits.commit import DATA, SUCCESS_FILE, Commit, Totals, damaged, read_commits, sweep_orphans, total
 from pipeline.commits.failed import FAILED, FailedUnit, forget_failures, record_failure
-from pipeline.commits.manifest import is_manifest_of
+from pipeline.commits.manifest import is_manifest_of, write_success
 from pipeline.config import JobConfig
 from pipeline.errors import JobError, JobStopped, UnitsFailed, one_line
 from pipeline.execution.cluster import connect
@@ -27,7 +18,7 @@ from pipeline.execution.interruption import Interruption
 from pipeline.execution.session import Done, Session
 from pipeline.execution.stages import Task
 from pipeline.inputs.input_record import hold_input
-from pipeline.inputs.work import Plan
+from pipeline.inputs.work import MOST_UNITS, Plan
 from pipeline.preparing.backend import Backend
 from pipeline.preparing.incremental import History, work_name
 from pipeline.preparing.preparation import Preparation, prepare_run
@@ -92,6 +83,7 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
         lease.check()  # planning may take longer than a lease lasts, and what comes next removes
     storage = job.config.output_storage()
     begun = _begin(job, storage)
+    job = begun.job
     unreadable = [record_failure(storage, unit, 1, f"read: {why}") for unit, why in job.plan.unreadable]
     session = _generate(begun, lease) if begun.new.units else Done()
     session.failed += unreadable
@@ -108,7 +100,9 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
     if begun.claim.resuming:
         forget_failures(storage, keep={unit.unit for unit in session.failed})
     if session.failed:
-        _report(begun, storage, session, commits, totals)
+        if begun.history is not None:
+            commits = begun.history.present(commits)
+        _report(begun, storage, session, commits, total(commits))
         raise UnitsFailed(_say_failed(session.failed, begun.work, job.config.output))
     _check_complete(job.plan, commits, storage)
 
@@ -164,15 +158,29 @@ def _begin(job: Preparation, storage: Storage) -> _Begun:
     history = History(storage, job, job.known if claim.resuming else {}) if job.config.incremental else None
     if history is not None:
         commits = history.settle(commits)
+        plan = job.plan.excusing(history.is_done)
     else:
-        hold_input(storage, job.plan, begun=bool(commits))
-    begun = _Begun(job, claim, history, commits, job.plan.without({commit.unit for commit in commits}))
+        if claim.resuming and job.plan.without(_units(commits)).units and SUCCESS_FILE in storage.entries():
+            # Another job of this run may have finished it since: that its manifest stands is not to be undone.
+            commits = read_commits(storage, claim.run)
+        rows = hold_input(storage, job.plan, begun=bool(commits))
+        plan = job.plan.with_done(rows, _units(commits), job.config)
+    begun = _Begun(replace(job, plan=plan), claim, history, commits, plan.without(_units(commits)))
+    if begun.new.units and len(commits) + len(begun.new.units) > MOST_UNITS:
+        raise JobError(
+            f"{storage.url!r} would hold more than {MOST_UNITS:,} work units, the most that a manifest lists: "
+            "name another output for what is new, with an input of its own"
+        )
     if claim.resuming and begun.new.units:
         storage.at_first().prove_put_if_absent()  # who began the run may have been allowed more than who goes on
-    if claim.resuming and (begun.new.units or (history is not None and job.plan.unreadable)):
+    if claim.resuming and (begun.new.units or (history is not None and plan.unreadable)):
         remove(storage, Kind.RUN, [SUCCESS_FILE])  # or it would tell readers and schedulers that nothing is left to do
     _say_begun(begun)
     return begun
+
+
+def _units(commits: Iterable[Commit]) -> set[str]:
+    return {commit.unit for commit in commits}
 
 
 def _say_begun(begun: _Begun) -> None:
@@ -214,7 +222,7 @@ def _generate(begun: _Begun, lease: Lease | None) -> Done:
 def _check_complete(plan: Plan, commits: list[Commit], storage: Storage) -> None:
     """Raises JobError, naming the unit, where the commits or their files are not all of the plan."""
     rows = {unit.id: unit.rows for unit in plan.units}
-    missing = len(rows.keys() - {commit.unit for commit in commits})
+    missing = len(rows.keys() - _units(commits))
     if missing:
         raise JobError(f"{missing} of {len(rows)} units are not committed: start the job again to resume it")
     there = set(storage.names(DATA))

@@ -78,7 +78,7 @@ def write_state(
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     said = json.dumps(facts)
     unfinished = path.with_name(f".{path.name}.part")
-    save_file(stored, unfinished, {"state": said, "digest": _digest(said, stored)})
+    save_file(stored, unfinished, {"state": said, "digest": digest_of(said, sorted(stored.items()))})
     os.replace(unfinished, path)
 
 
@@ -126,15 +126,11 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             metadata: dict[str, str] = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
         said = metadata.get("state", "")
-        if metadata.get("digest") != _digest(said, tensors):
+        if metadata.get("digest") != digest_of(said, sorted(tensors.items())):
             raise ValueError("its digest is not that of what it holds")
         return parse_json(said), tensors
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         raise ScheduleError(f"the checkpoint {str(path)!r} cannot be read ({error}): delete it to start anew") from None
-
-
-def _digest(facts: str, tensors: Mapping[str, Tensor]) -> str:
-    return digest_of(facts, sorted(tensors.items()))
 
 
 def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

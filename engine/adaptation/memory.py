@@ -4,14 +4,15 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import attended_layers
-from engine.errors import ScheduleError
 from engine.forward.prompt_pass import PROMPT_TOKENS
-from engine.memory import SHARE
+from engine.forward.teacher_forcing import LOGIT_TOKENS
 from engine.schedules.schedule import Schedule
 from engine.shape import ModelShape
 
 FLOAT, HALF = 4, 2  # bytes
+LOGITS = 6  # copies [LOGIT_TOKENS, vocab] that a loss and its gradient take at a time
 # What a process grows by over what it keeps, as it keeps it between things that it frees: 400 prompts of 160 tokens.
 SCATTERED = 1.27
 
@@ -57,30 +58,15 @@ def kept_bytes(
 def working_bytes(
     shape: ModelShape, schedules: Sequence[Schedule], train: Sequence[int], held_out: Sequence[int]
 ) -> int:
-    """Memory that it takes for a while beside: the prompts of answers to judge by in all layers, or, where prompts
-    learn, a pass of them with what gradients need: all that a layer's matrices take and give, and what is made of it.
-    Arguments as for `kept_bytes`; a prompt that is longer than a pass has one to itself.
+    """Memory that it takes for a while beside: the prompts of answers to judge by in all layers, or a lesson with what
+    gradients need: all that a layer's matrices take and give, and what is made of it, above the first change for
+    answers and, where prompts learn, for a pass of these, and logits. Arguments as for `kept_bytes`; a prompt that is
+    longer than a pass has one to itself.
     """
     judged = sum(held_out) * shape.layers * shape.cache_elements(1)
     plans = [each.prompt_plan for each in schedules if not each.prompt_plan.is_full_depth]
     depth = max((plan.bridge.layers if plan.bridge else shape.layers for plan in plans), default=0)
-    learnt = max(PROMPT_TOKENS, *train, *held_out) * depth * 2 * shape.layer_parameters // shape.hidden
-    return max(judged, learnt) * FLOAT
-
-
-def check_memory(model: int, kept: int, working: int, free: int, answers: int) -> None:
-    """Raises ScheduleError if the bytes of a model, those kept for so many answers, and those that it takes for a while
-    beside, are more than the free ones can be counted on for.
-    """
-    room = int(SHARE * free) - model - working
-    if kept > room:
-        way_out = f"with about {int(answers * room / kept)} answers it fits"
-        if room <= 0:
-            alone = room + working <= 0
-            way_out = (
-                "the model alone is too large" if alone else "a pass of its prompts, or of the longest, does not fit"
-            )
-        raise ScheduleError(
-            f"training on {answers} answers keeps some {kept / 1e9:.1f} GB of full depth in memory beside the model's "
-            f"{model / 1e9:.1f} GB and {working / 1e9:.1f} GB to work in, and {free / 1e9:.1f} GB are free: {way_out}"
-        )
+    above = shape.layers - min(each.changed_from for each in schedules) // 2
+    passed = max(PROMPT_TOKENS, *train, *held_out) * depth + Recipe().tokens_per_step * above
+    learnt = passed * 2 * shape.layer_parameters // shape.hidden
+    return max(judged, learnt + LOGITS * LOGIT_TOKENS * shape.vocab) * FLOAT

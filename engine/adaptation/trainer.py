@@ -202,7 +202,8 @@ class Trainer:
         self._optimizer.zero_grad()
         losses = []
         for schedule in self._schedules:
-            tokens = sum(part.tokens(schedule) for part in lesson)
+            # The mean over the processes, whose gradients are too: then each token weighs the same.
+            tokens = mean(self._peers.everyones(sum(part.tokens(schedule) for part in lesson)))
             share = 1 / tokens / len(self._schedules)
             losses.append(sum(self._learn(part, schedule, share) for part in lesson) / tokens)
         for parameter in self._trainable.parameters.values():

@@ -20,6 +20,7 @@ from engine.schedules.orders import lowest_first
 from engine.schedules.schedule import Plateau, Schedule
 from engine.shape import ModelShape
 
+MOST_FITTED = 64  # bridges that are kept: a search goes on from the newest
 APART_RIDGE = 1e-2  # of bridges above the first
 
 
@@ -72,7 +73,7 @@ class Candidate:
 
 
 class Bridges:
-    """Fits bridges, each once."""
+    """Fits bridges, the newest of which are kept."""
 
     def __init__(self, moments: Mapping[int, Moments], own: OwnStates | None = None) -> None:
         """Moments by warm-up depth, and what is needed for bridges above the first."""
@@ -87,7 +88,10 @@ class Bridges:
             for count, name in enumerate(candidate.blocks(end)):
                 key = replace(constant, apart=candidate.apart[:count])
                 if key not in self._fitted:
-                    self._fitted[key] = self._last(layers, key, bridges)
+                    fitted = self._last(layers, key, bridges)
+                    while len(self._fitted) >= MOST_FITTED:
+                        del self._fitted[next(iter(self._fitted))]
+                    self._fitted[key] = fitted
                 bridges[name] = self._fitted[key]
         return candidate.schedule(layers, lambda name, _: bridges[name])
 

@@ -6,7 +6,8 @@ What its parts bring, and what was left out, stands in docs/calibrating.md.
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from math import isfinite
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +27,8 @@ from engine.parts.head_preview import HeadPreview
 from engine.parts.prompt_bridge import PromptBridge
 from engine.schedules.schedule import Schedule
 from engine.shape import ModelShape
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -82,25 +85,24 @@ class Calibration:
         self._shared = engine.shared_tokens
         self._targets = targets
         head = None if whole_head else HeadStates(engine.decoder)
-        counted = [None, *(counted_preview(rank, shape, head.width) for rank in head.ranks)] if head else [None]
+        counted = _previews(shape, whole_head)
         least = [layers for target in targets for layers in _fewest_layers(target, shape, self._lengths, counted)]
-        deepest = min(max(least) + DEEPER, shape.layers - min(WARMUPS) - 1)
-        depths = {*range(DEPTH_STEP, deepest + 1, DEPTH_STEP)}
-        depths |= {layers - fewer for layers in least for fewer in range(min(MOST_APART + 1, layers))}
-        depths_by = {warmup: sorted(depth for depth in depths if warmup + depth < shape.layers) for warmup in WARMUPS}
-        depths_by = {warmup: deep for warmup, deep in depths_by.items() if deep}  # a shallow model has no room for some
+        self._check_sample_targets(sample_targets, max(least), counted)
+        depths_by = depths_to_try(shape, least)
         ends = {warmup: [warmup + depth for depth in deep] for warmup, deep in depths_by.items()}
         alone = {layer: [layer + 1] for layer in range(max(WARMUPS) + 1, shape.layers - 1)}
-        fit, choose, judge = _parts(answers)
+        fit, choose, judge = parts(answers)
         places = tuple(2 * warmup for warmup in ends)
         own = OwnStates(engine, places)
         fitted = collect_moments(engine, fit, ends | alone, progress, own, head)
         held_out = collect_moments(engine, choose, ends, progress)
-        self._final_bridges = Bridges({warmup: fitted[warmup].merged(held_out[warmup]) for warmup in ends}, own)
+        self._final_bridges = Bridges({warmup: fitted[warmup].merged(held_out.pop(warmup)) for warmup in ends}, own)
         with torch.inference_mode():
             everywhere = tuple(range(min(places), 2 * shape.layers, 2))
             chooser = Judge(engine.teacher_forced(choose), everywhere)
             self._judge = Judge(engine.teacher_forced(judge), places)
+            if prompt_layers is not None:  # those that schedules are judged behind run otherwise
+                self._judge.answers.prompts.forget_all_but(set())
         self._prompt_layers, self._sample_targets = prompt_layers, sample_targets
         self._chooser, self._prompts = chooser, [answer.prompt for answer in (*fit, *choose)]
         self._fit_prompts = len(fit)  # of these, the first ones
@@ -163,13 +165,37 @@ class Calibration:
             if best is None or kl < best[0]:
                 best = kl, decode_target, candidate, cut
         if best is None:
-            decoding = ", ".join(f"{decode_target:g}x" for decode_target in self._targets)
-            raise ScheduleError(
-                f"a speed-up of {target:g}x of the whole sample cannot be met with {decoding} in decoding: ask for "
-                "less, or for more in decoding"
-            )
+            raise self._mix_out_of_reach(target)
         _, decode_target, candidate, cut = best
         return self._calibrated(target, decode_target, candidate, self._bridged(self._schedule(candidate), cut))
+
+    def _check_sample_targets(
+        self, sample_targets: Sequence[float], least: int, previews: Sequence[HeadPreview | None]
+    ) -> None:
+        """Raises ScheduleError for a speed-up of the whole sample that not even the deepest candidate that the search
+        may come to reaches, with as few layers on prompts as there can be.
+
+        Args:
+            least: layers that the decode targets need skipped.
+            previews: that candidates may have.
+        """
+        shape, warmup = self._shape, min(WARMUPS)
+        alike = len({shape.attention_kind(layer).window for layer in range(shape.layers)}) == 1
+        deepest = shape.layers - warmup - 1
+        depth = min(deepest, least + DEEPER + MOST_APART) if alike else deepest
+        candidates = [replace(Candidate.constant(warmup, depth, *FIRST), head=preview) for preview in previews]
+        schedule = max(candidates, key=lambda each: each.speedup(shape, self._lengths)).counted(shape)
+        for target in sample_targets:
+            decoding_does = sample_flop_speedup(shape, schedule, self._lengths, self._shared) >= target
+            if not decoding_does and not prompt_cut_for(shape, schedule, self._lengths, target, self._shared):
+                raise self._mix_out_of_reach(target)
+
+    def _mix_out_of_reach(self, target: float) -> ScheduleError:
+        decoding = ", ".join(f"{decode_target:g}x" for decode_target in self._targets)
+        return ScheduleError(
+            f"a speed-up of {target:g}x of the whole sample cannot be met with {decoding} in decoding: ask for less, "
+            "or for more in decoding"
+        )
 
     def _candidates(self) -> Iterator[tuple[float, Candidate]]:
         """What decoding may do, by its target: nothing, the best, and the best at one depth: a growth that begins with
@@ -193,6 +219,10 @@ class Calibration:
     def _calibrated(self, target: float, decode_target: float, candidate: Candidate, schedule: Schedule) -> Calibrated:
         """With provenance: what was predicted, on how much data, what one bridge and no growth would have given."""
         quality, found = self._judged(self._judge, schedule), self._found[decode_target]
+        if not isfinite(quality.mean_kl):
+            raise ScheduleError(
+                f"at {target:g}x distributions on held-out answers are no numbers: another precision (dtype) may help"
+            )
 
         def chosen(one: Candidate) -> dict[str, float]:
             seen = self._search.chosen(one)
@@ -228,9 +258,7 @@ def check_targets(
     whole_head: bool = False,
 ) -> None:
     """Raises ScheduleError for a decode FLOP speed-up that no answers to these prompts can have, whatever they are."""
-    narrow = shape.head_parameters != shape.vocab * shape.hidden  # with a projection to the head's own width
-    width = shape.head_parameters // (shape.vocab + shape.hidden * narrow)
-    preview = None if whole_head else counted_preview(min(ranks_of(width)), shape, width)
+    preview = _previews(shape, whole_head)[-1]
     first, last = min(map(len, prompts)), max(map(len, prompts)) + max_new_tokens - 2
     # No answers save more than the token that saves most, which is the first, the last, or where a window fills.
     windows = [shape.attention_kind(layer).window for layer in range(shape.layers)]
@@ -240,6 +268,35 @@ def check_targets(
     for target in targets:
         if target > most:
             raise _out_of_reach(target, most)
+
+
+def _previews(shape: ModelShape, whole_head: bool) -> list[HeadPreview | None]:
+    """That candidates may have, good for counting FLOPs: none first, the cheapest last."""
+    narrow = shape.head_parameters != shape.vocab * shape.hidden  # with a projection to the head's own width
+    width = shape.head_parameters // (shape.vocab + shape.hidden * narrow)
+    ranks = [] if whole_head else sorted(ranks_of(width), reverse=True)
+    return [None, *(counted_preview(rank, shape, width) for rank in ranks)]
+
+
+def foreseen_depths(
+    targets: Sequence[float], shape: ModelShape, prompts: Sequence[int], answer_tokens: int, whole_head: bool
+) -> dict[int, list[int]]:
+    """`depths_to_try` before answers are there, as if each had all of its tokens; `prompts` are their lengths."""
+    lengths, previews = [(tokens, answer_tokens) for tokens in prompts], _previews(shape, whole_head)
+    try:
+        least = [layers for target in targets for layers in _fewest_layers(target, shape, lengths, previews)]
+    except ScheduleError:  # shorter ones may meet it
+        least = [shape.layers - min(WARMUPS) - 1]
+    return depths_to_try(shape, least)
+
+
+def depths_to_try(shape: ModelShape, least: Sequence[int]) -> dict[int, list[int]]:
+    """Layers that a first block may have, by its warm-up, where targets need these at the least."""
+    deepest = min(max(least) + DEEPER, shape.layers - min(WARMUPS) - 1)
+    depths = {*range(DEPTH_STEP, deepest + 1, DEPTH_STEP)}
+    depths |= {layers - fewer for layers in least for fewer in range(min(MOST_APART + 1, layers))}
+    by_warmup = {warmup: sorted(depth for depth in depths if warmup + depth < shape.layers) for warmup in WARMUPS}
+    return {warmup: deep for warmup, deep in by_warmup.items() if deep}  # a shallow model has no room for some
 
 
 def _fewest_layers(
@@ -271,7 +328,7 @@ def _out_of_reach(target: float, most: float) -> ScheduleError:
     return ScheduleError(f"a decode FLOP speed-up of {target:g}x cannot be met, {most:.2f}x is the most: ask for less")
 
 
-def _parts(answers: Sequence[Answer]) -> tuple[list[Answer], list[Answer], list[Answer]]:
+def parts(answers: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
     """To fit, to choose and to judge by."""
     choose, judge = (max(1, min(most, round(share * len(answers)))) for share, most in (CHOOSE, JUDGE))
     fit = len(answers) - choose - judge

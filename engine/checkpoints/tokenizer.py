@@ -62,10 +62,6 @@ class Tokenizer:
         """Of special tokens, which no text holds, by name."""
         return {str(token): id_ for id_, token in self._tokenizer.added_tokens_decoder.items() if token.special}
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._tokenizer.chat_template is not None
-
     def as_text(self, text: str) -> str:
         """A text for use in prompts and messages whose control tokens, such as <|im_end|>, are to be plain text."""
         return self._control_tokens.mark(text)
@@ -88,7 +84,7 @@ class Tokenizer:
         Raises ModelError without a chat template; PromptError if the template refuses the chat, as some do a system
         message.
         """
-        if not self.has_chat_template:
+        if self._tokenizer.chat_template is None:
             raise ModelError("the model has no chat template: use raw prompts, or an instruction-tuned model")
         try:
             rendered = self._rendered(messages)
@@ -134,9 +130,9 @@ class Tokenizer:
             return self._control_tokens.encode(text)
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of generated tokens; special tokens are left out."""
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+    def decode(self, tokens: Sequence[int], keep_special: bool = False) -> str:
+        """Text of tokens; special ones are left out, unless they are to be kept."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not keep_special))
 
 
 def _token_ids(said: Any, file: Path) -> tuple[int, ...]:

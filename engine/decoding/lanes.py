@@ -36,11 +36,6 @@ class Lanes:
         self._stats = BatchStats()
         self.unfinished = 0  # rows queued or running
 
-    @property
-    def queued(self) -> int:
-        """Rows that wait to enter."""
-        return self._streams[0].queued
-
     def add(self, prompt: Sequence[int], sample_id: str, index: int) -> None:
         """As `Decoding.add`."""
         self._streams[0].add(prompt, sample_id, index)

@@ -137,12 +137,7 @@ class Stream:
     @property
     def unfinished(self) -> int:
         """Rows queued or running."""
-        return len(self.rows) + self.queued
-
-    @property
-    def queued(self) -> int:
-        """Rows that wait to enter."""
-        return self._queue.samples
+        return len(self.rows) + self._queue.samples
 
     def take_stats(self) -> BatchStats:
         """What passes have cost since this was last asked."""
@@ -220,7 +215,7 @@ class Stream:
         """Those prompts, from the queue."""
         entering: list[Copies] = []
         tokens, free = 0, len(self._free)
-        if not self._queue or (self.rows and free < min(self._seats // ENTER_TOGETHER, self.queued)):
+        if not self._queue or (self.rows and free < min(self._seats // ENTER_TOGETHER, self._queue.samples)):
             return []
         share = max(self._queue.share, 0 if self.rows else len(self._queue.first))
         free = min(free, share - len(self.rows))

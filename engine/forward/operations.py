@@ -44,10 +44,11 @@ def unit_plans(schedule: Schedule) -> list[UnitPlan]:
     """Of all units, in running order."""
     plateaus = range(len(schedule.plateaus))
     skipped = [schedule.skipped_units(plateau) for plateau in plateaus]
+    changed = schedule.adapter.changes if schedule.adapter else {}
     starts = [{each.block.first: ApplyBridge(each) for each in schedule.bridges_on(plateau)} for plateau in plateaus]
     return [
         UnitPlan(
-            RunUnit(unit, schedule.adapter_of(unit)),
+            RunUnit(unit, schedule.adapter if unit in changed else None),
             sum(unit not in units for units in skipped),
             [bridges.get(unit) for bridges in starts],
         )

@@ -85,11 +85,16 @@ class Judge:
             if place in places:
                 self._states[place] = x
 
-        # In half precision: a probability is then off by a thousandth of itself, the divergence by less than that.
-        self._full, self._first = (
-            torch.cat([logits.float().log_softmax(-1).half() for _, logits in answers.logits(x)])
-            for x in (answers.full_depth(keep), answers.first_hidden)
-        )
+        self._full, self._first = (self._distributions(x) for x in (answers.full_depth(keep), answers.first_hidden))
+
+    def _distributions(self, x: Tensor) -> Tensor:
+        """Log-probabilities [N, vocab] of hidden states [N, hidden], in half precision: a probability is then off by a
+        thousandth of itself, the divergence by less than that.
+        """
+        found = torch.empty(len(x), self.answers.vocab, dtype=torch.half, device=x.device)
+        for part, logits in self.answers.logits(x):
+            found[part] = logits.float().log_softmax(-1)
+        return found
 
     def judge(self, schedule: Schedule, compiled: Compiled, answers: AnswerPass | None = None) -> Quality:
         """Teacher-forced quality of a schedule; `answers` are the same after their prompts ran under it, where it

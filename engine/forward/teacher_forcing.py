@@ -82,6 +82,11 @@ class AnswerPass:
         self._prompt_of = [prompts.places[tuple(answer.prompt)] for answer in answers]
         self.first_hidden = prompts.ends[self._prompt_of]  # [A, hidden]: what each answer's first token was chosen from
 
+    @property
+    def vocab(self) -> int:
+        """Width of `logits`."""
+        return self._decoder.shape.vocab
+
     def hidden(
         self,
         schedule: Schedule,

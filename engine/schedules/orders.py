@@ -20,14 +20,14 @@ def of_units(order: Order) -> Order:
 
 def lowest_first(layers: int, warmup: int = 1) -> Order:
     """SkipDecode (arXiv 2307.02628): the lowest layers above the `warmup` ones go first, the top ones never before."""
-    _check_warmup(layers, warmup)
+    if not 1 <= warmup <= layers:
+        raise ScheduleError(f"warm-up must lie between 1 and the model's {layers} layers, got {warmup}")
     return of_layers(range(warmup, layers))
 
 
-def top_first(layers: int, warmup: int = 1) -> Order:
-    """Early termination: the top layer goes first."""
-    _check_warmup(layers, warmup)
-    return of_layers(range(layers - 1, warmup - 1, -1))
+def top_first(layers: int) -> Order:
+    """Early termination: the top layer goes first. Layer 0 always runs."""
+    return of_layers(range(layers - 1, 0, -1))
 
 
 def evenly_spaced(layers: int) -> Order:
@@ -52,8 +52,3 @@ def most_similar_first(similarity: Mapping[Unit, float]) -> Order:
     """
     skippable = (unit for unit in similarity if unit.layer > 0)
     return tuple((unit,) for unit in sorted(skippable, key=lambda unit: (-similarity[unit], unit.layer, unit.kind)))
-
-
-def _check_warmup(layers: int, warmup: int) -> None:
-    if not 1 <= warmup <= layers:
-        raise ScheduleError(f"warm-up must lie between 1 and the model's {layers} layers, got {warmup}")

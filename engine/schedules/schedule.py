@@ -19,17 +19,7 @@ from engine.parts.head_preview import HeadPreview
 from engine.parts.prompt_bridge import PromptBridge
 from engine.parts.unit import Unit, all_units
 from engine.schedules import schedule_file
-from engine.schedules.schedule_file import (
-    ADAPTER,
-    ADAPTER_FILE,
-    BRIDGES_FILE,
-    HEAD,
-    PROMPTS,
-    PROMPTS_SKIP,
-    SCHEDULE_FILE,
-    AnyPart,
-    Tensors,
-)
+from engine.schedules.schedule_file import ADAPTER, ADAPTER_FILE, BRIDGES_FILE, HEAD, PROMPTS, SCHEDULE_FILE, AnyPart
 from engine.shape import ModelShape
 
 FORMAT = 1
@@ -116,7 +106,7 @@ class Schedule:
     def _named_parts(self) -> dict[str, AnyPart]:
         """Those whose tensors stand beside the bridges', by the names that they have there."""
         skips = None if self.prompt_bridge is None else self.prompt_bridge.skips
-        parts = {PROMPTS: self.prompt_bridge, PROMPTS_SKIP: skips, HEAD: self.head_preview}
+        parts = {PROMPTS: self.prompt_bridge, schedule_file.PROMPTS_SKIP: skips, HEAD: self.head_preview}
         return {name: part for name, part in parts.items() if part is not None}
 
     def _check_bridges(self, plateau: int) -> None:
@@ -204,10 +194,6 @@ class Schedule:
         """Units that run at a step, in running order."""
         return self.active_units(self.plateau_at(step))
 
-    def adapter_of(self, unit: Unit) -> Adapter | None:
-        """The adapter, where it changes a unit."""
-        return self.adapter if self.adapter is not None and unit in self.adapter.changes else None
-
     @property
     def prompt_plan(self) -> PromptPlan:
         """What prompts run."""
@@ -279,7 +265,7 @@ class Schedule:
 
     @classmethod
     def from_dict(
-        cls, data: object, tensors: Tensors | None = None, adapter: Mapping[str, Tensor] | None = None
+        cls, data: object, tensors: schedule_file.Tensors | None = None, adapter: Mapping[str, Tensor] | None = None
     ) -> Self:
         """Read a schedule file's object; raises ScheduleError naming what is wrong with it.
 

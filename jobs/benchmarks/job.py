@@ -62,8 +62,7 @@ class BenchmarkJob(BaseModel):
         description="directories of schedules, or of several, that the engine and vLLM also run under",
     )
     speedups: list[TargetSpeedup] = Field(
-        [],
-        description="decode FLOP speed-ups of schedules without bridges to run too, with the paper's linear ramp",
+        [], description="decode FLOP speed-ups of schedules without bridges to run too, with the paper's linear ramp"
     )
     model: str = Field("smollm2-135m-instruct", description="as for the jobs")
     input: list[Path] = Field(

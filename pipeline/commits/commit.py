@@ -128,12 +128,7 @@ _COPY: Record[_Copy] = Record(_Copy, "delete it")
 
 def total(commits: Iterable[Commit]) -> Totals:
     """Sums over commits."""
-    return total_of(commit.totals for commit in commits)
-
-
-def total_of(parts: Iterable[Totals]) -> Totals:
-    """Sums of sums."""
-    return sum(parts, Totals())
+    return sum((commit.totals for commit in commits), Totals())
 
 
 def commit_unit(
@@ -289,17 +284,6 @@ def sweep_orphans(
     check()
     remove(storage, Kind.RUN, orphans)
     return len(orphans)
-
-
-def write_success(storage: Storage, run: dict[str, Any], commits: Iterable[Commit], totals: Totals) -> None:
-    """The manifest: present once every unit is committed. Lists the files a reader should read."""
-    manifest = {"format": 1, **run, "totals": asdict(totals), "commits": listed(commits)}
-    storage.write(SUCCESS_FILE, json.dumps(manifest, indent=1).encode())
-
-
-def listed(commits: Iterable[Commit]) -> list[dict[str, Any]]:
-    """Commits as a manifest lists them."""
-    return [{"unit": c.unit, "file": c.file, "rows": c.totals.rows, "checksum": c.checksum} for c in commits]
 
 
 def _totals(output: pa.Table) -> Totals:

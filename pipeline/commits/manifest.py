@@ -1,11 +1,13 @@
-"""`_SUCCESS.json` read back: what a finished run is, and the files that a reader should read."""
+"""`_SUCCESS.json`, written and read back: what a finished run is, and the files that a reader should read."""
 
+import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from pipeline.commits.commit import SUCCESS_FILE, Commit, listed
+from pipeline.commits.commit import SUCCESS_FILE, Commit, Totals
 from pipeline.storage.records import LARGE, Count, DataFile, Fingerprint, OpenRecord, Record, RecordDamaged, UnitName
 from pipeline.storage.storage import Storage
 
@@ -31,6 +33,17 @@ _RECORD: Record[dict[str, Any]] = Record(
 )
 
 
+def write_success(storage: Storage, run: dict[str, Any], commits: Iterable[Commit], totals: Totals) -> None:
+    """The manifest: present once every unit is committed. Lists the files a reader should read."""
+    manifest = {"format": 1, **run, "totals": asdict(totals), "commits": _listed(commits)}
+    storage.write(SUCCESS_FILE, json.dumps(manifest, indent=1).encode())
+
+
+def _listed(commits: Iterable[Commit]) -> list[dict[str, Any]]:
+    """Commits as a manifest lists them."""
+    return [{"unit": c.unit, "file": c.file, "rows": c.totals.rows, "checksum": c.checksum} for c in commits]
+
+
 def read_manifest(storage: Storage) -> dict[str, Any] | None:
     """None if the run is not finished. Raises RecordDamaged; StorageGone, StorageRefused."""
     return _RECORD.read(storage, SUCCESS_FILE)
@@ -42,4 +55,4 @@ def is_manifest_of(storage: Storage, run: str, commits: Iterable[Commit]) -> boo
         manifest = read_manifest(storage)
     except RecordDamaged:
         return False
-    return manifest is not None and manifest["fingerprint"] == run and manifest["commits"] == listed(commits)
+    return manifest is not None and manifest["fingerprint"] == run and manifest["commits"] == _listed(commits)

@@ -94,15 +94,12 @@ def _never_ends(part: Any, resolver: jsonschema_rs.Resolver, chain: list[Any], d
         again = found.contents in chain
         if again or _never_ends(found.contents, found.resolver, [*chain, found.contents], done):
             return True
-    inner = [each for name in IN_PLACE if name in part for each in _listed(part[name])]
+    values = [part[name] for name in IN_PLACE if name in part]
+    inner = [each for value in values for each in (value if isinstance(value, list) else [value])]
     if any(_never_ends(each, resolver, chain, done) for each in inner):
         return True
     done.append(part)
     return False
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _fetch_nothing(uri: str) -> NoReturn:

@@ -73,52 +73,27 @@ class RivalCalibration:
 Rival = Callable[[RivalCalibration, float], Contender]
 
 
-def skipdecode(calibration: RivalCalibration, target: float) -> Contender:
-    """Lowest layers above the warm-up first, linear decay over the horizon; best warm-up of 1 to 6 by KL.
-
-    The decay starts at half of its floor, as the paper's does: for 2x, 22 of 32 layers run at first and 11 at last.
-    """
-    horizon = calibration.horizon
-    return _best_warmup("SkipDecode", calibration, target, lambda floor: decays.linear(floor // 2, floor, horizon))
-
-
-def early_termination(calibration: RivalCalibration, target: float) -> Contender:
-    """The top layers never run, the same number at every step."""
-    return _constant("early termination", calibration, target, orders.top_first(calibration.shape.layers))
-
-
-def unified_layer_skipping(calibration: RivalCalibration, target: float) -> Contender:
-    """Evenly spaced layers, first and last kept, the same number at every step."""
-    return _constant("Unified Layer Skipping", calibration, target, orders.evenly_spaced(calibration.shape.layers))
-
-
-def power_law(calibration: RivalCalibration, target: float) -> Contender:
-    """SkipDecode's order, best warm-up of 1 to 6 by KL, with a power-law decay from full depth, exponent 0.5."""
-    horizon = calibration.horizon
-    return _best_warmup("power-law decay", calibration, target, lambda floor: decays.power_law(0, floor, horizon))
-
-
-def most_similar_units(calibration: RivalCalibration, target: float) -> Contender:
-    """AdaSkip's importance: single units whose output is most like their input, the same at every step."""
-    return _constant("AdaSkip", calibration, target, calibration.similarity)
-
-
-def _constant(name: str, calibration: RivalCalibration, target: float, order: orders.Order) -> Contender:
-    """The same units at every step."""
-    schedule = for_target_speedup(target, calibration.lengths, calibration.shape, order)
+def _constant(
+    name: str, order: Callable[[RivalCalibration], orders.Order], calibration: RivalCalibration, target: float
+) -> Contender:
+    """The same units at every step, those that come first in an order."""
+    schedule = for_target_speedup(target, calibration.lengths, calibration.shape, order(calibration))
     return Contender(name, target, schedule, is_rival=True)
 
 
 def _best_warmup(
-    name: str, calibration: RivalCalibration, target: float, decay: Callable[[int], decays.Decay]
+    name: str, decay: Callable[[int, int], decays.Decay], calibration: RivalCalibration, target: float
 ) -> Contender:
-    """The schedule of SkipDecode's order and this decay with the lowest calibration KL; what was tried is its note."""
-    layers, lengths = calibration.shape.layers, calibration.lengths
+    """The schedule of SkipDecode's order and a decay, given its horizon and floor, with the lowest calibration KL; what
+    was tried is its note.
+    """
+    layers, lengths, horizon = calibration.shape.layers, calibration.lengths, calibration.horizon
+    decay_to = partial(decay, horizon)
     options: dict[int, Schedule] = {}
     for warmup in WARMUPS:
         order = orders.lowest_first(layers, min(warmup, layers))
         try:
-            options[warmup] = for_target_speedup(target, lengths, calibration.shape, order, decay, calibration.horizon)
+            options[warmup] = for_target_speedup(target, lengths, calibration.shape, order, decay_to, horizon)
         except ScheduleError as error:
             out_of_reach = error
     if not options:
@@ -168,11 +143,14 @@ def _exits(kind: Kind, calibration: RivalCalibration, target: float) -> Contende
 
 
 RIVALS: dict[str, Rival] = {
-    "skipdecode": skipdecode,
-    "early-termination": early_termination,
-    "unified-layer-skipping": unified_layer_skipping,
-    "power-law": power_law,
-    "adaskip": most_similar_units,
+    # The decay starts at half of its floor, as the paper's does: for 2x, 22 of 32 layers run at first and 11 at last.
+    "skipdecode": partial(_best_warmup, "SkipDecode", lambda horizon, floor: decays.linear(floor // 2, floor, horizon)),
+    "early-termination": partial(_constant, "early termination", lambda each: orders.top_first(each.shape.layers)),
+    "unified-layer-skipping": partial(
+        _constant, "Unified Layer Skipping", lambda each: orders.evenly_spaced(each.shape.layers)
+    ),
+    "power-law": partial(_best_warmup, "power-law decay", lambda horizon, floor: decays.power_law(0, floor, horizon)),
+    "adaskip": partial(_constant, "AdaSkip", lambda each: each.similarity),
     "calm-dec": partial(_exits, "CALM-DEC"),
     "multi-layer-exit": partial(_exits, "multi-layer exit"),
 }

@@ -16,6 +16,7 @@ from engine import BatchStats, EarlyExit, Engine, Generation, Sampling, Schedule
 from pipeline.errors import JobError, one_line
 from pipeline.evaluation.contender import Contender
 from pipeline.monitoring.stage_progress import StageProgress
+from pipeline.rows.rows import GENERATED, MEASURED
 from pipeline.storage.records import Amount, Count, Record
 from pipeline.values.row_groups import read_parquet
 
@@ -23,26 +24,20 @@ log = logging.getLogger(__name__)
 
 TIMING = b"timing"  # key of the timing in a file's metadata
 
+# Fields of a generation that are copied as they are.
+COSTS = [name for name in MEASURED if name != "shared_prefix_tokens"]
 OUTPUTS = pa.schema(
     [
         ("id", pa.string()),
-        ("generation", pa.string()),
+        GENERATED.field("generation"),
         ("tokens", pa.list_(pa.int32())),
-        ("finish_reason", pa.string()),
-        ("prompt_tokens", pa.int32()),
-        ("generated_tokens", pa.int32()),
-        ("flops_prompt", pa.int64()),
-        ("flops_decode", pa.int64()),
-        ("flops_decode_full_depth", pa.int64()),
-        ("flops_full_depth", pa.int64()),
-        ("mean_active_layers", pa.float32()),
+        *map(GENERATED.field, COSTS),
         # Teacher-forced on the row's full-depth answer, by decode step; null for adaptive rules.
         ("kl", pa.list_(pa.float32())),
         ("agrees", pa.list_(pa.bool_())),
         ("nll", pa.float64()),  # negative log-likelihood of the answer under full depth, over all its tokens, in nats
     ]
 )
-COSTS = OUTPUTS.names[3:11]  # fields of a generation that are copied as they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +103,7 @@ class Study:
         return [_timing(self._file(contender, batch)) for batch in self._batches()]
 
     def _run_batch(
-        self,
-        engine: Engine,
-        batch: Sequence[Prompt],
-        full: Contender,
-        missing: Sequence[Contender],
-        session: str,
+        self, engine: Engine, batch: Sequence[Prompt], full: Contender, missing: Sequence[Contender], session: str
     ) -> Iterator[None]:
         """Yields as answers come."""
         if not missing:

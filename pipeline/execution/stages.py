@@ -144,6 +144,12 @@ class UnitGenerator:
             if time.monotonic() - told >= TELL_EVERY_S:
                 tell()
 
+        def on_audit_batch(_: BatchStats) -> None:
+            nonlocal told
+            if time.monotonic() - told >= TELL_EVERY_S:
+                self._board.batch_done(unit.id, 0, 0)  # no rows of the unit, but a sign of life
+                told = time.monotonic()
+
         # A row's random stream is named by its place in the input, so it outlives retries and re-planning.
         file, suffix = self._input.relative(unit.path), f"\0{unit.sample}" if unit.sample else ""
         ids = [f"{file}:{unit.start + row}{suffix}" for row in range(unit.rows)]
@@ -151,7 +157,7 @@ class UnitGenerator:
         try:
             output = generate(prepared, ids, self._generator, on_batch, answers.__setitem__)
             tell()
-            cost = {"flops_padding": padding, **self._auditor.audit(prepared, ids, answers)}
+            cost = {"flops_padding": padding, **self._auditor.audit(prepared, ids, answers, on_audit_batch)}
         except (DeviceBroken, ModelError, ScheduleError) as error:
             _die(unit, error)
         with suppress(IndexError):

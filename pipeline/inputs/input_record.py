@@ -27,10 +27,11 @@ class _InputFiles:
 _RECORD: Record[_InputFiles] = Record(_InputFiles, "discard the run with --fresh", LARGE)
 
 
-def hold_input(storage: Storage, plan: Plan, begun: bool) -> None:
+def hold_input(storage: Storage, plan: Plan, begun: bool) -> dict[str, int]:
     """Hold a run to the files it began with, those of this plan if it has only just begun.
 
-    Raises JobError, with its name, for a file that has changed, come or gone since; StorageGone.
+    Returns the rows of each file that could be read once, by name. Raises JobError, with its name, for a file that has
+    changed, come or gone since; StorageGone.
     """
     while True:
         held, records = _read(storage)
@@ -42,12 +43,13 @@ def hold_input(storage: Storage, plan: Plan, begun: bool) -> None:
         if records:
             _check(held, plan.files, storage.url)
         unknown = [file for file in plan.files if held.get(file.name, (None, 0))[0] is None]
+        new: Held = {file.name: (None, 0) if file.problem else (file.identity, file.rows) for file in unknown}
+        known = {name: rows for name, (stamp, rows) in (held | new).items() if stamp is not None}
         if records and all(file.problem for file in unknown):
-            return
-        new = {file.name: (None, 0) if file.problem else (file.identity, file.rows) for file in unknown}
+            return known
         content = json.dumps({"format": 1, "files": new}).encode()
         if storage.write_if_absent(f"{INPUT}/{records}.json", content):
-            return
+            return known
         # Another job of this run was first, or this one's answer was lost: what stands is what counts.
 
 

@@ -128,12 +128,7 @@ def _read(storage: Storage, runs: Sequence[WorkUnit], columns: Sequence[str]) ->
 
 
 def sample_prompts(
-    config: CorpusConfig,
-    part: Part,
-    count: int,
-    tokenizer: Tokenizer,
-    longest: int,
-    keep_columns: Sequence[str] = (),
+    config: CorpusConfig, part: Part, count: int, tokenizer: Tokenizer, longest: int, keep_columns: Sequence[str] = ()
 ) -> pa.Table:
     """Prepared rows of a part, drawn at random by the configuration's seed, none with an error.
 

@@ -4,7 +4,7 @@ import hashlib
 import logging
 import math
 import stat
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
@@ -18,12 +18,12 @@ from pipeline.errors import JobError, JobStopped, one_line
 from pipeline.inputs.input_files import find_input_files
 from pipeline.inputs.known_files import KnownFile, name_versions
 from pipeline.redaction import redacted
-from pipeline.rows.read import open_input
 from pipeline.rows.template import PromptTemplate
 from pipeline.rows.unit import WorkUnit
 from pipeline.storage.storage import Storage
 from pipeline.storage.stores import is_of_content, stamp
 from pipeline.values.column_types import common_type, open_type
+from pipeline.values.row_groups import open_parquet
 from pipeline.values.show import is_text
 
 log = logging.getLogger(__name__)
@@ -100,6 +100,31 @@ class Plan:
     def without(self, done: Container[str]) -> Self:
         """The same plan, less the units of these ids."""
         return replace(self, units=tuple(unit for unit in self.units if unit.id not in done))
+
+    def excusing(self, is_done: Callable[[InputFile], bool]) -> Self:
+        """The same plan, where it is no problem of a file that is done that it can't be read any more."""
+        files = (replace(file, problem="") if file.problem and is_done(file) else file for file in self.files)
+        return replace(self, files=tuple(files))
+
+    def with_done(self, rows: Mapping[str, int], done: Container[str], config: JobConfig) -> Self:
+        """The same plan, where files that can't be read any more, but of which all units are done, are as they were.
+
+        Args:
+            rows: of each file when it could be read, by its name.
+            done: ids of units.
+            config: what the plan was made of.
+        """
+        whole = tuple(
+            replace(file, problem="", row_groups=(rows[file.name],)) if file.problem and file.name in rows else file
+            for file in self.files
+        )
+        if whole == self.files:
+            return self
+        units = tuple(_units(whole, config.rows_per_unit, config.limit, config.samples_per_row))
+        undone = {unit.path for unit in units if unit.id not in done}
+        files = tuple(was if was.path in undone else now for was, now in zip(self.files, whole, strict=True))
+        unreadable = {file.path for file in files if file.problem}
+        return replace(self, files=files, units=tuple(unit for unit in units if unit.path not in unreadable))
 
     def spans(self, units: Collection[WorkUnit]) -> Iterator[list[WorkUnit]]:
         """Runs of neighbouring units of one file and sample, each for one read task to stream.
@@ -211,7 +236,8 @@ def _read_footer(storage: Storage, path: str, known: Mapping[str, KnownFile] | N
         identity = stamp(info)
         if info["type"] not in ("file", "other") or (storage.is_local and not stat.S_ISREG(info["mode"])):
             raise OSError(f"it is no file but a {info['type']}")
-        with open_input(storage, path, identity) as footer:
+        with storage.open_path(path, identity) as stream:
+            footer = open_parquet(stream)
             groups, schema = _row_groups(footer, info["size"]), footer.schema_arrow
         if known is not None:
             checksum = _checksum(storage, path, info, known.get(name))

@@ -32,6 +32,7 @@ class History:
         for unit in job.plan.units:
             self._rows[version_of(unit.id)] += unit.rows
         self._known = dict(known)
+        self._committed: Counter[str] = Counter()  # rows, by version
         self._replaced: set[str] = set()
         # Versions that are some file's now, whatever it was called when they were done.
         self._held = {file.version for file in self._files}
@@ -45,6 +46,7 @@ class History:
         committed: Counter[str] = Counter()
         for commit in commits:
             committed[version_of(commit.unit)] += commit.totals.rows
+        self._committed = committed
         known = with_unknown(self._known, commits, self._input)
         # Of a file that can't be read nothing new is known: what there is of it stays.
         there = {name: file for name, file in known.items() if name in self._unreadable}
@@ -72,6 +74,18 @@ class History:
             remove(self._storage, Kind.RUN, [SUCCESS_FILE])
             remove(self._storage, Kind.RUN, [f"{COMMITS}/{commit.unit}.json" for commit in stale])
         return [commit for commit in commits if not self.is_replaced(commit.unit)]
+
+    def is_done(self, file: InputFile) -> bool:
+        """Whether all of a file is committed that, as far as its stamp tells, is as it was."""
+        known = self._known.get(file.name)
+        if known is None or not file.identity or known.stamp != file.identity or known.partial:
+            return False
+        return self._committed[known.version] == known.rows
+
+    def present(self, commits: Sequence[Commit]) -> list[Commit]:
+        """Those of each file's present version: an old one stays beside it until it is whole."""
+        versions = {file.version for file in self._known.values()}
+        return [commit for commit in commits if version_of(commit.unit) in versions]
 
     def describe(self, commits: Sequence[Commit]) -> dict[str, int]:
         """For the manifest: of how much input these commits, those that stay, are the output."""

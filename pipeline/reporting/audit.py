@@ -3,16 +3,16 @@
 import hashlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import sqrt
 from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 
-from engine import Generation, Ledger, ModelShape, Sampling, Schedule, Tokenizer
+from engine import BatchStats, Generation, Ledger, ModelShape, Sampling, Schedule, Tokenizer
 from engine.bootstrap import Bootstrap, Estimate
-from pipeline.commits.commit import Totals, total_of
+from pipeline.commits.commit import Totals
 from pipeline.config import JobConfig
 from pipeline.rows.row_generator import DeviceBroken, Generator, RowGenerator, is_device_broken
 from pipeline.rows.rows import TOKENS
@@ -55,9 +55,17 @@ class Auditor:
         if self._fraction:
             self._engine.score([[0]], [[0]], [self._schedule])
 
-    def audit(self, prepared: pa.Table, ids: Sequence[str], answers: Mapping[int, Generation]) -> dict[str, float]:
-        """What a unit's audited rows add to `Totals`, of those that have an answer. Raises DeviceBroken; any other
-        trouble leaves the unit unaudited."""
+    def audit(
+        self,
+        prepared: pa.Table,
+        ids: Sequence[str],
+        answers: Mapping[int, Generation],
+        on_batch: Callable[[BatchStats], None] | None = None,
+    ) -> dict[str, float]:
+        """What a unit's audited rows add to `Totals`, of those that have an answer; `on_batch` as for `generate`.
+
+        Raises DeviceBroken; any other trouble leaves the unit unaudited.
+        """
         if not self._fraction:
             return {}  # not a hash for every row
         rows = [row for row in sorted(answers) if is_audited(ids[row], self._fraction)]
@@ -65,7 +73,8 @@ class Auditor:
             return {}
         prompts = prepared[TOKENS].take(rows).to_pylist()
         try:
-            found = self._compare(prompts, [ids[row] for row in rows], [answers[row] for row in rows])
+            full = self._full_depth.generate(prompts, [ids[row] for row in rows], on_batch)
+            found = self._compare(prompts, full, [answers[row] for row in rows])
             if not all(map(math.isfinite, found.values())):
                 raise ArithmeticError("full depth or the schedule gives probabilities that are no numbers")
             return found
@@ -75,11 +84,12 @@ class Auditor:
             log.warning("%d rows could not be audited (%s: %s)", len(rows), type(error).__name__, error)
             return {}
 
-    def _compare(self, prompts: list[list[int]], ids: Sequence[str], ours: list[Generation]) -> dict[str, float]:
+    def _compare(
+        self, prompts: list[list[int]], found: Sequence[Generation | str], ours: list[Generation]
+    ) -> dict[str, float]:
         # Not at the top: the metrics take seconds to import, and read and commit tasks do without them.
         from pipeline.reporting.text_metrics import overlap, repetition, unsupported
 
-        found = self._full_depth.generate(prompts, ids)
         good = [row for row, full in enumerate(found) if isinstance(full, Generation)]
         prompts, ours = [prompts[row] for row in good], [ours[row] for row in good]
         theirs = [full for full in found if isinstance(full, Generation)]
@@ -138,7 +148,7 @@ def excess_nll(parts: Sequence[Totals]) -> Estimate | None:
     audited = [part for part in parts if part.audit_tokens]
     if not audited:
         return None
-    merged = [total_of(audited[first::GROUPS]) for first in range(min(GROUPS, len(audited)))]
+    merged = [sum(audited[first::GROUPS], Totals()) for first in range(min(GROUPS, len(audited)))]
     sums = [(part.audit_nll, part.audit_tokens, part.audit_full_nll, part.audit_full_tokens) for part in merged]
     nll, tokens, full_nll, full_tokens = np.array(sums, dtype=np.float64).T
     return Bootstrap(len(merged)).difference((nll, tokens), (full_nll, full_tokens))
@@ -150,7 +160,7 @@ def audit_facts(parts: Sequence[Totals]) -> dict[str, str]:
     Units that were audited before such figures were taken have none.
     """
     audited = [part for part in parts if part.audit_tokens]
-    excess, totals = excess_nll(audited), total_of(audited)
+    excess, totals = excess_nll(audited), sum(audited, Totals())
     if excess is None:
         return {}
     interval = f" [{excess.low:.3f}, {excess.high:.3f}]" if len(audited) >= FEWEST else ""

@@ -1,23 +1,14 @@
 """Stream the rows of work units out of one Parquet file, decoding each row group once."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from pipeline.errors import JobError, JobStopped, one_line
 from pipeline.rows.unit import WorkUnit
 from pipeline.storage.storage import Storage
 from pipeline.values.row_groups import BATCH_ROWS, PIECE_BYTES, open_parquet
-
-
-@contextmanager
-def open_input(storage: Storage, path: str, stamp: str | None) -> Iterator[pq.ParquetFile]:
-    """A file whose content is what `stamp` stands for, None for any. Raises ObjectChanged, and what pyarrow does."""
-    with storage.open_path(path, stamp) as stream:
-        yield open_parquet(stream)
 
 
 def read_units(

@@ -44,12 +44,7 @@ def output_schema(kept: pa.Schema, reserved: Iterable[str] = ()) -> pa.Schema:
 
 
 def prepare(
-    table: pa.Table,
-    kept: pa.Schema,
-    text_column: str,
-    template: PromptTemplate,
-    tokenizer: Tokenizer,
-    longest: int,
+    table: pa.Table, kept: pa.Schema, text_column: str, template: PromptTemplate, tokenizer: Tokenizer, longest: int
 ) -> pa.Table:
     """Tokenised prompts of a table's rows beside their kept columns.
 
@@ -123,21 +118,18 @@ def chosen(table: pa.Table, keep: Sequence[bool]) -> pa.Table:
 
 
 def _output(
-    kept: pa.Table,
-    generations: Sequence[Generation | None],
-    truncated: Sequence[bool],
-    errors: Sequence[str | None],
+    kept: pa.Table, generations: Sequence[Generation | None], truncated: Sequence[bool], errors: Sequence[str | None]
 ) -> pa.Table:
     """Made by columns: a row at a time takes several times as long."""
     shown = [_NOTHING if generation is None else generation for generation in generations]
-    columns: dict[str, Sequence[Any]] = {name: list(map(attrgetter(name), shown)) for name in _MEASURED}
+    columns: dict[str, Sequence[Any]] = {name: list(map(attrgetter(name), shown)) for name in MEASURED}
     columns |= {"generation": [generation.text for generation in shown], "prompt_truncated": truncated, "error": errors}
     generated = pa.table(columns, schema=GENERATED)
     return pa.table([*kept.columns, *generated.columns], schema=output_schema(kept.schema))
 
 
-_MEASURED = [name for name in GENERATED.names if name not in ("generation", "prompt_truncated", "error")]
-_NOTHING: Any = SimpleNamespace(**dict.fromkeys(_MEASURED, 0) | {"text": None, "finish_reason": "error"})
+MEASURED = [name for name in GENERATED.names if name not in ("generation", "prompt_truncated", "error")]
+_NOTHING: Any = SimpleNamespace(**dict.fromkeys(MEASURED, 0) | {"text": None, "finish_reason": "error"})
 
 
 def _text_values(column: pa.ChunkedArray) -> list[str | Exception | None]:

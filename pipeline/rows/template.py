@@ -98,7 +98,8 @@ class PromptTemplate:
         while excess > 0:
             # Cut pieces may tokenise into a few more tokens than were kept, so this can take another round.
             text_tokens = text_tokens[: max(0, len(text_tokens) - excess)]
-            kept = tokenizer.decode(text_tokens).rstrip("\ufffd")  # the first bytes of a character that is cut
+            kept = tokenizer.decode(text_tokens, keep_special=self.parse_control_tokens)
+            kept = kept.rstrip("\ufffd")  # the first bytes of a character that is cut
             if not kept:
                 raise RowError(f"prompt has more than {longest} tokens even without its text")
             tokens = self._render(values | {"text": kept}, tokenizer)

@@ -66,8 +66,10 @@ def check_place(output: "Storage", kind: Kind, source: "Storage | None" = None) 
     Raises JobError if the output is a file, holds files and no run of ours, or overlaps the job's input, `source`;
     StorageGone, StorageRefused.
     """
-    if source is not None and _overlap(output, source):
-        raise _overlaps(output.url, source.url)
+    if source is not None and type(output.fs) is type(source.fs):
+        base = _real(output.root, output.is_local)
+        if _reads(source.root, base, "data/rows.parquet", source.is_local):
+            raise _overlaps(output.url, source.url)
     entries = output.entries()
     for mark in kind.marks:
         folder = mark.rpartition("/")[0]
@@ -219,11 +221,6 @@ def _overlaps(output: str, source: str) -> JobError:
         f"output {output!r} overlaps input {source!r}: a job would read what it writes, or write over what it reads; "
         "name an output that lies elsewhere"
     )
-
-
-def _overlap(output: "Storage", source: "Storage") -> bool:
-    base = _real(output.root, output.is_local)
-    return type(output.fs) is type(source.fs) and _reads(source.root, base, "data/rows.parquet", source.is_local)
 
 
 def _reads(root: str, base: str, name: str, is_local: bool) -> bool:

@@ -10,19 +10,12 @@ MOST_BYTES = 2**31 - 1  # of the strings of one array
 
 def readable(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """The column itself if all its text is UTF-8, in lists, structs, maps and dictionaries too; else a mended copy."""
-    if _is_valid(column):
-        return column
-    chunks = [part for chunk in column.chunks for part in _mended_parts(chunk)]
-    return pa.chunked_array(chunks, column.type)
-
-
-def _is_valid(column: pa.ChunkedArray) -> bool:
-    """Whether its strings are UTF-8, among all else that Arrow demands."""
     try:
-        column.validate(full=True)
+        column.validate(full=True)  # that it is, among all else that Arrow demands
     except pa.ArrowInvalid:
-        return False
-    return True
+        chunks = [part for chunk in column.chunks for part in _mended_parts(chunk)]
+        return pa.chunked_array(chunks, column.type)
+    return column
 
 
 def _mended_parts(array: pa.Array) -> list[pa.Array]:

@@ -27,7 +27,7 @@ from engine.forward.teacher_forcing import Answer
 from engine.parts.part import digest_of
 from engine.schedules import decays, orders
 from jobs import adapt_model, answers, calibrate_schedule, command_line
-from jobs.adaptation import CHECKPOINT_FILE, AdaptModel, reason_of, settings_of, train_on_cluster
+from jobs.adaptation import CHECKPOINT_FILE, AdaptModel, reason_of, settings_of, train_on_cluster, warn_of_seen_prompts
 from jobs.answers import ANSWERS_FILE, answer_corpus, with_more_answers
 from pipeline.errors import JobError, JobStopped
 from pipeline.evaluation.charts import learning_curve
@@ -225,13 +225,13 @@ def test_a_training_whose_input_has_grown_is_refused_before_a_prompt_is_answered
     assert (tmp_path / "out" / ANSWERS_FILE).read_bytes() == kept
 
 
-@pytest.mark.parametrize(("drawn", "seed", "warned"), [(60, 0, False), (42, 0, True), (60, 1, True)])
+@pytest.mark.parametrize(("drawn", "seed", "warned"), [(60, 0, False), (42, 0, True), (40, 0, True), (60, 1, True)])
 def test_a_schedule_that_has_seen_what_it_is_judged_by_is_said_to(
     drawn: int, seed: int, warned: bool, common: list[str], calibrated: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    given = [*common, "--output", "out", "--prompts", str(drawn), "--seed", str(seed)]
+    given = [*common, "--output", "out", "--prompts", "60", "--seed", str(seed)]  # of which so many may be there
     config = command_line.parse(AdaptModel, adapt_model.PROGRAM, given)
-    adapt_model.warn_of_seen_prompts(config, Schedule.read(calibrated / "1.1x"))
+    warn_of_seen_prompts(config, Schedule.read(calibrated / "1.1x"), drawn)
     assert ("was calibrated on 40 prompts of the all part" in caplog.text) == warned
 
 
@@ -251,19 +251,23 @@ def test_a_rerun_answers_no_prompt_again(
     assert adapt([*arguments, "--steps", "2"]) == 0  # drawn again
 
 
-@pytest.mark.parametrize(
-    ("options", "way_out"), [([], "answers it fits"), (["--prompt-layers", "4"], "a pass of its prompts")]
-)
+@pytest.mark.parametrize("options", [[], ["--prompt-layers", "4"]])
 def test_more_prompts_than_the_memory_holds_are_refused_before_they_are_answered(
-    options: list[str], way_out: str, common: list[str], untrained: list[str], capsys: pytest.CaptureFixture[str],
+    options: list[str], common: list[str], untrained: list[str], capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
+    def said() -> str:
+        assert adapt([*common, *untrained, "--prompts", "60", *options]) == 1
+        return capsys.readouterr().err
+
     monkeypatch.setattr("jobs.adaptation.free_bytes", lambda _: 1_000_000)
-    assert adapt([*common, *untrained, "--prompts", "60", *options]) == 1
-    said = capsys.readouterr().err
-    assert "training on 60 answers keeps some" in said
-    assert way_out in said
-    assert "answering at full depth" not in said
+    refused = said()
+    assert "training on 60 answers keeps some" in refused
+    assert "what it works in alone does not fit" in refused
+    assert "answering at full depth" not in refused
+    monkeypatch.setattr("jobs.adaptation.working_bytes", lambda *_: 0)
+    monkeypatch.setattr("jobs.adaptation.model_bytes", lambda *_: 799_000)
+    assert "answers it fits" in said()
 
 
 def zeros(bridge: Bridge) -> dict[str, torch.Tensor]:

@@ -242,6 +242,15 @@ def test_layers_on_prompts_that_the_model_has_not_are_said_before_it_is_loaded(
         calibrate_schedule.calibrate(parsed(model, tmp_path, "--prompt-layers", "12"))
 
 
+def test_more_prompts_than_the_memory_holds_are_refused_before_one_is_answered(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "answer_prompts", lambda *_: pytest.fail("prompts were answered"))
+    monkeypatch.setattr(calibrate_schedule, "free_bytes", lambda _: 1_000_000)
+    with pytest.raises(ScheduleError, match=r"calibrating on 24 answers keeps some .* works in alone does not fit"):
+        calibrate_schedule.calibrate(parsed(model, tmp_path, "--target-speedups", "1.02"))
+
+
 def test_a_whole_sample_target_out_of_reach_is_said(model: Path, tmp_path: Path) -> None:
     config = parsed(model, tmp_path, "--target-speedups", "1.02", "--target-sample-speedups", "90")
     with pytest.raises(ScheduleError, match=r"90x of the whole sample cannot be met with 1\.02x in"):

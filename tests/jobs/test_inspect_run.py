@@ -10,8 +10,9 @@ import pytest
 
 from jobs import command_line, inspect_run
 from jobs.job_output import storage_flags
-from pipeline.commits.commit import checksum, commit_unit, read_commits, write_success
+from pipeline.commits.commit import checksum, commit_unit, read_commits
 from pipeline.commits.failed import record_failure
+from pipeline.commits.manifest import write_success
 from pipeline.preparing.run_record import claim_output
 from pipeline.rows.rows import GENERATED
 from pipeline.rows.unit import WorkUnit

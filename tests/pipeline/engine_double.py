@@ -40,7 +40,7 @@ class ByteTokenizer:
     def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         return [1, *"\n".join(f"{m['role']}: {m['content']}" for m in messages).encode(), 2]
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int], keep_special: bool = False) -> str:
         return bytes(tokens).decode(errors="ignore")
 
 

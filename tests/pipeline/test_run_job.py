@@ -13,6 +13,7 @@ import pytest
 from engine_double import LAYERS, SUMMED, Echo, EchoBackend, NoEngineBackend
 from trap_double import Company
 
+from pipeline import run
 from pipeline.commits.commit import read_commits
 from pipeline.config import JobConfig
 from pipeline.errors import JobError
@@ -60,6 +61,18 @@ def copied(finished: tuple[JobConfig, RunResult], tmp_path: Path) -> JobConfig:
     """The finished run with an output of one's own to do things to."""
     shutil.copytree(finished[0].output, tmp_path / "out")
     return finished[0].model_copy(update={"output": str(tmp_path / "out")})
+
+
+def test_a_run_that_another_job_finished_meanwhile_keeps_its_manifest(
+    copied: JobConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one's last commits come between the listing and the look at the manifest."""
+    manifest = Path(copied.output, "_SUCCESS.json")
+    before, listings = manifest.read_bytes(), [2, None]
+    monkeypatch.setattr(run, "read_commits", lambda *of, **how: read_commits(*of, **how)[: listings.pop(0)])
+    assert run_job(copied, NoEngineBackend()).totals.rows == 99
+    assert manifest.read_bytes() == before
+    assert not listings
 
 
 def test_every_row_is_generated_exactly_once_and_in_order(

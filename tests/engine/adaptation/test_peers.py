@@ -27,6 +27,12 @@ def answers(count: int, seed: int) -> list[Answer]:
     return [Answer(row[:4], row[4:]) for row in tokens]
 
 
+def unequal() -> list[Answer]:
+    """Two answers, of which one has four times as many tokens to learn from."""
+    short, long = answers(2, seed=3)
+    return [Answer(short.prompt, short.tokens[:2]), Answer(long.prompt, long.tokens[:5])]
+
+
 def train(checkpoint: str, train: list[Answer], state: Path | None = None) -> tuple[Curve, Trainer]:
     engine = Engine.load(checkpoint, device="cpu", kernels=Kernels())
     width, layers = engine.shape.hidden, engine.shape.layers
@@ -43,6 +49,7 @@ def one_of_two(rank: int, directory: str, checkpoint: str) -> None:
     mine, state = Path(directory) / f"{rank}", Path(directory) / "state"
     same = answers(10, seed=1)
     curves = [train(checkpoint, [*same, *same])[0]]
+    curves.append(train(checkpoint, unequal())[0])
     curve, trainer = train(checkpoint, [*same, *answers(10, seed=2)], state)
     ((schedule, _),) = trainer.best()
     with pytest.raises(ScheduleError, match="1 answers to learn from are too few for 2 processes"):
@@ -64,8 +71,10 @@ def test_two_processes_train_as_one_with_the_mean_of_their_gradients(
     torch.multiprocessing.spawn(one_of_two, (str(tmp_path), checkpoint), nprocs=2)
     first, second = (json.loads((tmp_path / f"{rank}").read_text()) for rank in (0, 1))
     assert first == second
-    (same, different), (alone, _) = first["curves"], train(checkpoint, answers(10, seed=1))
-    assert [value for point in same for value in point] == pytest.approx([value for point in alone for value in point])
+    same, shared, different = first["curves"]
+    (alone, _), (together, _) = train(checkpoint, answers(10, seed=1)), train(checkpoint, unequal())
+    for found, expected in ((same, alone), (shared, together)):
+        assert [value for point in found for value in point] == pytest.approx([v for point in expected for v in point])
     assert different[-1][2] != pytest.approx(alone[-1][2])
     assert [point[0] for point in different] == [0, 2, 4, 6]
 

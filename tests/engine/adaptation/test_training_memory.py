@@ -1,6 +1,5 @@
 """What training will keep in memory, foreseen and found."""
 
-import gc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,29 +8,20 @@ import pytest
 import torch
 
 from engine import Block, Bridge, Engine, ModelShape, Plateau, Sampling, Schedule, ScheduleError
-from engine.adaptation.memory import SCATTERED, check_memory, kept_bytes, model_bytes, working_bytes
+from engine.adaptation.memory import LOGITS, SCATTERED, kept_bytes, model_bytes, working_bytes
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import Trainer, attended_layers
 from engine.calibration.prompts import counted_prompt_bridge, prompt_cut
 from engine.forward.prompt_pass import PROMPT_TOKENS
-from engine.forward.teacher_forcing import Answer
+from engine.forward.teacher_forcing import LOGIT_TOKENS, Answer
 from engine.kernels import Kernels
+from engine.memory import check_memory
+from tests.engine.tensors import tensor_bytes
 
 
 @pytest.fixture(scope="module")
 def engine(make_checkpoint: Callable[..., Path]) -> Engine:
     return Engine.load(str(make_checkpoint()), device="cpu", kernels=Kernels())
-
-
-def tensor_bytes() -> int:
-    """Of all storages that tensors live in; packed ones hide theirs."""
-    gc.collect()
-    found = {}
-    for each in gc.get_objects():
-        if isinstance(each, torch.Tensor) and each.layout == torch.strided and not each.is_mkldnn:
-            storage = each.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
 
 
 def bridged(shape: ModelShape, end: int) -> Schedule:
@@ -81,19 +71,31 @@ def test_where_prompts_learn_the_longest_may_need_more_than_a_pass_of_others(eng
     schedules = [replace(schedule, prompt_bridge=prompts)]
     usual = working_bytes(shape, schedules, [60, 100], [60])
     assert usual == working_bytes(shape, schedules, [PROMPT_TOKENS], [60])
-    for train, held_out in (([60, 2 * PROMPT_TOKENS], [60]), ([60], [2 * PROMPT_TOKENS])):
-        assert working_bytes(shape, schedules, train, held_out) == 2 * usual
+    more = [
+        working_bytes(shape, schedules, train, held_out) - usual
+        for train, held_out in (([60, 2 * PROMPT_TOKENS], [60]), ([60], [2 * PROMPT_TOKENS]))
+    ]
+    a_pass = PROMPT_TOKENS * 4 * 2 * (shape.layer_parameters // shape.hidden) * 4
+    assert more == [a_pass, a_pass]
+
+
+def test_a_lesson_takes_its_logits_and_what_gradients_need_wherever_prompts_run_at_full_depth(engine: Engine) -> None:
+    shape, answer_tokens = engine.shape, Recipe().tokens_per_step
+    found = {end: working_bytes(shape, [bridged(shape, end)], [60] * 18, [60] * 2) for end in (3, 5)}
+    assert found[3] == found[5]  # both change from layer 1 on
+    above = answer_tokens * (shape.layers - 1) * 2 * shape.layer_parameters // shape.hidden
+    assert found[3] == 4 * (above + LOGITS * LOGIT_TOKENS * shape.vocab)
 
 
 def test_too_many_answers_are_refused_with_how_many_would_do() -> None:
-    check_memory(model=1_000, kept=7_000, working=0, free=10_000, answers=100)
+    check_memory("training", kept=7_000, working=0, free=10_000, answers=100, model=1_000)
     giga = 10**9
     with pytest.raises(
         ScheduleError,
-        match=r"100 answers keeps some 12\.0 GB .* 2\.0 GB and 2\.0 GB to work in, and 10\.0 GB are .* about 33 ",
+        match=r"training on 100 answers keeps some 12\.0 GB .* 2\.0 GB and takes 2\.0 GB .*, and 10\.0 GB .* about 33 ",
     ):
-        check_memory(model=2 * giga, kept=12 * giga, working=2 * giga, free=10 * giga, answers=100)
+        check_memory("training", kept=12 * giga, working=2 * giga, free=10 * giga, answers=100, model=2 * giga)
     with pytest.raises(ScheduleError, match="the model alone is too large"):
-        check_memory(model=9 * giga, kept=giga, working=0, free=10 * giga, answers=100)
-    with pytest.raises(ScheduleError, match="a pass of its prompts, or of the longest, does not fit"):
-        check_memory(model=2 * giga, kept=giga, working=7 * giga, free=10 * giga, answers=100)
+        check_memory("training", kept=giga, working=0, free=10 * giga, answers=100, model=9 * giga)
+    with pytest.raises(ScheduleError, match=r"calibrating .* full depth in memory and .* what it works in alone does"):
+        check_memory("calibrating", kept=giga, working=9 * giga, free=10 * giga, answers=100)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine import Block, Engine, Ledger, Plateau, Sampling, Schedule, ScheduleError, Unit, decode_flop_speedup
-from engine.calibration import calibrate, own_states
+from engine.calibration import bridged, calibrate, own_states
 from engine.calibration.bridged import Bridges, Candidate
 from engine.calibration.calibrate import Calibration, check_targets
 from engine.calibration.collect import answer_prompts, chunks, collect_moments
@@ -268,7 +268,7 @@ def test_a_mix_is_chosen_by_bridges_of_some_prompts_and_fitted_to_all(
         return fit(engine, prompts, *how)
 
     monkeypatch.setattr(calibrate, "fit_prompt_bridge", noted)
-    to_fit, to_choose, _ = calibrate._parts(answers)
+    to_fit, to_choose, _ = calibrate.parts(answers)
     for most in (30, 10_000):
         taken.clear()
         monkeypatch.setattr(calibrate, "CHOOSE_PROMPTS", most)
@@ -295,6 +295,37 @@ def test_a_whole_sample_target_counts_what_prompts_share_as_jobs_do(tiny: Engine
     )
     assert full / scheduled >= 1.3
     assert found.schedule.provenance["sample_flop_speedup"] == round(full / scheduled, 4)
+
+
+def test_whole_sample_targets_out_of_reach_are_said_before_states_are_collected(
+    tiny: Engine, answers: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [found] = Calibration(tiny, answers, [1.2], quiet, sample_targets=[1.5]).run()
+    most = found.schedule.provenance["sample_flop_speedup"]
+    monkeypatch.setattr(calibrate, "collect_moments", lambda *_: pytest.fail("states are collected"))
+    with pytest.raises(ScheduleError, match=r"9x of the whole sample cannot be met with 1\.2x in decoding"):
+        Calibration(tiny, answers, [1.2], quiet, sample_targets=[1.1, most, 9.0])
+
+
+def test_a_search_that_keeps_few_bridges_ends_with_the_same_schedule(
+    tiny: Engine, answers: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [kept] = Calibration(tiny, answers, [1.3], quiet).run()
+    monkeypatch.setattr(bridged, "MOST_FITTED", 2)
+    calibration = Calibration(tiny, answers, [1.3], quiet)
+    [found] = calibration.run()
+    assert found.schedule == kept.schedule
+    assert len(calibration._final_bridges._fitted) <= 2
+
+
+def test_distributions_that_are_no_numbers_are_not_written_as_a_schedule(
+    tiny: Engine, answers: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibration, judged = Calibration(tiny, answers, [1.2], quiet, whole_head=True), Calibration._judged
+    lost = lambda *how: replace(quality := judged(*how), kl=torch.full_like(quality.kl, torch.inf))  # noqa: E731
+    monkeypatch.setattr(Calibration, "_judged", lost)
+    with pytest.raises(ScheduleError, match=r"at 1\.2x distributions on held-out answers are no numbers"):
+        list(calibration.run())
 
 
 def test_too_few_answers_or_too_high_a_target_are_said(tiny: Engine, answers: list[Answer]) -> None:

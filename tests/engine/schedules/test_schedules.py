@@ -203,7 +203,7 @@ BAD_DECAYS: dict[str, tuple[Callable[[], object], str]] = {
         "skips 9 at step 0, but the order holds 5",
     ),
     "no warm-up": (lambda: orders.lowest_first(6, warmup=0), "got 0"),
-    "a warm-up beyond the model": (lambda: orders.top_first(6, warmup=7), "6 layers, got 7"),
+    "a warm-up beyond the model": (lambda: orders.lowest_first(6, warmup=7), "6 layers, got 7"),
     "SkipDecode with its numbers mixed up": (lambda: recipes.skipdecode(12, 2, 6, 8, 16), "2, 8, 6, 12"),
     "SkipDecode below its warm-up": (lambda: recipes.skipdecode(12, 6, 10, 4, 16), "6, 4, 10, 12"),
     "more active layers than there are": (lambda: recipes.early_termination(12, 13), "13"),

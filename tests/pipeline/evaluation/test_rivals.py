@@ -9,7 +9,7 @@ from engine import EarlyExit, Engine, Sampling, Schedule, ScheduleError, decode_
 from engine.schedules.schedule import Plateau
 from pipeline.evaluation import rivals as module
 from pipeline.evaluation.contender import Contender
-from pipeline.evaluation.rivals import RIVALS, TOLERANCE, RivalCalibration, SolvedRivals, skipdecode, solve_rival
+from pipeline.evaluation.rivals import RIVALS, TOLERANCE, RivalCalibration, SolvedRivals, solve_rival
 
 TARGETS = [1.3, 1.6]
 
@@ -36,7 +36,7 @@ def test_a_rival_meets_its_target_and_no_milder_one_would(calibration: RivalCali
 
 
 def test_skipdecode_takes_the_warm_up_with_the_lowest_kl(calibration: RivalCalibration) -> None:
-    rival = skipdecode(calibration, 1.3)
+    rival = RIVALS["skipdecode"](calibration, 1.3)
     assert isinstance(rival.method, Schedule)
     listed = dict(pair.split(": ") for pair in rival.note.split("by warm-up: ")[1].split(", "))
     assert list(listed) == ["1", "2", "3", "4", "5", "6"]

@@ -9,8 +9,9 @@ import pyarrow as pa
 import pytest
 from engine_double import LAYERS, ByteTokenizer, Echo, EchoBackend
 
-from engine import Generation, ModelError, Schedule
+from engine import BatchStats, Generation, ModelError, Schedule
 from pipeline.config import JobConfig
+from pipeline.execution import stages
 from pipeline.execution.cluster import ReplicaResources
 from pipeline.execution.stages import Task, UnitGenerator
 from pipeline.monitoring.spending import EnergyMeter
@@ -81,6 +82,31 @@ def test_the_time_of_an_audit_is_that_of_its_unit(
     assert cost["gpu_seconds"] == 2 * cost["seconds"]
     assert cost["audited"] == 1
     assert cost["seconds"] >= AUDIT_S
+
+
+def test_an_audit_under_way_is_a_sign_of_life_that_counts_no_rows(
+    job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a job whose audits take long would be ended as one in which nothing moves."""
+    told: list[tuple[Any, ...]] = []
+
+    class Board(NoBoard):
+        def batch_done(self, *what: Any) -> None:
+            told.append(what)
+
+    def audit(_: Auditor, prepared: pa.Table, ids: Sequence[str], answers: object, on_batch: Any) -> dict[str, float]:
+        told.clear()
+        for _batch in range(3):
+            on_batch(BatchStats(samples=1, generated_tokens=7))
+        return {}
+
+    monkeypatch.setattr(Auditor, "audit", audit)
+    monkeypatch.setattr(stages, "TELL_EVERY_S", 0.0)
+    template, table = PromptTemplate("{text}", format="raw"), pa.table({"text": ["one", "two"]})
+    task = Task(job(), EchoBackend(), template, Schedule.full_depth(LAYERS), ("text",), table.schema, 100, "run")
+    prepared = prepare(table, table.schema, "text", template, ByteTokenizer(), 100)
+    UnitGenerator(task, ONE, cast(Any, Board())).run(WorkUnit("00000-000000000", "in/a.parquet", 0, 2), prepared)
+    assert told == [("00000-000000000", 0, 0)] * 3
 
 
 @dataclass(frozen=True)

@@ -189,6 +189,69 @@ def test_one_half_uploaded_file_fails_alone_and_is_done_once_it_is_whole(
         run_job(config, echo)
 
 
+def test_a_file_that_is_all_done_may_become_unreadable_where_a_run_goes_on(
+    work: Job, put: Put, place: str, echo: EchoBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put("a")
+    put("b")
+    config = work()
+    monkeypatch.setattr(InlineSession, "stop_after", ROWS // 2)  # units: all of a's
+    with pytest.raises(JobStopped):
+        run_job(config, echo)
+    monkeypatch.setattr(InlineSession, "stop_after", None)
+    Storage(place).write("a.parquet", b"PAR1 half")
+    result = run_job(config, echo)
+    assert (result.rows_resumed, result.totals.rows) == (ROWS, 2 * ROWS)
+    assert committed(config) == [*texts("a"), *texts("b")]
+    assert read_failures(Storage(config.output)) == []
+    manifest = json.loads(Path(config.output, "_SUCCESS.json").read_text())
+    assert manifest["input"]["rows"] == manifest["totals"]["rows"] == 2 * ROWS
+
+
+def test_a_file_of_which_a_unit_is_missing_may_not(
+    work: Job, put: Put, place: str, echo: EchoBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put("a")
+    put("b")
+    config = work()
+    monkeypatch.setattr(InlineSession, "stop_after", ROWS // 2 - 1)
+    with pytest.raises(JobStopped):
+        run_job(config, echo)
+    monkeypatch.setattr(InlineSession, "stop_after", None)
+    Storage(place).write("a.parquet", b"PAR1 half")
+    with pytest.raises(UnitsFailed, match=r"1 whole file failed.*a\.parquet"):
+        run_job(config, echo)
+    assert committed(config) == [*texts("a", rows=ROWS - 2), *texts("b")]
+
+
+def test_at_night_a_file_that_is_done_and_as_it_was_need_not_be_readable(
+    work: Job, put: Put, place: str, echo: EchoBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object in an archive is listed as ever, and refused."""
+    put("a")
+    put("b")
+    config = work(incremental=True)
+    run_job(config, echo)
+    opened = Storage.open_path
+
+    def refuse(self: Storage, path: str, stamp: str | None = None) -> Any:
+        if path.endswith("b.parquet"):
+            raise PermissionError("InvalidObjectState")
+        return opened(self, path, stamp)
+
+    monkeypatch.setattr(Storage, "open_path", refuse)
+    for night in range(2):
+        put(f"c{night}")
+        run_job(config, echo)
+        assert Path(config.output, "_SUCCESS.json").exists()
+        assert read_failures(Storage(config.output)) == []
+    assert committed(config) == [*texts("a"), *texts("b"), *texts("c0"), *texts("c1")]
+    lost = next(commit for commit in inspect(Storage(config.output)).commits if commit.path.endswith("b.parquet"))
+    Path(config.output, f"_commits/{lost.unit}.json").unlink()
+    with pytest.raises(UnitsFailed, match="1 whole file failed"):
+        run_job(config, echo)
+
+
 def test_at_night_a_half_uploaded_file_waits_and_the_old_rows_of_a_damaged_one_stay(
     work: Job, put: Put, place: str, echo: EchoBackend
 ) -> None:

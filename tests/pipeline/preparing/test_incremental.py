@@ -754,6 +754,48 @@ def test_the_commits_of_a_snapshot_are_found_again(
     assert generations(config.output) == everything(*parts, texts("night 3", "changing", 5, "v3"))
 
 
+def test_the_report_of_a_night_that_failed_counts_each_file_once(
+    nightly: Job, put: Put, inline: type[InlineSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, told = nightly(), []
+    put("a", 6)
+    put("b", 9)
+    run_job(config, by("one"))
+    put("b", 10, "v2")
+
+    def fails(self: InlineSession, pending: Any) -> Any:
+        done = session(self, pending[1:])
+        done.failed = [record_failure(Storage(config.output), pending[0], 3, "no")]
+        return done
+
+    session, write = inline.run, run.write_report
+    monkeypatch.setattr(inline, "run", fails)
+    monkeypatch.setattr(run, "write_report", lambda *what: (told.append(what[5]), write(*what)))
+    with pytest.raises(UnitsFailed):
+        run_job(config, by("two"))
+    (totals,) = told
+    assert totals.rows == inspect(Storage(config.output)).totals.rows == 6 + (10 - 4)
+    monkeypatch.setattr(inline, "run", session)
+    run_job(config, by("two"))
+    assert generations(config.output) == everything(texts("one", "a", 6), texts("two", "b", 10, "v2"))
+
+
+def test_nights_that_come_to_more_units_than_a_manifest_lists_are_refused_by_name(
+    nightly: Job, put: Put, inline: type[InlineSession], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(run, "MOST_UNITS", 3)
+    config = nightly()
+    put("a", 8)
+    run_job(config, by("one"))
+    (tmp_path / "in/a.parquet").unlink()
+    put("b", 8)
+    before = snapshot(config.output)
+    with pytest.raises(JobError, match="would hold more than 3 work units"):
+        run_job(config, NoEngineBackend())
+    assert {path for path in snapshot(config.output) if path not in before} == set()
+    assert Path(config.output, "_SUCCESS.json").exists()
+
+
 def test_failures_of_a_file_that_was_mended_are_forgotten(
     nightly: Job, put: Put, inline: type[InlineSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:

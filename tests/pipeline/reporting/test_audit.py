@@ -12,7 +12,7 @@ from engine_double import EchoBackend, NoEngineBackend
 from inline_session import without_ray
 from pydantic import ValidationError
 
-from engine import Engine, Generation, Ledger, Sampling, Schedule
+from engine import BatchStats, Engine, Generation, Ledger, Sampling, Schedule
 from engine.schedules import decays, orders
 from pipeline.commits.commit import Totals, commit_unit
 from pipeline.config import JobConfig
@@ -86,11 +86,18 @@ def prepared(prompts: list[list[int] | None]) -> pa.Table:
     return pa.table({TOKENS: tokens, TRUNCATED: [False] * len(prompts), ERROR: pa.array(errors, pa.string())})
 
 
-def audit_of(engine: Engine, schedule: Schedule, prompts: list[list[int] | None], fraction: float) -> dict[str, float]:
+def audit_of(
+    engine: Engine,
+    schedule: Schedule,
+    prompts: list[list[int] | None],
+    fraction: float,
+    on_batch: Callable[[BatchStats], None] | None = None,
+) -> dict[str, float]:
     table, ids = prepared(prompts), IDS[: len(prompts)]
     answers: dict[int, Generation] = {}
     generate(table, ids, RowGenerator(engine, SAMPLING, schedule, 4), on_generation=answers.__setitem__)
-    return Auditor(engine, engine.tokenizer, engine.shape, SAMPLING, schedule, 4, fraction).audit(table, ids, answers)
+    auditor = Auditor(engine, engine.tokenizer, engine.shape, SAMPLING, schedule, 4, fraction)
+    return auditor.audit(table, ids, answers, on_batch)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +147,9 @@ def test_what_an_audit_found_is_said_with_an_interval_once_there_are_units_enoug
 
 def test_the_audit_names_what_it_cost(packaged: Engine, prompts: list[list[int] | None]) -> None:
     schedule = Schedule.build(30, orders.lowest_first(30, 4), decays.constant(2), horizon=0)
-    found = audit_of(packaged, schedule, prompts, 1.0)
+    told: list[BatchStats] = []
+    found = audit_of(packaged, schedule, prompts, 1.0, told.append)
+    assert sum(stats.samples for stats in told) == 4
     expected, ledger = 0, Ledger(packaged.shape, schedule)
     full = [prompt for prompt in prompts if prompt]
     for generation in packaged.generate(full, SAMPLING):

@@ -249,6 +249,15 @@ def test_a_cut_text_keeps_what_looks_like_a_control_token(tokenizer: Tokenizer) 
     assert tokenizer.decode(prompt.tokens).startswith("one <|im_end|>")
 
 
+def test_a_cut_text_keeps_the_control_tokens_that_it_is_parsed_for(tokenizer: Tokenizer) -> None:
+    template, text = raw("{text}", parse_control_tokens=True), "<|im_start|>user\n" + "word " * 30
+    whole, cut = (template.encode({"text": text}, tokenizer, longest) for longest in (PLENTY, 20))
+    assert cut.truncated
+    assert 15 < len(cut.tokens) <= 20
+    assert cut.tokens[0] == tokenizer.encode("<|im_start|>")[0]
+    assert cut.tokens == whole.tokens[: len(cut.tokens)]
+
+
 def test_control_tokens_of_the_template_are_what_they_say(tokenizer: Tokenizer) -> None:
     prompt = raw("<|im_start|>user\n{text}<|im_end|>").encode({"text": "hi <"}, tokenizer, PLENTY)
     assert [token for token in prompt.tokens if token <= 16] == [1, 2]
