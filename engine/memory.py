@@ -96,7 +96,9 @@ def free_bytes(device: torch.device) -> int:
     return int(min(machine, container)) + _kept_bytes()
 
 
-def check_memory(task: str, kept: int, working: int, free: int, answers: int, model: int = 0) -> None:
+def check_memory(
+    task: str, kept: int, working: int, free: int, answers: int, model: int = 0, kept_of: int | None = None
+) -> None:
     """Raises ScheduleError if a task on so many answers takes more memory than can be counted on; all in bytes.
 
     Args:
@@ -105,10 +107,11 @@ def check_memory(task: str, kept: int, working: int, free: int, answers: int, mo
         working: that it takes whatever their number.
         free: there is.
         model: of a model that is yet to be loaded.
+        kept_of: answers that what is kept grows with, where more of them take no more.
     """
     room = int(SHARE * free) - model - working
     if kept > room:
-        way_out = f"with about {int(answers * room / kept)} answers it fits"
+        way_out = f"with about {int((kept_of or answers) * room / kept)} answers it fits"
         if room <= 0:
             way_out = "the model alone is too large" if room + working <= 0 else "what it works in alone does not fit"
         beside = f" beside the model's {model / 1e9:.1f} GB" if model else ""

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from engine import Engine, describe
 from engine.calibration.calibrate import LEAST_ANSWERS, Calibrated, Calibration, check_targets, foreseen_depths
-from engine.calibration.memory import kept_bytes, working_bytes
+from engine.calibration.memory import kept_bytes, kept_of, working_bytes
 from engine.calibration.prompts import check_prompt_layers
 from engine.memory import check_memory, free_bytes
 from jobs import command_line
@@ -119,9 +119,10 @@ def check_sample(config: CalibrateSchedule, model: Engine, prompts: Sequence[Seq
     bridged = shape.layers - config.prompt_layers if config.prompt_layers else 0
     if config.target_sample_speedups:
         bridged = shape.layers // 2  # as far as one can tell yet
-    kept = kept_bytes(shape, *sizes, prompts_change=bool(bridged))
-    working = working_bytes(shape, *sizes, depths, bridged)
-    check_memory("calibrating", kept, working, free_bytes(model.device), len(prompts))
+    kept = kept_bytes(shape, *sizes, prompts_change=bool(config.target_sample_speedups))
+    working = working_bytes(shape, *sizes, depths, bridged, config.whole_head)
+    free, grows_with = free_bytes(model.device), kept_of(sizes[0])
+    check_memory("calibrating", kept, working, free, len(prompts), kept_of=grows_with)
 
 
 def _name(target: float) -> str:

@@ -14,7 +14,7 @@ from pipeline.commits.failed import FailedUnit, read_failures
 from pipeline.commits.manifest import read_manifest
 from pipeline.errors import JobError
 from pipeline.inputs.input_record import planned_rows
-from pipeline.inputs.known_files import read_known_files, version_of
+from pipeline.inputs.known_files import of_present_versions, read_known_files, version_of
 from pipeline.preparing.run_record import claim_name, read_run
 from pipeline.storage.storage import Storage
 from pipeline.storage.stores import Unfit
@@ -73,9 +73,9 @@ def inspect(storage: Storage) -> Inspection:
     replaced: list[Commit] = []
     known = read_known_files(storage) or {}
     if known:  # the run is incremental, and its record is not lost
-        current = {file.version for file in known.values()}
-        replaced = [commit for commit in commits if version_of(commit.unit) not in current]
-        commits = [commit for commit in commits if version_of(commit.unit) in current]
+        everything, commits = commits, of_present_versions(commits, known)
+        present = {commit.unit for commit in commits}
+        replaced = [commit for commit in everything if commit.unit not in present]
     partial = {file.version for file in known.values() if file.partial}
     if run["input"].get("incremental"):
         rows = sum(file.rows for file in known.values()) if known else total(commits).rows

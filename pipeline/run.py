@@ -165,8 +165,12 @@ def _begin(job: Preparation, storage: Storage) -> _Begun:
             commits = read_commits(storage, claim.run)
         rows = hold_input(storage, job.plan, begun=bool(commits))
         plan = job.plan.with_done(rows, _units(commits), job.config)
+    pairs = zip(job.plan.files, plan.files, strict=True)
+    if excused := [file.path for was, file in pairs if was.problem and not file.problem]:
+        log.info("%d files that cannot be read, such as %r, are done: leave them as they are", len(excused), excused[0])
     begun = _Begun(replace(job, plan=plan), claim, history, commits, plan.without(_units(commits)))
-    if begun.new.units and len(commits) + len(begun.new.units) > MOST_UNITS:
+    stay = commits if history is None else history.present(commits)
+    if begun.new.units and len(stay) + len(begun.new.units) > MOST_UNITS:
         raise JobError(
             f"{storage.url!r} would hold more than {MOST_UNITS:,} work units, the most that a manifest lists: "
             "name another output for what is new, with an input of its own"

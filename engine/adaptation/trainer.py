@@ -200,10 +200,11 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = group["share"] * self._recipe.rate(step)
         self._optimizer.zero_grad()
-        losses = []
-        for schedule in self._schedules:
-            # The mean over the processes, whose gradients are too: then each token weighs the same.
-            tokens = mean(self._peers.everyones(sum(part.tokens(schedule) for part in lesson)))
+        losses: list[float] = []
+        ours = [sum(part.tokens(schedule) for part in lesson) for schedule in self._schedules]
+        # Means over the processes, as the gradients are: then each token weighs the same.
+        counts = map(mean, zip(*self._peers.everyones(ours), strict=True))
+        for schedule, tokens in zip(self._schedules, counts, strict=True):
             share = 1 / tokens / len(self._schedules)
             losses.append(sum(self._learn(part, schedule, share) for part in lesson) / tokens)
         for parameter in self._trainable.parameters.values():

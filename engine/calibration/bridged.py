@@ -89,7 +89,7 @@ class Bridges:
                 key = replace(constant, apart=candidate.apart[:count])
                 if key not in self._fitted:
                     fitted = self._last(layers, key, bridges)
-                    while len(self._fitted) >= MOST_FITTED:
+                    if len(self._fitted) >= MOST_FITTED:
                         del self._fitted[next(iter(self._fitted))]
                     self._fitted[key] = fitted
                 bridges[name] = self._fitted[key]

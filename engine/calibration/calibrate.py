@@ -91,7 +91,7 @@ class Calibration:
         depths_by = depths_to_try(shape, least)
         ends = {warmup: [warmup + depth for depth in deep] for warmup, deep in depths_by.items()}
         alone = {layer: [layer + 1] for layer in range(max(WARMUPS) + 1, shape.layers - 1)}
-        fit, choose, judge = parts(answers)
+        fit, choose, judge = split(answers)
         places = tuple(2 * warmup for warmup in ends)
         own = OwnStates(engine, places)
         fitted = collect_moments(engine, fit, ends | alone, progress, own, head)
@@ -101,7 +101,7 @@ class Calibration:
             everywhere = tuple(range(min(places), 2 * shape.layers, 2))
             chooser = Judge(engine.teacher_forced(choose), everywhere)
             self._judge = Judge(engine.teacher_forced(judge), places)
-            if prompt_layers is not None:  # those that schedules are judged behind run otherwise
+            if prompt_layers is not None and not sample_targets:  # those that schedules are judged behind run otherwise
                 self._judge.answers.prompts.forget_all_but(set())
         self._prompt_layers, self._sample_targets = prompt_layers, sample_targets
         self._chooser, self._prompts = chooser, [answer.prompt for answer in (*fit, *choose)]
@@ -328,7 +328,7 @@ def _out_of_reach(target: float, most: float) -> ScheduleError:
     return ScheduleError(f"a decode FLOP speed-up of {target:g}x cannot be met, {most:.2f}x is the most: ask for less")
 
 
-def parts(answers: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+def split(answers: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
     """To fit, to choose and to judge by."""
     choose, judge = (max(1, min(most, round(share * len(answers)))) for share, most in (CHOOSE, JUDGE))
     fit = len(answers) - choose - judge

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from engine.calibration.bridged import MOST_FITTED
-from engine.calibration.calibrate import parts
+from engine.calibration.calibrate import CHOOSE, JUDGE, split
 from engine.calibration.own_states import KEPT_TOKENS
 from engine.calibration.search import WARMUPS
 from engine.shape import ModelShape
@@ -22,14 +22,21 @@ def kept_bytes(
         prompts: tokens of each, in the order of the answers.
         answer_tokens: of each answer, at most.
         sizes: as `Engine.item_sizes`.
-        prompts_change: schedules may have their own way with prompts, whose keys and values are held beside.
+        prompts_change: schedules with and without their own way with prompts are judged, whose keys and values are
+            then held beside.
     """
-    _, choose, judge = parts(prompts)
+    _, choose, judge = split(prompts)
     held = sum(choose) + sum(judge) + prompts_change * max(sum(choose), sum(judge))
     keys = held * shape.layers * shape.cache_elements(1) * sizes[0]
     places = len(choose) * shape.layers + len(judge) * (len(WARMUPS) + 2)
     states = places * answer_tokens * shape.hidden * sizes[1]
     return keys + states + (len(choose) + len(judge)) * answer_tokens * shape.vocab * HALF
+
+
+def kept_of(prompts: Sequence[int]) -> int:
+    """How many prompts `kept_bytes` grow with: of more, the others are only fitted to."""
+    _, choose, judge = split(prompts)
+    return round((len(choose) + len(judge)) / (CHOOSE[0] + JUDGE[0]))
 
 
 def working_bytes(
@@ -39,6 +46,7 @@ def working_bytes(
     sizes: tuple[int, int],
     depths: Mapping[int, Sequence[int]],
     bridged_layers: int,
+    whole_head: bool,
 ) -> int:
     """What hardly shrinks with fewer answers: sums, bridges, the answers that bridges above the first are fitted on,
     the vocabulary's head while previews of it are fitted. Other arguments as for `kept_bytes`.
@@ -46,8 +54,9 @@ def working_bytes(
     Args:
         depths: as `depths_to_try`.
         bridged_layers: whose keys and values of prompts maps may give.
+        whole_head: no previews are fitted.
     """
-    fit, _, _ = parts(prompts)
+    fit, _, _ = split(prompts)
     square = shape.hidden**2
     blocks = [1 + len(deep) for deep in depths.values()]
     alone = max(0, shape.layers - 2 - max(WARMUPS))
@@ -57,5 +66,5 @@ def working_bytes(
     own = min(tokens, KEPT_TOKENS + max(fit))
     keys = own * shape.layers * shape.cache_elements(1) * sizes[0]
     states = own * len(fit) * answer_tokens // tokens * 2 * shape.layers * shape.hidden * sizes[1]
-    head = 3 * FLOAT * shape.vocab * shape.hidden
+    head = 0 if whole_head else 3 * FLOAT * shape.vocab * shape.hidden
     return SUM * sums + MOST_FITTED * HALF * square + keys + states + head

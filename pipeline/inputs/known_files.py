@@ -102,6 +102,12 @@ def version_of(unit: str) -> str:
     return unit.partition("-")[0]
 
 
+def of_present_versions(commits: Iterable[Commit], known: Mapping[str, KnownFile]) -> list[Commit]:
+    """Those of the version that each file has now."""
+    versions = {file.version for file in known.values()}
+    return [commit for commit in commits if version_of(commit.unit) in versions]
+
+
 def read_known_files(storage: Storage) -> dict[str, KnownFile] | None:
     """By name relative to the input; None if there is no record, or a damaged one. Raises StorageGone."""
     try:

@@ -46,6 +46,7 @@ class InputFile:
     checksum: str | None = None  # of the content, in an incremental run where the file system has none
     version: str = ""  # in an incremental run: names its units
     problem: str = ""  # why it can't be processed, a sentence; then it has no rows
+    misfit: bool = False  # that its columns do not fit is the problem
 
     @property
     def rows(self) -> int:
@@ -115,7 +116,9 @@ class Plan:
             config: what the plan was made of.
         """
         whole = tuple(
-            replace(file, problem="", row_groups=(rows[file.name],)) if file.problem and file.name in rows else file
+            replace(file, problem="", row_groups=(rows[file.name],))
+            if file.problem and not file.misfit and file.name in rows
+            else file
             for file in self.files
         )
         if whole == self.files:
@@ -301,7 +304,7 @@ def _checked(file: InputFile, text_column: str, needed: Container[str | None] | 
         problem = f"column {text_column!r} of {file.path!r} is {type_}, not string: name a text column, or cast it"
     else:
         return file
-    return replace(file, problem=problem, row_groups=(), schema=pa.schema([]))
+    return replace(file, problem=problem, misfit=True, row_groups=(), schema=pa.schema([]))
 
 
 def _is_text(type_: Any) -> bool:

@@ -8,7 +8,14 @@ from dataclasses import replace
 
 from pipeline.commits.commit import COMMITS, SUCCESS_FILE, Commit, read_commits
 from pipeline.errors import NothingToDo
-from pipeline.inputs.known_files import GONE, KnownFile, version_of, with_unknown, write_known_files
+from pipeline.inputs.known_files import (
+    GONE,
+    KnownFile,
+    of_present_versions,
+    version_of,
+    with_unknown,
+    write_known_files,
+)
 from pipeline.inputs.work import InputFile
 from pipeline.preparing.preparation import Preparation
 from pipeline.preparing.run_record import claim_name, read_run
@@ -82,10 +89,9 @@ class History:
             return False
         return self._committed[known.version] == known.rows
 
-    def present(self, commits: Sequence[Commit]) -> list[Commit]:
+    def present(self, commits: Iterable[Commit]) -> list[Commit]:
         """Those of each file's present version: an old one stays beside it until it is whole."""
-        versions = {file.version for file in self._known.values()}
-        return [commit for commit in commits if version_of(commit.unit) in versions]
+        return of_present_versions(commits, self._known)
 
     def describe(self, commits: Sequence[Commit]) -> dict[str, int]:
         """For the manifest: of how much input these commits, those that stay, are the output."""
@@ -122,7 +128,7 @@ class History:
         past = self._past([before], version)
         return replace(
             before,
-            stamp=before.stamp or GONE,
+            stamp=before.stamp if before.stamp and version == before.version else GONE,  # that version's
             version=version,
             rows=committed[version],
             done=version,

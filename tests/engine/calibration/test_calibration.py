@@ -268,7 +268,7 @@ def test_a_mix_is_chosen_by_bridges_of_some_prompts_and_fitted_to_all(
         return fit(engine, prompts, *how)
 
     monkeypatch.setattr(calibrate, "fit_prompt_bridge", noted)
-    to_fit, to_choose, _ = calibrate.parts(answers)
+    to_fit, to_choose, _ = calibrate.split(answers)
     for most in (30, 10_000):
         taken.clear()
         monkeypatch.setattr(calibrate, "CHOOSE_PROMPTS", most)

@@ -8,7 +8,7 @@ import pytest
 from engine import Engine, Sampling
 from engine.calibration.bridged import MOST_FITTED
 from engine.calibration.calibrate import Calibration, depths_to_try, foreseen_depths
-from engine.calibration.memory import FLOAT, HALF, kept_bytes, working_bytes
+from engine.calibration.memory import FLOAT, HALF, kept_bytes, kept_of, working_bytes
 from engine.forward.teacher_forcing import Answer
 from engine.kernels import Kernels
 from tests.engine.prompts import random_prompts
@@ -33,9 +33,10 @@ def test_what_calibrating_keeps_is_foreseen(engine: Engine, tokens: int) -> None
     assert calibration is not None
     depths = foreseen_depths([1.2], shape, [tokens] * 100, TOKENS, whole_head=True)
     sizes = [tokens] * 100, TOKENS, engine.item_sizes
-    foreseen = kept_bytes(shape, *sizes, prompts_change=False) + working_bytes(shape, *sizes, depths, 0)
-    # What comes only later: bridges, and the head while previews are fitted.
-    later = MOST_FITTED * HALF * shape.hidden**2 + 3 * FLOAT * shape.vocab * shape.hidden
+    foreseen = kept_bytes(shape, *sizes, prompts_change=False) + working_bytes(
+        shape, *sizes, depths, 0, whole_head=True
+    )
+    later = MOST_FITTED * HALF * shape.hidden**2  # bridges, which are fitted while it runs
     assert 0.8 * found < foreseen - later < 1.6 * found
 
 
@@ -44,6 +45,17 @@ def test_prompts_that_change_are_held_once_more(engine: Engine) -> None:
     once, again = (kept_bytes(engine.shape, *sizes, prompts_change=each) for each in (False, True))
     judged = 15 * 50 * engine.shape.layers * engine.shape.cache_elements(1) * 4
     assert again - once == judged
+
+
+def test_fewer_prompts_help_where_what_is_kept_grows_with_them(engine: Engine) -> None:
+    assert [kept_of([50] * count) for count in (20, 100, 500, 1_000)] == [20, 100, 500, 840]
+    assert kept_of([50] * 5_000) == kept_of([50] * 50_000) == 1_040
+
+
+def test_the_head_is_taken_apart_where_previews_are_fitted(engine: Engine) -> None:
+    shape, sizes = engine.shape, ([50] * 100, TOKENS, engine.item_sizes)
+    whole, previews = (working_bytes(shape, *sizes, {2: [3]}, 0, whole_head) for whole_head in (True, False))
+    assert previews - whole == 3 * FLOAT * shape.vocab * shape.hidden
 
 
 def test_depths_are_foreseen_as_they_are_found_where_answers_have_all_their_tokens(engine: Engine) -> None:

@@ -224,6 +224,53 @@ def test_a_file_of_which_a_unit_is_missing_may_not(
     assert committed(config) == [*texts("a", rows=ROWS - 2), *texts("b")]
 
 
+def test_a_file_that_is_all_done_may_not_become_another_whose_columns_do_not_fit(
+    work: Job, put: Put, place: str, echo: EchoBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put("a")
+    put("b")
+    config = work(keep_columns=[])
+    monkeypatch.setattr(InlineSession, "stop_after", ROWS // 2)
+    with pytest.raises(JobStopped):
+        run_job(config, echo)
+    monkeypatch.setattr(InlineSession, "stop_after", None)
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"body": ["another"]}), sink)
+    Storage(place).write("a.parquet", sink.getvalue().to_pybytes())
+    with pytest.raises(UnitsFailed, match=r"1 whole file failed.*a\.parquet.*no column 'text'"):
+        run_job(config, echo)
+
+
+def test_at_night_a_file_that_came_back_half_done_is_not_taken_for_done(
+    work: Job, put: Put, place: str, echo: EchoBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if place.startswith("s3:"):
+        pytest.skip("an object that is written again is another")
+    put("a")
+    put("b")
+    config = work(incremental=True)
+    run_job(config, echo)
+    put("b", "new")
+    monkeypatch.setattr(InlineSession, "stop_after", 1)
+    with pytest.raises(JobStopped):
+        run_job(config, echo)
+    monkeypatch.setattr(InlineSession, "stop_after", None)
+    away = Path(place, "b.parquet").rename(tmp_path / "b.parquet")
+    run_job(config, echo)
+    assert committed(config) == [*texts("a"), *texts("b")]
+    away.rename(Path(place, "b.parquet"))
+    opened = Storage.open_path
+
+    def refuse(self: Storage, path: str, stamp: str | None = None) -> Any:
+        if path.endswith("b.parquet"):
+            raise PermissionError("InvalidObjectState")
+        return opened(self, path, stamp)
+
+    monkeypatch.setattr(Storage, "open_path", refuse)
+    with pytest.raises(UnitsFailed, match="1 whole file failed"):
+        run_job(config, echo)
+
+
 def test_at_night_a_file_that_is_done_and_as_it_was_need_not_be_readable(
     work: Job, put: Put, place: str, echo: EchoBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -785,7 +785,9 @@ def test_nights_that_come_to_more_units_than_a_manifest_lists_are_refused_by_nam
 ) -> None:
     monkeypatch.setattr(run, "MOST_UNITS", 3)
     config = nightly()
-    put("a", 8)
+    put("a", 8, "old")
+    run_job(config, by("one"))
+    put("a", 8)  # whose units take the place of the old ones
     run_job(config, by("one"))
     (tmp_path / "in/a.parquet").unlink()
     put("b", 8)
