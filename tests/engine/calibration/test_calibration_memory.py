@@ -33,9 +33,8 @@ def test_what_calibrating_keeps_is_foreseen(engine: Engine, tokens: int) -> None
     assert calibration is not None
     depths = foreseen_depths([1.2], shape, [tokens] * 100, TOKENS, whole_head=True)
     sizes = [tokens] * 100, TOKENS, engine.item_sizes
-    foreseen = kept_bytes(shape, *sizes, prompts_change=False) + working_bytes(
-        shape, *sizes, depths, 0, whole_head=True
-    )
+    working = working_bytes(shape, *sizes, depths, bridged_layers=0, whole_head=True)
+    foreseen = kept_bytes(shape, *sizes, prompts_change=False) + working
     later = MOST_FITTED * HALF * shape.hidden**2  # bridges, which are fitted while it runs
     assert 0.8 * found < foreseen - later < 1.6 * found
 
