@@ -76,7 +76,7 @@ class EvaluateSchedule(CorpusConfig):
         description="string column of reference outputs; '' judges against full depth's outputs alone; default "
         f"{REFERENCE} if the input has it",
     )
-    prompt: str = Field(SUMMARIZE, description="user text, with {text} or {column} fields")
+    prompt: str = Field(SUMMARIZE, description="user text, with {text} and {column} fields; {{ and }} are plain braces")
     max_new_tokens: int = Field(64, ge=2, description="longest generation")
     batch_size: int = Field(32, ge=1, description="prompts that decode together, and are saved together")
 

@@ -131,9 +131,13 @@ class UnitGenerator:
 
         def tell() -> None:
             nonlocal untold, told
-            if untold.samples:
-                self._board.batch_done(unit.id, untold.samples, untold.generated_tokens)
+            self._board.batch_done(unit.id, untold.samples, untold.generated_tokens)
             untold, told = BatchStats(), time.monotonic()
+
+        def tell_at_times(_: BatchStats | None = None) -> None:
+            """Of rows that have ended, if any: what is told is a sign of life too."""
+            if time.monotonic() - told >= TELL_EVERY_S:
+                tell()
 
         def on_batch(stats: BatchStats) -> None:
             nonlocal padding, untold
@@ -141,14 +145,7 @@ class UnitGenerator:
             if stats.steps:  # else another unit has been told of the pass that ended some rows of this one
                 self._meter.batch_done(stats)
             untold += stats
-            if time.monotonic() - told >= TELL_EVERY_S:
-                tell()
-
-        def on_audit_batch(_: BatchStats) -> None:
-            nonlocal told
-            if time.monotonic() - told >= TELL_EVERY_S:
-                self._board.batch_done(unit.id, 0, 0)  # no rows of the unit, but a sign of life
-                told = time.monotonic()
+            tell_at_times()
 
         # A row's random stream is named by its place in the input, so it outlives retries and re-planning.
         file, suffix = self._input.relative(unit.path), f"\0{unit.sample}" if unit.sample else ""
@@ -156,8 +153,9 @@ class UnitGenerator:
         answers: dict[int, Generation] = {}
         try:
             output = generate(prepared, ids, self._generator, on_batch, answers.__setitem__)
-            tell()
-            cost = {"flops_padding": padding, **self._auditor.audit(prepared, ids, answers, on_audit_batch)}
+            if untold.samples:
+                tell()
+            cost = {"flops_padding": padding, **self._auditor.audit(prepared, ids, answers, tell_at_times)}
         except (DeviceBroken, ModelError, ScheduleError) as error:
             _die(unit, error)
         with suppress(IndexError):

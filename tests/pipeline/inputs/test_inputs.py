@@ -80,6 +80,26 @@ def committed(config: JobConfig) -> list[str]:
     return sorted(text for table in tables for text in table["text"].to_pylist())
 
 
+def run_until(config: JobConfig, echo: EchoBackend, units: int) -> None:
+    """A job that stops when so many units are done."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InlineSession, "stop_after", units)
+        with pytest.raises(JobStopped):
+            run_job(config, echo)
+
+
+def archive(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """From now on a file is listed as ever, and refused."""
+    opened = Storage.open_path
+
+    def refuse(self: Storage, path: str, stamp: str | None = None) -> Any:
+        if path.endswith(name):
+            raise PermissionError("InvalidObjectState")
+        return opened(self, path, stamp)
+
+    monkeypatch.setattr(Storage, "open_path", refuse)
+
+
 def texts(name: str, version: str = "old", rows: int = ROWS) -> list[str]:
     return [f"{name} {version} {row}" for row in range(rows)]
 
@@ -190,15 +210,12 @@ def test_one_half_uploaded_file_fails_alone_and_is_done_once_it_is_whole(
 
 
 def test_a_file_that_is_all_done_may_become_unreadable_where_a_run_goes_on(
-    work: Job, put: Put, place: str, echo: EchoBackend, monkeypatch: pytest.MonkeyPatch
+    work: Job, put: Put, place: str, echo: EchoBackend
 ) -> None:
     put("a")
     put("b")
     config = work()
-    monkeypatch.setattr(InlineSession, "stop_after", ROWS // 2)  # units: all of a's
-    with pytest.raises(JobStopped):
-        run_job(config, echo)
-    monkeypatch.setattr(InlineSession, "stop_after", None)
+    run_until(config, echo, units=ROWS // 2)  # all of a's
     Storage(place).write("a.parquet", b"PAR1 half")
     result = run_job(config, echo)
     assert (result.rows_resumed, result.totals.rows) == (ROWS, 2 * ROWS)
@@ -208,16 +225,11 @@ def test_a_file_that_is_all_done_may_become_unreadable_where_a_run_goes_on(
     assert manifest["input"]["rows"] == manifest["totals"]["rows"] == 2 * ROWS
 
 
-def test_a_file_of_which_a_unit_is_missing_may_not(
-    work: Job, put: Put, place: str, echo: EchoBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_of_which_a_unit_is_missing_may_not(work: Job, put: Put, place: str, echo: EchoBackend) -> None:
     put("a")
     put("b")
     config = work()
-    monkeypatch.setattr(InlineSession, "stop_after", ROWS // 2 - 1)
-    with pytest.raises(JobStopped):
-        run_job(config, echo)
-    monkeypatch.setattr(InlineSession, "stop_after", None)
+    run_until(config, echo, units=ROWS // 2 - 1)
     Storage(place).write("a.parquet", b"PAR1 half")
     with pytest.raises(UnitsFailed, match=r"1 whole file failed.*a\.parquet"):
         run_job(config, echo)
@@ -225,15 +237,12 @@ def test_a_file_of_which_a_unit_is_missing_may_not(
 
 
 def test_a_file_that_is_all_done_may_not_become_another_whose_columns_do_not_fit(
-    work: Job, put: Put, place: str, echo: EchoBackend, monkeypatch: pytest.MonkeyPatch
+    work: Job, put: Put, place: str, echo: EchoBackend
 ) -> None:
     put("a")
     put("b")
     config = work(keep_columns=[])
-    monkeypatch.setattr(InlineSession, "stop_after", ROWS // 2)
-    with pytest.raises(JobStopped):
-        run_job(config, echo)
-    monkeypatch.setattr(InlineSession, "stop_after", None)
+    run_until(config, echo, units=ROWS // 2)
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table({"body": ["another"]}), sink)
     Storage(place).write("a.parquet", sink.getvalue().to_pybytes())
@@ -251,22 +260,12 @@ def test_at_night_a_file_that_came_back_half_done_is_not_taken_for_done(
     config = work(incremental=True)
     run_job(config, echo)
     put("b", "new")
-    monkeypatch.setattr(InlineSession, "stop_after", 1)
-    with pytest.raises(JobStopped):
-        run_job(config, echo)
-    monkeypatch.setattr(InlineSession, "stop_after", None)
+    run_until(config, echo, units=1)
     away = Path(place, "b.parquet").rename(tmp_path / "b.parquet")
     run_job(config, echo)
     assert committed(config) == [*texts("a"), *texts("b")]
     away.rename(Path(place, "b.parquet"))
-    opened = Storage.open_path
-
-    def refuse(self: Storage, path: str, stamp: str | None = None) -> Any:
-        if path.endswith("b.parquet"):
-            raise PermissionError("InvalidObjectState")
-        return opened(self, path, stamp)
-
-    monkeypatch.setattr(Storage, "open_path", refuse)
+    archive(monkeypatch, "b.parquet")
     with pytest.raises(UnitsFailed, match="1 whole file failed"):
         run_job(config, echo)
 
@@ -274,19 +273,11 @@ def test_at_night_a_file_that_came_back_half_done_is_not_taken_for_done(
 def test_at_night_a_file_that_is_done_and_as_it_was_need_not_be_readable(
     work: Job, put: Put, place: str, echo: EchoBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An object in an archive is listed as ever, and refused."""
     put("a")
     put("b")
     config = work(incremental=True)
     run_job(config, echo)
-    opened = Storage.open_path
-
-    def refuse(self: Storage, path: str, stamp: str | None = None) -> Any:
-        if path.endswith("b.parquet"):
-            raise PermissionError("InvalidObjectState")
-        return opened(self, path, stamp)
-
-    monkeypatch.setattr(Storage, "open_path", refuse)
+    archive(monkeypatch, "b.parquet")
     for night in range(2):
         put(f"c{night}")
         run_job(config, echo)
