@@ -168,6 +168,7 @@ def _begin(job: Preparation, storage: Storage) -> _Begun:
     pairs = zip(job.plan.files, plan.files, strict=True)
     if excused := [file.path for was, file in pairs if was.problem and not file.problem]:
         log.info("%d files that cannot be read, such as %r, are done: leave them as they are", len(excused), excused[0])
+    plan.warn_of_unreadable()
     begun = _Begun(replace(job, plan=plan), claim, history, commits, plan.without(_units(commits)))
     stay = commits if history is None else history.present(commits)
     if begun.new.units and len(stay) + len(begun.new.units) > MOST_UNITS:

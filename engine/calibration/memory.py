@@ -39,6 +39,11 @@ def kept_of(prompts: Sequence[int]) -> int:
     return round((len(choose) + len(judge)) / (CHOOSE[0] + JUDGE[0]))
 
 
+def sums_bytes(shape: ModelShape, ends: Mapping[int, Sequence[int]]) -> int:
+    """Of the sums that `collect_moments` makes for these ends."""
+    return SUM * shape.hidden**2 * sum(1 + len(up_to) for up_to in ends.values())
+
+
 def working_bytes(
     shape: ModelShape,
     prompts: Sequence[int],
@@ -58,13 +63,12 @@ def working_bytes(
     """
     fit, _, _ = split(prompts)
     square = shape.hidden**2
-    blocks = [1 + len(deep) for deep in depths.values()]
     alone = max(0, shape.layers - 2 - max(WARMUPS))
-    sums = (2 * sum(blocks) + max(blocks, default=0) + 2 * alone) * square
+    sums = (max((1 + len(deep) for deep in depths.values()), default=0) + 2 * alone) * square
     sums += SOLVED * shape.hidden * bridged_layers * shape.cache_elements(1)
     tokens = sum(fit) + len(fit) * answer_tokens
     own = min(tokens, KEPT_TOKENS + max(fit))
     keys = own * shape.layers * shape.cache_elements(1) * sizes[0]
     states = own * len(fit) * answer_tokens // tokens * 2 * shape.layers * shape.hidden * sizes[1]
     head = 0 if whole_head else 3 * FLOAT * shape.vocab * shape.hidden
-    return SUM * sums + MOST_FITTED * HALF * square + keys + states + head
+    return 2 * sums_bytes(shape, depths) + SUM * sums + MOST_FITTED * HALF * square + keys + states + head

@@ -16,9 +16,11 @@ import torch
 from engine import Block, Bridge, Engine, PromptBridge, Schedule, ScheduleError, decode_flop_speedup
 from engine.calibration.collect import collect_moments
 from engine.calibration.head import HeadStates, counted_preview
+from engine.calibration.memory import sums_bytes
 from engine.calibration.prompts import PromptCut, counted_prompt_bridge, fit_prompt_bridge, prompt_cut, prompt_cut_for
 from engine.forward.target import DEFAULT_WARMUP, sample_flop_speedup
 from engine.forward.teacher_forcing import Answer
+from engine.memory import SHARE, free_bytes
 from engine.schedules import decays, orders
 from pipeline.evaluation.contender import Contender
 from pipeline.evaluation.rivals import RivalCalibration
@@ -56,7 +58,7 @@ class RivalBridges:
         )
 
     def fitted(self, rivals: Sequence[Named]) -> list[Contender]:
-        """Rivals with theirs, by ridge regression on full-depth states."""
+        """Rivals with theirs, by ridge regression on full-depth states. Raises ScheduleError for too little memory."""
         ends: dict[int, set[int]] = {}
         for _, _, schedule in rivals:
             for index in range(len(schedule.plateaus)):
@@ -65,7 +67,14 @@ class RivalBridges:
         pairs = zip(self._calibration.prompts, self._calibration.answers, strict=True)
         answers = [Answer(prompt, tokens) for prompt, tokens in pairs if len(tokens) > 1]
         up_to = {first: sorted(ends[first]) for first in sorted(ends)}
-        moments = collect_moments(self._calibration.engine, answers, up_to, lambda *_: None, head=self._head)
+        engine = self._calibration.engine
+        taken, free = sums_bytes(engine.shape, up_to), free_bytes(engine.device)
+        if taken > SHARE * free:
+            raise ScheduleError(
+                f"fitting the rivals' bridges takes {taken / 1e9:.1f} GB beside the model, and {free / 1e9:.1f} GB are "
+                "free: ask for fewer of target_speedups, or leave bridged_rivals and target_sample_speedup out"
+            )
+        moments = collect_moments(engine, answers, up_to, lambda *_: None, head=self._head)
         bridges = {(first, end): moments[first].fit(2 * end, RIDGE) for first in up_to for end in up_to[first]}
         (preview,) = self._head.fit([self._rank])
         tokens = sum(len(answer) - 1 for answer in self._calibration.answers)
@@ -79,7 +88,7 @@ class RivalBridges:
 def bridged_rivals(targets: Sequence[float], calibration: RivalCalibration) -> list[Contender]:
     """Early termination, Unified Layer Skipping and SkipDecode at each target, bridged and with a head preview.
 
-    Raises ScheduleError for a target out of reach.
+    Raises ScheduleError for a target out of reach, or too little memory.
     """
     bridges = RivalBridges(calibration)
     return bridges.fitted(_solve(targets, calibration, bridges))
@@ -91,7 +100,7 @@ def whole_sample_rivals(
     """The bridged rivals at decode targets, with as many layers on prompts as reach one of the whole sample; decoding
     through all layers with still fewer on prompts; and a pruned model. What cannot reach it is left out, and said so.
 
-    Raises ScheduleError for a decode target out of reach.
+    Raises ScheduleError for a decode target out of reach, or too little memory.
     """
     shape, lengths, bridges = calibration.shape, calibration.lengths, RivalBridges(calibration)
     rivals = _solve(decode_targets, calibration, bridges)

@@ -143,6 +143,7 @@ def sample_prompts(
     shared = set(JobConfig.model_fields) & set(CorpusConfig.model_fields) - {"device"}  # a plan needs none
     planned = JobConfig(**config.model_dump(include=shared), output="", keep_columns=list(keep_columns))
     plan = make_plan(planned, template, for_draws=True)
+    plan.warn_of_unreadable()
 
     def of_part(table: pa.Table) -> pa.Table:
         if part == "all":

@@ -74,6 +74,10 @@ class Plan:
         """The first unit of each file that can't be processed, as if it had no rows, and why it can't be."""
         return tuple((_unit(place, file, 0, 0), file.problem) for place, file in enumerate(self.files) if file.problem)
 
+    def warn_of_unreadable(self) -> None:
+        for _, problem in self.unreadable:
+            log.warning("%s; all other files are processed", problem)
+
     @property
     def rows(self) -> int:
         return sum(unit.rows for unit in self.units)
@@ -160,10 +164,10 @@ def make_plan(
 ) -> Plan:
     """Read the footers and check them against the configuration.
 
-    A file that cannot be read, or whose columns do not fit, is part of the plan with its problem and without rows; the
-    log says so. `known` are the files that an incremental run has met before, None for any other run; `begun` are the
-    columns that the run has kept so far: it has them whatever files are there. A plan for draws alone has larger units
-    where there would be too many.
+    A file that cannot be read, or whose columns do not fit, is part of the plan with its problem and without rows.
+    `known` are the files that an incremental run has met before, None for any other run; `begun` are the columns that
+    the run has kept so far: it has them whatever files are there. A plan for draws alone has larger units where there
+    would be too many.
 
     Raises JobError: no input, none that can be read, columns that no file has, whose types differ, more units than a
     manifest lists; StorageGone.
@@ -193,9 +197,6 @@ def make_plan(
     types = {name: _column_type(files, name, begun, name in into_prompts) for name in read}
     kept = pa.schema([(name, types[name]) for name in keep])
     files = _within_limit(files, config.limit)
-    for file in files:
-        if file.problem:
-            log.warning("%s; all other files are processed", file.problem)
     rows_per_unit = config.rows_per_unit
     if for_draws:  # each file's last unit may be a small one
         most = max(1, MOST_UNITS - len(files))

@@ -4,7 +4,7 @@ sample reach it with all that they bring, and a pruned model has the same layers
 import pytest
 import torch
 
-from engine import Block, Bridge, Engine, Sampling, Schedule, decode_flop_speedup
+from engine import Block, Bridge, Engine, Sampling, Schedule, ScheduleError, decode_flop_speedup
 from engine.forward.target import sample_flop_speedup
 from engine.parts.unit import Unit
 from engine.schedules import decays, orders
@@ -47,6 +47,15 @@ def test_they_meet_their_target_with_their_bridges_counted(packaged: Engine, cal
     kl = calibration.kl(schedules)
     for bridged, bare in zip(kl[::2], kl[1::2], strict=True):
         assert bridged < 0.5 * bare
+
+
+def test_sums_that_do_not_fit_the_memory_are_refused_before_they_are_made(
+    calibration: RivalCalibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.evaluation.bridged_rivals.free_bytes", lambda _: 20_000_000)
+    monkeypatch.setattr("pipeline.evaluation.bridged_rivals.collect_moments", lambda *_, **__: pytest.fail("made"))
+    with pytest.raises(ScheduleError, match=r"takes 0\.\d GB beside the model, and 0\.0 GB are free: ask for fewer"):
+        bridged_rivals([1.3], calibration)
 
 
 def test_all_reach_the_same_speedup_of_the_whole_sample(packaged: Engine, calibration: RivalCalibration) -> None:

@@ -210,14 +210,17 @@ def test_one_half_uploaded_file_fails_alone_and_is_done_once_it_is_whole(
 
 
 def test_a_file_that_is_all_done_may_become_unreadable_where_a_run_goes_on(
-    work: Job, put: Put, place: str, echo: EchoBackend
+    work: Job, put: Put, place: str, echo: EchoBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
     put("a")
     put("b")
     config = work()
     run_until(config, echo, units=ROWS // 2)  # all of a's
     Storage(place).write("a.parquet", b"PAR1 half")
-    result = run_job(config, echo)
+    with caplog.at_level(logging.INFO):
+        result = run_job(config, echo)
+    assert "a.parquet', are done: leave them as they are" in caplog.text
+    assert "repair" not in caplog.text
     assert (result.rows_resumed, result.totals.rows) == (ROWS, 2 * ROWS)
     assert committed(config) == [*texts("a"), *texts("b")]
     assert read_failures(Storage(config.output)) == []
