@@ -171,10 +171,13 @@ class JobConfig(GenerationConfig, StorageConfig):
     min_replicas: int | None = Field(
         None,
         ge=1,
-        description="start with this many and add up to --replicas as the cluster grows; default all at once",
+        description="start with this many and add up to --replicas, which name too, as the cluster grows; default all "
+        "at once",
     )
     gpus_per_replica: float | None = Field(
-        None, ge=0, description="default 1 where the cluster has GPUs and device is not cpu, else 0"
+        None,
+        ge=0,
+        description="default 1 where the cluster has GPUs and device is not cpu, else 0; only vLLM has use for more",
     )
     threads_per_replica: int | None = Field(
         None, ge=1, description="CPU threads of a replica; default what its machine has for it"
@@ -232,6 +235,12 @@ class JobConfig(GenerationConfig, StorageConfig):
         if self.min_replicas is not None and self.min_replicas > (self.replicas or self.min_replicas):
             raise ValueError(f"min_replicas {self.min_replicas} exceeds replicas {self.replicas}")
         return self
+
+    @property
+    def vllm_options(self) -> list[str]:
+        """As above. A second GPU would be paid for, and idle."""
+        gpus = self.gpus_per_replica or 0.0
+        return super().vllm_options + [f"gpus_per_replica {gpus:g}"] * (gpus > 1)
 
     @property
     def samples_per_row(self) -> int:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -79,10 +79,8 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
     """`run_job` under a lease that is held for longer than the run itself. Raises as `run_job`."""
     start = time.monotonic()
     job = prepare_run(config, backend)  # under the lease: an older plan might not know what another job has done since
-    if lease is not None:
-        lease.check()  # planning may take longer than a lease lasts, and what comes next removes
     storage = job.config.output_storage()
-    begun = _begin(job, storage)
+    begun = _begin(job, storage, lambda: lease.check() if lease is not None else None)
     job = begun.job
     unreadable = [record_failure(storage, unit, 1, f"read: {why}") for unit, why in job.plan.unreadable]
     session = _generate(begun, lease) if begun.new.units else Done()
@@ -149,14 +147,19 @@ class _Begun:
         return self.job.plan if self.history is None else self.new
 
 
-def _begin(job: Preparation, storage: Storage) -> _Begun:
+def _begin(job: Preparation, storage: Storage, check: Callable[[], None]) -> _Begun:
+    """`check` raises if the output has become another job's: to plan and to read what is there may take longer than a
+    lease lasts.
+    """
+    check()
     if job.config.fresh:
         discard_run(storage)
     claim = claim_output(storage.at_first(), job.description, job.plan.kept)
     logs.name_lines(run=claim.run)
     commits = read_commits(storage, claim.run, keep=True) if claim.resuming else []
-    history = History(storage, job, job.known if claim.resuming else {}) if job.config.incremental else None
-    if history is not None:
+    history: History | None = None
+    if job.config.incremental:
+        history = History(storage, job, job.known if claim.resuming else {}, check)
         commits = history.settle(commits)
         plan = job.plan.excusing(history.is_done)
     else:
@@ -179,6 +182,7 @@ def _begin(job: Preparation, storage: Storage) -> _Begun:
     if claim.resuming and begun.new.units:
         storage.at_first().prove_put_if_absent()  # who began the run may have been allowed more than who goes on
     if claim.resuming and (begun.new.units or (history is not None and plan.unreadable)):
+        check()
         remove(storage, Kind.RUN, [SUCCESS_FILE])  # or it would tell readers and schedulers that nothing is left to do
     _say_begun(begun)
     return begun

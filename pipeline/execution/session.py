@@ -73,6 +73,7 @@ class Session:
         self._stop_deadline = 0.0
         self._spent = False  # a cost ceiling is reached
         self._counted_at = 0.0
+        self._received = 0  # parcels: a failure is a sign of life too
 
     def run(self, pending: list[WorkUnit]) -> Done:
         """Pass after pass. Raises JobStopped, JobError; what was committed until then stays."""
@@ -109,6 +110,7 @@ class Session:
         self._account_for([unit.id for unit in begun if unit.id not in seen])
 
     def _receive(self, parcel: Parcel) -> str:
+        self._received += 1
         unit, commit = parcel.unit, parcel.commit
         if commit is not None:
             self._done.commits.append(commit)
@@ -210,7 +212,7 @@ class Session:
                 f"replicas died {counts.unready} times in a row while they loaded model "
                 f"{self._task.config.model!r}: it may need more memory than a replica has; Ray's worker logs say more"
             )
-        if self._watchdog.stalled((counts.events, len(self._done.commits), len(self._pending))):
+        if self._watchdog.stalled((counts.events, self._received, len(self._pending))):
             waiting = who_waits(counts, len(self._pending), self._resources)
             raise JobStopped(
                 f"nothing has moved for {self._task.config.stall_minutes:g} minutes ({waiting}): "

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -26,7 +27,7 @@ from pipeline.monitoring.metrics import ReplicaMeter
 from pipeline.monitoring.spending import EnergyMeter, Spending
 from pipeline.preparing.backend import Backend, as_it_runs
 from pipeline.reporting.audit import Auditor
-from pipeline.rows.read import read_units
+from pipeline.rows.read import Unreadable, read_units
 from pipeline.rows.row_generator import DeviceBroken, RowGenerator
 from pipeline.rows.rows import generate, prepare
 from pipeline.rows.shared_engine import SharedEngine
@@ -81,19 +82,21 @@ def read(rows: pa.Table, task: Task, board: Board) -> Iterator[pa.Table]:
 
 
 def _read_span(units: list[WorkUnit], task: Task, board: Board) -> Iterator[Parcel]:
-    """Every unit's table or failure. What breaks a span is looked for one unit at a time."""
+    """Every unit's table or failure: what breaks a span is the next unit's, and of all others that it would break."""
     left = list(units)
-    try:
-        for unit, table in task.prepared(units):
-            yield Parcel(unit, table=to_bytes(table))
-            left.remove(unit)
-    except Exception as error:
-        found = len(left) == 1 or isinstance(error, StorageGone) or board.stopping()
-        for unit in left:
-            if found:
-                yield Parcel(unit, failure=Failure.of("read", error))
-            else:
-                yield from _read_span([unit], task, board)
+    while left:
+        try:
+            for unit, table in task.prepared(left):
+                yield Parcel(unit, table=to_bytes(table))
+                left = left[1:]
+        except Exception as error:
+            end = error.end if isinstance(error, Unreadable) else left[0].start + 1
+            if isinstance(error, StorageGone) or board.stopping():
+                end = sys.maxsize
+            for unit in left:
+                if unit.start < end:
+                    yield Parcel(unit, failure=Failure.of("read", error))
+            left = [unit for unit in left if unit.start >= end]
 
 
 class UnitGenerator:

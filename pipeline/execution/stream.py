@@ -12,6 +12,7 @@ from ray.data import ActorPoolStrategy, DataContext, Dataset
 from ray.exceptions import RayError
 from ray.util.annotations import RayDeprecationWarning
 
+from engine.memory import GPU_ROWS
 from pipeline.config import JobConfig
 from pipeline.execution.cluster import TASK_CPUS, ReplicaResources
 from pipeline.execution.stages import Replica, Task, commit, read, span_row
@@ -21,7 +22,7 @@ from pipeline.rows.unit import WorkUnit
 
 TASK_RETRIES = 3  # of a read or commit task whose process died; with Ray's default, endless, a bad row would loop
 
-AUTO_SEATS = 256  # rows of a batch, where only the replica can tell
+AUTO_SEATS = GPU_ROWS  # rows of a batch, where only the replica can tell
 MOST_BESIDE = 8  # units that fill the batch while another ends: each is a thread, and is lost if the replica is
 
 End = Exception | None
@@ -137,6 +138,9 @@ def _set_context() -> None:
     context.enable_progress_bars = False  # the job has its own
     # A unit is one row. Blocks of one row let neighbouring units go to different replicas.
     context.target_max_block_size = 1
+    # Replicas join while all that are there are full. By default only if more was sent to them than they begin, and no
+    # more is ever sent.
+    context.autoscaling_config.actor_pool_util_upscaling_threshold = 1.0
     # Lost blocks are dropped here and missed in the commit log, so that one dead process doesn't end the pass.
     context.max_errored_blocks = -1
     context.memory_usage_poll_interval_s = None  # a thread for every task, for a figure that nobody reads

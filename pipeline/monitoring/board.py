@@ -45,6 +45,7 @@ class _BoardActor:
 
     def starting(self) -> None:
         self._unready += 1
+        self._events += 1
 
     def ready(self) -> None:
         self._first_ready = self._first_ready or time.monotonic()

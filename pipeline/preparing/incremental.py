@@ -3,7 +3,7 @@
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from pipeline.commits.commit import COMMITS, SUCCESS_FILE, Commit, read_commits
@@ -29,9 +29,11 @@ log = logging.getLogger(__name__)
 class History:
     """What an output holds of each input file, over all jobs that have written to it."""
 
-    def __init__(self, storage: Storage, job: Preparation, known: Mapping[str, KnownFile]) -> None:
-        """`known` is the output's record."""
-        self._storage = storage
+    def __init__(
+        self, storage: Storage, job: Preparation, known: Mapping[str, KnownFile], check: Callable[[], None]
+    ) -> None:
+        """`known` is the output's record; `check` raises if the output has become another job's."""
+        self._storage, self._check = storage, check
         self._input = job.config.input_storage()
         self._files = [file for file in job.plan.files if not file.problem]
         self._unreadable = {file.name for file in job.plan.files if file.problem}
@@ -48,7 +50,8 @@ class History:
         """Record what these commits, all there are, have done, and retire those of versions that were replaced.
 
         A file's old version counts until every unit of the new one is committed. Dying anywhere in here is harmless:
-        the next job comes to the same result. Returns the commits that stay. StorageGone, StorageRefused.
+        the next job comes to the same result. Returns the commits that stay. Raises what `check` does, before anything
+        is written; StorageGone, StorageRefused.
         """
         committed: Counter[str] = Counter()
         for commit in commits:
@@ -72,11 +75,13 @@ class History:
                 version, name = min(renamed.items(), key=lambda item: item[1])
                 log.info("%d input files were renamed, such as %r, which is %r now", len(renamed), name, now[version])
             self._known = there
+            self._check()
             write_known_files(self._storage, self._known)
         self._replaced = {version for file in self._known.values() for version in file.replaced}
         stale = [commit for commit in commits if self.is_replaced(commit.unit)]
         if stale:
             log.info("%d units are of versions of files that were replaced since: taken out", len(stale))
+            self._check()
             # The manifest lists them; their data is swept at the end.
             remove(self._storage, Kind.RUN, [SUCCESS_FILE])
             remove(self._storage, Kind.RUN, [f"{COMMITS}/{commit.unit}.json" for commit in stale])

@@ -1,5 +1,6 @@
 """Stream the rows of work units out of one Parquet file, decoding each row group once."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,16 @@ from pipeline.errors import JobError, JobStopped, one_line
 from pipeline.rows.unit import WorkUnit
 from pipeline.storage.storage import Storage
 from pipeline.values.row_groups import BATCH_ROWS, PIECE_BYTES, open_parquet
+
+
+class Unreadable(JobError):
+    """Rows of a file cannot be read, whichever unit asks."""
+
+    def __init__(self, path: str, error: Exception, end: int = sys.maxsize) -> None:
+        """`end` is behind the last of these rows: no unit that begins before it can be read."""
+        said = one_line(error) if isinstance(error, OSError | pa.ArrowException) else repr(error)
+        super().__init__(f"input file {path!r} cannot be read ({said}): repair it or take it out")
+        self.end = end
 
 
 def read_units(
@@ -23,24 +34,29 @@ def read_units(
 
     Raises:
         ObjectChanged: the file has changed since.
-        JobError: it has become unreadable, or has fewer rows than its footer said. StorageGone.
+        Unreadable: it has become so, from the first unit on that was not yielded.
+        JobError: it has fewer rows than its footer said. StorageGone.
     """
     path, stamp = units[0].path, units[0].stamp
     try:
         with storage.open_path(path, stamp) as stream:
-            rows = _rows_from(stream, units[0].start, units[-1].start + units[-1].rows, columns)
+            rows = _rows_from(path, stream, units[0].start, units[-1].start + units[-1].rows, columns)
             for unit, table in _cut(units, rows):
                 storage.check_unchanged(path, stamp)
                 yield unit, table
     except (JobError, JobStopped):
         raise
     except Exception as error:  # libraries raise much at a damaged file
-        said = one_line(error) if isinstance(error, OSError | pa.ArrowException) else repr(error)
-        raise JobError(f"input file {path!r} cannot be read ({said}): repair it or take it out") from error
+        raise Unreadable(path, error) from error
 
 
-def _rows_from(stream: Any, start: int, end: int, columns: Sequence[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Batches that cover rows [start, end) of a file, each with the number of its first row."""
+def _rows_from(
+    path: str, stream: Any, start: int, end: int, columns: Sequence[str]
+) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Batches that cover rows [start, end) of a file, each with the number of its first row.
+
+    A damaged page costs all rows behind it in its row group: who wants them would have to decode it.
+    """
     whole = open_parquet(stream)
     footer, present = whole.metadata, [name for name in columns if name in whole.schema_arrow.names]
     offset = 0
@@ -51,9 +67,14 @@ def _rows_from(stream: Any, start: int, end: int, columns: Sequence[str]) -> Ite
             spared = group.total_byte_size * (1 - (end - offset) / group.num_rows)
             reader = open_parquet(stream, footer) if spared > PIECE_BYTES else whole
             # One row group at a time: a reader of whole ones holds all that it was asked for.
-            for batch in reader.iter_batches(BATCH_ROWS, row_groups=[number], columns=present):
-                yield first, batch.select(present)  # reading "a" finds "a.b" too
-                first += batch.num_rows
+            try:
+                for batch in reader.iter_batches(BATCH_ROWS, row_groups=[number], columns=present):
+                    yield first, batch.select(present)  # reading "a" finds "a.b" too
+                    first += batch.num_rows
+            except (JobError, JobStopped):
+                raise
+            except Exception as error:
+                raise Unreadable(path, error, offset + group.num_rows) from error
         offset += group.num_rows
 
 

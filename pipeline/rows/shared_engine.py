@@ -1,5 +1,6 @@
 """One engine for several threads: calls that ask for the same share a stream of rows, which need not drain between."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -11,6 +12,7 @@ from engine import BatchStats, Decoding, Engine, Generation, Sampling, Schedule,
 from engine.vllm.engine import VllmEngine  # which needs no vLLM before there is one
 
 WAITING = 5  # times as many rows as decode together are with the engine, so that it can put prompts in order of length
+ALIVE_S = 1.0  # between two signs that passes are made, where no row ends
 
 Streaming = Engine | VllmEngine  # rows can be given to it at any time
 
@@ -54,6 +56,7 @@ class _Shared:
         self.calls: list[_Call] = []  # in the order of their coming, in which their prompts are taken
         self._whose: dict[int, tuple[_Call, int]] = {}  # rows in the stream: call and place there
         self._rows = 0  # so far
+        self._told_at = time.monotonic()
 
     def step(self) -> bool:
         """A pass; whether there is more to do. What it raises may be of any call."""
@@ -64,9 +67,13 @@ class _Shared:
         for generation in self.decoding.step() if self.decoding.unfinished else []:
             call, place = self._whose.pop(generation.index)
             done.setdefault(call, []).append(replace(generation, index=place))
-        stats = self.decoding.take_stats() if done else BatchStats()
-        for call, generations in done.items():
+        to_tell = list(done)
+        if time.monotonic() - self._told_at >= ALIVE_S:
+            to_tell, self._told_at = self.calls, time.monotonic()
+        stats = self.decoding.take_stats() if to_tell else BatchStats()
+        for call in to_tell:
             # A pass is counted once; which rows have ended, with each call.
+            generations = done.get(call, [])
             tokens = sum(each.generated_tokens for each in generations)
             call.tell(generations, replace(stats, samples=len(generations), generated_tokens=tokens))
             stats = BatchStats()
@@ -135,7 +142,9 @@ class SharedEngine:
         sample_ids: Sequence[str] | None = None,
         on_batch: Callable[[BatchStats], None] | None = None,
     ) -> Iterator[Generation]:
-        """As `Engine.generate`; `on_batch` is called in the caller's thread. Raises ValueError for several samples."""
+        """As `Engine.generate`; `on_batch` is called in the caller's thread, from time to time where no row ends too.
+        Raises ValueError for several samples.
+        """
         if sampling is not None and sampling.samples_per_prompt > 1:
             raise ValueError(f"samples_per_prompt is {sampling.samples_per_prompt}: a call has one of each prompt")
         call = _Call(prompts, sample_ids or [str(place) for place in range(len(prompts))])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from engine_double import Echo, EchoBackend
-from trap_double import TrapBackend, trap_backend
+from trap_double import Company, TrapBackend, trap_backend
 
 from pipeline.commits.commit import read_commits
 from pipeline.commits.failed import read_failures
@@ -53,6 +53,15 @@ def test_rows_that_kill_raise_or_break_the_device_cost_nobody_else_a_generation(
     assert rows[2]["error"].startswith("its process died 2 times with this row alone (SYSTEM_ERROR: ")
     assert (totals.rows, totals.errors) == (6, 2)
     assert json.loads((tmp_path / "out/_SUCCESS.json").read_text())["totals"]["errors"] == 2
+
+
+def test_replicas_join_a_run_that_began_with_fewer(tmp_path: Path, job: Job, write_parquet: WriteParquet) -> None:
+    """Neither would end its first unit without the other."""
+    write_parquet(tmp_path / "in/a.parquet", {"id": range(12), "text": ["row"] * 12})
+    (meeting := tmp_path / "meeting").mkdir()
+    config = job(rows_per_unit=1, batch_size=1, replicas=2, min_replicas=1, threads_per_replica=1)
+    assert run_job(config, EchoBackend(Company(folder=str(meeting)))).totals.rows == 12
+    assert len(list(meeting.iterdir())) == 2
 
 
 def test_a_unit_that_keeps_failing_is_recorded_and_retried_by_the_next_session(

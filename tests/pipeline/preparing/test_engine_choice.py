@@ -34,15 +34,17 @@ def test_a_vllm_that_is_not_installed_is_said() -> None:
         Backend().engine(GenerationConfig(engine="vllm", device="cpu"), None)
 
 
-@pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"cache_dtype": "fp8"}])
+@pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"cache_dtype": "fp8"}, {"gpus_per_replica": 2}])
 def test_options_of_vllm_are_refused_where_the_choice_falls_on_our_own_engine(
-    options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backend, "_has_vllm", lambda: False)
     monkeypatch.setattr(Engine, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     [name] = options
-    with pytest.raises(ModelError, match=f"{name} is an option of vLLM alone, .*add --engine vllm"):
-        Backend().engine(GenerationConfig(**options), None)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match=f"{name}.* is an option of vLLM alone, .*add --engine vllm"):
+        Backend().engine(JobConfig(input="in", output="out", **options), None)
+    with pytest.raises(ValidationError, match=f"{name}.* is an option of vLLM alone: add --engine vllm"):
+        JobConfig(input="in", output="out", engine="torch", **options)
 
 
 @pytest.mark.parametrize(
@@ -77,15 +79,17 @@ def test_replicas_that_share_a_gpu_share_its_memory(
     monkeypatch.setattr(backend, "VllmEngine", lambda *_, **options: asked.append(options["gpu_memory_utilization"]))
     monkeypatch.setattr(backend, "runs_in_vllm", lambda _: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    options = {"engine": "vllm", "device": "cuda", "gpu_memory_share": 0.8, "gpus_per_replica": gpus}
-    Backend().engine(JobConfig(input="in", output="out", **options), None)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"device": "cuda", "gpu_memory_share": 0.8, "gpus_per_replica": gpus}
+    Backend().engine(JobConfig(input="in", output="out", **options), None)
     assert asked == [pytest.approx(expected)]
+    if gpus == 2.0:  # our own engine has no use for the second
+        return
 
     monkeypatch.setattr(backend, "runs_in_vllm", lambda _: False)
     monkeypatch.setattr(backend, "check_device", lambda _: None)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", asked.append)
     monkeypatch.setattr(Engine, "load", lambda *_, **__: None)
-    Backend().engine(JobConfig(input="in", output="out", **options), None)  # type: ignore[arg-type]
+    Backend().engine(JobConfig(input="in", output="out", **options), None)
     assert asked[1:] == ([gpus] if gpus == 0.5 else [])
 
 

@@ -1008,16 +1008,18 @@ def test_a_job_that_lost_its_lease_with_its_last_unit_takes_nothing_out_and_fini
 
 
 @pytest.mark.usefixtures("inline")
-@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize(
+    ("step", "fresh"), [("prepare_run", False), ("prepare_run", True), ("claim_output", False), ("read_commits", False)]
+)
 def test_a_job_that_lost_its_lease_while_it_planned_leaves_its_successors_output_as_it_is(
-    nightly: Job, put: Put, monkeypatch: pytest.MonkeyPatch, fresh: bool
+    nightly: Job, put: Put, monkeypatch: pytest.MonkeyPatch, step: str, fresh: bool
 ) -> None:
     config = nightly()
     put("a", 6)
     run_job(config, by("one"))
     put("a", 6, "v2")
     before = snapshot(config.output)
-    overtaken_at(run, "prepare_run", config, monkeypatch)
+    overtaken_at(run, step, config, monkeypatch)
     with pytest.raises(JobStopped, match="process 7 on elsewhere has taken over output"):
         run_job(nightly(fresh=fresh), NoEngineBackend())
     assert snapshot(config.output) == before
@@ -1043,8 +1045,8 @@ def overtaken_at(owner: Any, step: str, config: JobConfig, monkeypatch: pytest.M
     """Let another job take the lease of an output's second job, and end, while that is at a step of its owner."""
     whole = getattr(owner, step)
 
-    def overtaken(*of: Any) -> Any:
-        result = whole(*of)
+    def overtaken(*of: Any, **named: Any) -> Any:
+        result = whole(*of, **named)
         holder = Holder("elsewhere", 7, "another", released=True)
         Storage(config.output).write("_lease/000000003.json", holder.to_json())
         return result

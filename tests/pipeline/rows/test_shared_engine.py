@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import BatchStats, Decoding, Engine, Plateau, Sampling, Schedule, StreamLost, Unit
+from pipeline.rows import shared_engine
 from pipeline.rows.row_generator import Generator, RowGenerator
 from pipeline.rows.shared_engine import SharedEngine
 
@@ -96,6 +97,21 @@ def test_each_call_hears_of_its_own_rows_and_a_pass_is_counted_once() -> None:
     both = [*heard[0], *heard[1]]
     assert sum(stats.prompt_tokens for stats in both) == 6 * 3 + 6 * 5
     assert sum(stats.flops_padding > 0 for stats in both) == len(echo.batches) == 3
+
+
+def test_a_call_hears_of_passes_in_which_no_row_ends(
+    make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job in which nothing is heard of for too long is taken for stuck."""
+    heard: list[BatchStats] = []
+    sampling = Sampling(max_new_tokens=20, min_new_tokens=20)
+    shared = SharedEngine(lambda: Engine.load(str(make_checkpoint()), device="cpu"))
+    monkeypatch.setattr(shared_engine, "ALIVE_S", 0.0)
+    ask(shared, [5, 7], sampling, heard.append)
+    assert len(heard) >= 20
+    assert [stats.samples for stats in heard if stats.samples] in ([2], [1, 1])
+    assert sum(stats.steps for stats in heard) >= 19
+    assert sum(stats.generated_tokens for stats in heard) == 40
 
 
 def test_a_caller_that_goes_away_leaves_the_others_theirs() -> None:
