@@ -37,13 +37,17 @@ def batch_bytes(
     """Most memory that a batch takes beside the weights: its longest prompt has `prompt_tokens`, a row generates up to
     `new_tokens`. `element_bytes` are 4 in float32, 2 in half precision; each of the lanes may run such a prompt.
     """
-    mlp_width = shape.mlp_parameters // shape.hidden  # three times the inner width where there is a gate
-    per_token = 8 * shape.hidden + 2 * shape.query_width + mlp_width
-    prompt_pass = max(PROMPT_TOKENS, lanes * prompt_tokens) * per_token * element_bytes
+    prompt_pass = max(PROMPT_TOKENS, lanes * prompt_tokens) * token_elements(shape) * element_bytes
     logits = LOGIT_COPIES * rows * shape.vocab * 4
     if (preview := schedule.head_preview) is not None:
         logits += rows * preview.candidates * preview.width * element_bytes
     return cache_peak(shape, rows, prompt_tokens, new_tokens, element_bytes) + prompt_pass + logits
+
+
+def token_elements(shape: ModelShape) -> int:
+    """Numbers that a token takes in a pass, keys, values and logits aside."""
+    mlp_width = shape.mlp_parameters // shape.hidden  # three times the inner width where there is a gate
+    return 8 * shape.hidden + 2 * shape.query_width + mlp_width
 
 
 def cache_peak(shape: ModelShape, rows: int, prompt_tokens: int, new_tokens: int, element_bytes: int) -> int:
@@ -114,6 +118,7 @@ def check_memory(
         way_out = f"with about {int((kept_of or answers) * room / kept)} answers it fits"
         if room <= 0:
             way_out = "the model alone is too large" if room + working <= 0 else "what it works in alone does not fit"
+            way_out += ": it wants a machine with more memory"
         beside = f" beside the model's {model / 1e9:.1f} GB" if model else ""
         raise ScheduleError(
             f"{task} on {answers} answers keeps some {kept / 1e9:.1f} GB of full depth in memory{beside} and takes "
@@ -129,7 +134,10 @@ def keep_freed_memory() -> None:
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "gnu_get_libc_version"):
-        for parameter, value in ((_MMAP_THRESHOLD, 1 << 30), (_TRIM_THRESHOLD, (1 << 31) - 1), (_ARENA_MAX, 1)):
+        # Older ones refuse more than 32 MiB, and no longer raise a threshold by themselves once another has been set.
+        if not library.mallopt(_MMAP_THRESHOLD, 1 << 30):
+            library.mallopt(_MMAP_THRESHOLD, 1 << 25)
+        for parameter, value in ((_TRIM_THRESHOLD, (1 << 31) - 1), (_ARENA_MAX, 1)):
             library.mallopt(parameter, value)
 
 

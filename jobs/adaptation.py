@@ -18,7 +18,7 @@ from pydantic import Field
 from engine import Engine, ModelError, Schedule, ScheduleError, model_identity
 from engine.adaptation.checkpoint import check_settings
 from engine.adaptation.curve import Point, is_early_look, reachable_kl
-from engine.adaptation.memory import kept_bytes, model_bytes, working_bytes
+from engine.adaptation.memory import kept_bytes, model_bytes, teacher_bytes, working_bytes
 from engine.adaptation.peers import Peers
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import Trainer
@@ -201,7 +201,7 @@ def check_drawn(
     prompts: Sequence[Sequence[int]],
 ) -> None:
     """Whether prompts are those of the training that goes on, of whose settings they become one, and whether their
-    answers can be trained on in memory, by what is free beside the teacher, which is gone by then.
+    answers can be trained on in memory, by what is free once the teacher is gone.
 
     Raises ScheduleError.
     """
@@ -220,7 +220,7 @@ def check_drawn(
         "training",
         kept_bytes(teacher.shape, schedules, ours, lengths[-kept:], *sizes),
         working_bytes(teacher.shape, schedules, ours, lengths[-kept:]),
-        free_bytes(teacher.device),
+        free_bytes(teacher.device) + teacher_bytes(teacher),
         len(prompts),
         model_bytes(teacher.shape, teacher.device),
     )

@@ -6,6 +6,7 @@ import torch
 
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import attended_layers
+from engine.engine import Engine
 from engine.forward.prompt_pass import PROMPT_TOKENS
 from engine.forward.teacher_forcing import LOGIT_TOKENS
 from engine.schedules.schedule import Schedule
@@ -21,8 +22,17 @@ def model_bytes(shape: ModelShape, device: torch.device) -> int:
     """Memory of the model in single precision. A CPU keeps its matrices transposed too once a gradient has passed
     (`FrozenOneDnnKernels`).
     """
-    matrices = shape.layers * shape.layer_parameters + shape.head_parameters
-    return FLOAT * (matrices * (2 if device.type == "cpu" else 1) + shape.vocab * shape.hidden)
+    return FLOAT * (_matrices(shape) * (2 if device.type == "cpu" else 1) + shape.vocab * shape.hidden)
+
+
+def teacher_bytes(teacher: Engine) -> int:
+    """Memory that is free again once the teacher, whose answers are trained on, is gone."""
+    return _matrices(teacher.shape) * min(teacher.item_sizes)
+
+
+def _matrices(shape: ModelShape) -> int:
+    """Parameters."""
+    return shape.layers * shape.layer_parameters + shape.head_parameters
 
 
 def kept_bytes(

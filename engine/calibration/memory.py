@@ -6,6 +6,7 @@ from engine.calibration.bridged import MOST_FITTED
 from engine.calibration.calibrate import CHOOSE, JUDGE, split
 from engine.calibration.own_states import KEPT_TOKENS
 from engine.calibration.search import WARMUPS
+from engine.memory import token_elements
 from engine.shape import ModelShape
 
 SUM, FLOAT, HALF = 8, 4, 2  # bytes
@@ -54,14 +55,15 @@ def working_bytes(
     whole_head: bool,
 ) -> int:
     """What hardly shrinks with fewer answers: sums, bridges, the answers that bridges above the first are fitted on,
-    the vocabulary's head while previews of it are fitted. Other arguments as for `kept_bytes`.
+    the vocabulary's head while previews of it are fitted, a pass of the answers to judge by. Other arguments as for
+    `kept_bytes`.
 
     Args:
         depths: as `depths_to_try`.
         bridged_layers: whose keys and values of prompts maps may give.
         whole_head: no previews are fitted.
     """
-    fit, _, _ = split(prompts)
+    fit, *judged = split(prompts)
     square = shape.hidden**2
     alone = max(0, shape.layers - 2 - max(WARMUPS))
     sums = (max((1 + len(deep) for deep in depths.values()), default=0) + 2 * alone) * square
@@ -71,4 +73,5 @@ def working_bytes(
     keys = own * shape.layers * shape.cache_elements(1) * sizes[0]
     states = own * len(fit) * answer_tokens // tokens * 2 * shape.layers * shape.hidden * sizes[1]
     head = 0 if whole_head else 3 * FLOAT * shape.vocab * shape.hidden
-    return 2 * sums_bytes(shape, depths) + SUM * sums + MOST_FITTED * HALF * square + keys + states + head
+    passed = max(map(len, judged)) * answer_tokens * token_elements(shape) * sizes[1]  # all of their tokens at once
+    return 2 * sums_bytes(shape, depths) + SUM * sums + MOST_FITTED * HALF * square + keys + states + head + passed

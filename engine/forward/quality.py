@@ -61,14 +61,15 @@ def divergences(full: Tensor, scheduled: Iterable[tuple[slice, Tensor]]) -> tupl
         full: log-probabilities at full depth [N, vocab].
         scheduled: logits of the same tokens under a schedule, [n, vocab] slice by slice.
     """
-    kl, agrees = [], []
-    for part, logits in scheduled:
-        reference = full[part].float()
-        found = (reference.exp() * (reference - logits.float().log_softmax(-1))).sum(-1)
-        # Rounding can leave equal distributions just below 0; what is not a number would be the least of all.
-        kl.append(found.clamp_min(0).nan_to_num(torch.inf, torch.inf))
-        agrees.append(reference.argmax(-1) == logits.argmax(-1))
+    kl, agrees = zip(*(_divergence(full[part].float(), logits) for part, logits in scheduled), strict=True)
     return torch.cat(kl), torch.cat(agrees)
+
+
+def _divergence(full: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """`divergences` of one slice, of float32 log-probabilities [n, vocab]."""
+    kl = (full.exp() * (full - logits.float().log_softmax(-1))).sum(-1)
+    # Rounding can leave equal distributions just below 0; what is not a number would be the least of all.
+    return kl.clamp_min(0).nan_to_num(torch.inf, torch.inf), full.argmax(-1) == logits.argmax(-1)
 
 
 class Judge:
@@ -153,23 +154,31 @@ def score(
     for pack in packs(range(len(answers)), lambda index: _size([row[index] for row in writers]), PACK_TOKENS):
         whole = KeptPrompts(prompts, [answers[index].prompt for index in pack])
         firsts = prompts.decoder.logits(whole.ends).float().log_softmax(-1)
-        reference, likely = _at_full_depth(whole, firsts, [answers[index] for index in pack])
+        likely, full = _at_full_depth(whole, firsts, [answers[index] for index in pack])
         likelihoods[0] += likely
         for found, other in zip(likelihoods[1:], others, strict=True):
-            found += _at_full_depth(whole, firsts, [other[index] for index in pack])[1]
-        judged = [index for index in pack if answers[index].passes > 0]
-        if not judged:
+            found += _at_full_depth(whole, firsts, [other[index] for index in pack])[0]
+        if full is None or not schedules:
             continue
+        judged = [index for index in pack if answers[index].passes > 0]
         ours = [answers[index] for index in judged]
         forced: dict[PromptPlan, AnswerPass] = {}
         for plan in {schedule.prompt_plan for schedule in schedules}:
             ran = whole if plan.is_full_depth else KeptPrompts(prompts, [each.prompt for each in ours], plan, compiled)
             forced[plan] = AnswerPass(ran, ours)
-        spans = list(pairwise(accumulate((answer.passes for answer in ours), initial=0)))
-        for row, schedule in zip(scores, schedules, strict=True):
+        passed, states = full
+        logits = [passed.logits(states)]
+        for schedule in schedules:
             passed = forced[schedule.prompt_plan]
-            logits = passed.scheduled_logits(passed.hidden(schedule, compiled), schedule, compiled)
-            kl, agrees = (found.tolist() for found in divergences(reference, logits))
+            logits.append(passed.scheduled_logits(passed.hidden(schedule, compiled), schedule, compiled))
+        slices: list[list[tuple[Tensor, Tensor]]] = [[] for _ in schedules]
+        for (_, reference), *scheduled in zip(*logits, strict=True):  # of one long answer all would take gigabytes
+            log_full = reference.float().log_softmax(-1)
+            for parts, (_, theirs) in zip(slices, scheduled, strict=True):
+                parts.append(_divergence(log_full, theirs))
+        spans = list(pairwise(accumulate((answer.passes for answer in ours), initial=0)))
+        for row, parts in zip(scores, slices, strict=True):
+            kl, agrees = (torch.cat(each).tolist() for each in zip(*parts, strict=True))
             for index, (start, end) in zip(judged, spans, strict=True):
                 row[index] = AnswerScore(tuple(kl[start:end]), tuple(agrees[start:end]))
     return Scores(scores, likelihoods)
@@ -180,21 +189,26 @@ def _size(answers: Sequence[Answer]) -> int:
     return max(len(answers[0].prompt) // PROMPT_SHARE, *(len(answer.tokens) for answer in answers))
 
 
-def _at_full_depth(prompts: KeptPrompts, firsts: Tensor, answers: Sequence[Answer]) -> tuple[Tensor, list[Likelihood]]:
-    """Log-probabilities [N, vocab] after each of the N tokens that are fed back, and how likely the answers are, of
-    whose first tokens the log-probabilities are `firsts` [P, vocab].
+def _at_full_depth(
+    prompts: KeptPrompts, firsts: Tensor, answers: Sequence[Answer]
+) -> tuple[list[Likelihood], tuple[AnswerPass, Tensor] | None]:
+    """How likely the answers are, of whose first tokens the log-probabilities are `firsts` [P, vocab], and the pass and
+    last states [N, hidden] of those that have a decode step, if any.
     """
     nll = [-float(firsts[prompts.places[tuple(a.prompt)], a.tokens[0]]) if a.tokens else 0.0 for a in answers]
     going_on = [index for index, answer in enumerate(answers) if answer.passes > 0]
-    found = firsts[:0]
+    passed = None
     if going_on:
         forced = AnswerPass(prompts, [answers[index] for index in going_on])
-        found = torch.cat([logits.float().log_softmax(-1) for _, logits in forced.logits(forced.full_depth())])
-        wanted = found.gather(1, forced.next_token[:, None].to(found.device))[:, 0]
-        sums = torch.zeros(len(going_on), dtype=torch.float64).index_add_(0, forced.sample, wanted.double().cpu())
+        passed = forced, forced.full_depth()
+        sums = torch.zeros(len(going_on), dtype=torch.float64)
+        for part, logits in forced.logits(passed[1]):
+            tokens = forced.next_token[part, None].to(logits.device)
+            wanted = logits.float().log_softmax(-1).gather(1, tokens)[:, 0]
+            sums.index_add_(0, forced.sample[part], wanted.double().cpu())
         for index, log_likelihood in zip(going_on, sums.tolist(), strict=True):
             nll[index] -= log_likelihood
-    return found, [Likelihood(each, len(answer.tokens)) for each, answer in zip(nll, answers, strict=True)]
+    return [Likelihood(each, len(answer.tokens)) for each, answer in zip(nll, answers, strict=True)], passed
 
 
 def similarity(prompts: PromptPass, answers: Sequence[Answer]) -> dict[Unit, float]:

@@ -12,7 +12,8 @@ from pipeline.rows.shared_engine import SharedEngine, Streaming
 log = logging.getLogger(__name__)
 
 MOST_ROWS = 1 << 16  # of a batch, where memory decides
-MOST_QUARANTINED = 16  # rows of one call; more than these failing is not the rows' fault
+MOST_QUARANTINED = 16  # rows of one call: where more fail than these and than SHARE_QUARANTINED, it is not their fault
+SHARE_QUARANTINED = 0.25  # of the rows that are done or have failed
 
 # What torch says once a device can't be used any more by this process, whoever asks.
 _BROKEN_DEVICE = ("cuda error", "cublas_status", "cudnn_status", "device-side assert", "illegal memory access", "nccl")
@@ -53,7 +54,7 @@ class RowGenerator:
         Raises:
             DeviceBroken: nothing more can come from this process.
             ModelError, ScheduleError: the engine cannot start again.
-            TooManyRowsFailed: all rows fail, or more than MOST_QUARANTINED do.
+            TooManyRowsFailed: all rows fail, or more than MOST_QUARANTINED and a large share of those tried so far.
         """
         found: dict[int, Generation | str] = {}
         quarantined = 0
@@ -98,7 +99,8 @@ class RowGenerator:
                 spans += [left[middle:], left[:middle]]
             elif left:
                 quarantined += 1
-                if quarantined > MOST_QUARANTINED or 1 < len(prompts) == quarantined:
+                many = quarantined > max(MOST_QUARANTINED, SHARE_QUARANTINED * len(found))
+                if many or 1 < len(prompts) == quarantined:
                     raise TooManyRowsFailed(f"{quarantined} rows fail, the last of them with {_named(error)}")
                 found[left[0]] = _named(error)
         return [found[row] for row in range(len(prompts))]

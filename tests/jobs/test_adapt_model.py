@@ -256,11 +256,14 @@ def test_more_prompts_than_the_memory_holds_are_refused_before_they_are_answered
     options: list[str], common: list[str], untrained: list[str], capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
+    freed = 300_000
+
     def said() -> str:
         assert adapt([*common, *untrained, "--prompts", "60", *options]) == 1
         return capsys.readouterr().err
 
-    monkeypatch.setattr("jobs.adaptation.free_bytes", lambda _: 1_000_000)
+    monkeypatch.setattr("jobs.adaptation.free_bytes", lambda _: 1_000_000 - freed)
+    monkeypatch.setattr("jobs.adaptation.teacher_bytes", lambda _: freed)
     refused = said()
     assert "training on 60 answers keeps some" in refused
     assert "what it works in alone does not fit" in refused

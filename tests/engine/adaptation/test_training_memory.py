@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine import Block, Bridge, Engine, ModelShape, Plateau, Sampling, Schedule, ScheduleError
-from engine.adaptation.memory import LOGITS, SCATTERED, kept_bytes, model_bytes, working_bytes
+from engine.adaptation.memory import LOGITS, SCATTERED, kept_bytes, model_bytes, teacher_bytes, working_bytes
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import Trainer, attended_layers
 from engine.calibration.prompts import counted_prompt_bridge, prompt_cut
@@ -77,6 +77,15 @@ def test_where_prompts_learn_the_longest_may_need_more_than_a_pass_of_others(eng
     ]
     a_pass = PROMPT_TOKENS * 4 * 2 * (shape.layer_parameters // shape.hidden) * 4
     assert more == [a_pass, a_pass]
+
+
+def test_the_teachers_matrices_are_free_again_in_the_precision_that_they_had(
+    make_checkpoint: Callable[..., Path],
+) -> None:
+    path = str(make_checkpoint())
+    whole, half = (Engine.load(path, device="cpu", dtype=dtype) for dtype in ("float32", "bfloat16"))
+    parameters = whole.shape.layers * whole.shape.layer_parameters + whole.shape.head_parameters
+    assert (teacher_bytes(whole), teacher_bytes(half)) == (4 * parameters, 2 * parameters)
 
 
 def test_a_lesson_takes_its_logits_and_what_gradients_need_wherever_prompts_run_at_full_depth(engine: Engine) -> None:

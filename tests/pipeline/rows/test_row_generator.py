@@ -167,6 +167,12 @@ def test_more_bad_rows_than_a_corpus_has_are_the_units_failure() -> None:
         outcome(engine, range(1, 60))
 
 
+def test_bad_rows_among_many_good_ones_are_their_own_failure_however_many_there_are() -> None:
+    bad = range(5, 400, 10)
+    _, found = outcome(Moody(raising={length: ValueError("bad") for length in bad}), range(1, 401))
+    assert found == ["ValueError: bad" if length in bad else min(length, 100) for length in range(1, 401)]
+
+
 def test_a_device_that_broke_is_no_rows_error() -> None:
     engine = Moody(raising={2: RuntimeError("CUDA error: device-side assert triggered")})
     with pytest.raises(DeviceBroken, match="device-side assert"):
