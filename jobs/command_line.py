@@ -98,8 +98,8 @@ def run(program: str, job: Callable[[], None]) -> int:
         if isinstance(error, OSError) and error.errno in (*_FULL, *_OUT_OF_REACH):
             return _ended(program, f"stopped: {_disk(error)}", STOPPED_EXIT)
         if is_out_of_memory(error):
-            said = f"error: memory ran out ({one_line(error)}): lower batch_size, or give it fewer or shorter prompts"
-            return _ended(program, said, FAILED_EXIT)
+            way_out = "lower batch_size, or give it less at a time: fewer or shorter prompts, schedules one by one"
+            return _ended(program, f"error: memory ran out ({one_line(error)}): {way_out}", FAILED_EXIT)
         if not logs.for_machines():
             raise
         log.exception("%s: defect", program, extra={"program": program, "exit_code": FAILED_EXIT})

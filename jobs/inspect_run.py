@@ -19,6 +19,7 @@ from pipeline.dataset.generate import MANIFEST, unpublished
 from pipeline.errors import JobError, JobStopped
 from pipeline.inspection import Inspection, inspect, verify
 from pipeline.preparing.run_record import read_run
+from pipeline.reporting.bill import bill
 from pipeline.reporting.report import summary
 from pipeline.storage.settings import Place, StorageConfig
 from pipeline.storage.storage import Storage
@@ -32,6 +33,9 @@ class InspectRun(StorageConfig):
 
     output: Place = Field(description="output of a job, or a data set: a local directory or any fsspec URL")
     verify: bool = Field(False, description="read every file: check sums, row counts, and that each row is there once")
+    price_per_gpu_hour: float | None = Field(
+        None, ge=0, allow_inf_nan=False, description="what a GPU costs per hour; without GPUs, what a replica costs"
+    )
 
 
 def main() -> int:
@@ -61,7 +65,8 @@ def look(config: InspectRun) -> Inspection:
         "committed": f"{totals.rows:,} of {found.rows:,} rows in {len(found.commits):,} units",
         "failed": f"{sum(unit.rows for unit in found.failed):,} rows in {len(found.failed):,} units",
     }
-    for name, value in {**facts, **summary(totals, int(found.run["schedule"]["layers"]))}.items():
+    facts |= summary(totals, int(found.run["schedule"]["layers"])) | bill(config.price_per_gpu_hour, totals)
+    for name, value in facts.items():
         table.add_row(name, Text(value))
     Console().print(table)
     for unit in found.failed[:MOST_SHOWN]:

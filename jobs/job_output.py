@@ -34,7 +34,7 @@ def show_plan(config: JobConfig) -> None:
 
 def show_result(config: JobConfig, result: RunResult) -> None:
     """Print what a finished run did and cost."""
-    facts = summary(result.totals, result.shape.layers) | bill(config, result.totals)
+    facts = summary(result.totals, result.shape.layers) | bill(config.price_per_gpu_hour, result.totals)
     show(f"{result.output}: done in {result.seconds:.0f} s", facts)
     if result.rows_resumed:
         print(f"{result.rows_resumed:,} rows were committed by earlier sessions")

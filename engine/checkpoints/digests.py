@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import tempfile
@@ -13,6 +14,9 @@ from engine.json_text import read_json
 
 # A file written to again within one tick of its file system's clock looks unchanged: one so young is not remembered.
 SETTLED_AFTER_S = 3.0
+LARGE = 1 << 30  # bytes, that take a while to read
+
+log = logging.getLogger(__name__)
 
 
 def cache_directory() -> Path:
@@ -28,6 +32,8 @@ def file_digest(path: Path) -> str:
         kept = cache_directory() / "digests" / hashlib.sha256(before.encode("utf-8", "surrogatepass")).hexdigest()
         if (known := _read(kept, before)) is not None:
             return known
+        if path.stat().st_size >= LARGE:
+            log.info("hashing %s, %.1f GB, once", path.name, path.stat().st_size / 1e9)
         with path.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         if _state(path) == before:

@@ -74,7 +74,7 @@ class RivalBridges:
                 f"fitting the rivals' bridges takes {taken / 1e9:.1f} GB beside the model, and {free / 1e9:.1f} GB are "
                 "free: ask for fewer of target_speedups, or leave bridged_rivals and target_sample_speedup out"
             )
-        moments = collect_moments(engine, answers, up_to, lambda *_: None, head=self._head)
+        moments = collect_moments(engine, answers, up_to, StageProgress(log), head=self._head)
         bridges = {(first, end): moments[first].fit(2 * end, RIDGE) for first in up_to for end in up_to[first]}
         (preview,) = self._head.fit([self._rank])
         tokens = sum(len(answer) - 1 for answer in self._calibration.answers)

@@ -4,6 +4,7 @@ import hashlib
 import logging
 import math
 import stat
+import time
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ from pipeline.values.show import is_text
 log = logging.getLogger(__name__)
 
 FOOTER_THREADS = 16
+SAY_EVERY_S = 10.0  # how many footers are read
+LARGE_FILE = 1 << 30  # bytes, that take a while to read
 MOST_UNITS = 500_000  # whose commits a manifest can list within what is read back
 MOST_ROWS_PER_BYTE = 8  # of a file, before its count of them is checked
 SPAN_ROWS = 8192  # rows one read task covers at least, where a file has them: a row group is decoded only once
@@ -217,8 +220,15 @@ def input_columns(storage: Storage) -> list[str]:
 
 def _read_footers(storage: Storage, known: Mapping[str, KnownFile] | None) -> tuple[InputFile, ...]:
     paths = find_input_files(storage)
+    found: list[InputFile] = []
+    said = time.monotonic()
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-        files = tuple(pool.map(lambda path: _read_footer(storage, path, known), paths))
+        for file in pool.map(lambda path: _read_footer(storage, path, known), paths):
+            found.append(file)
+            if time.monotonic() - said >= SAY_EVERY_S:
+                said = time.monotonic()
+                log.info("looked into %d of %d input files", len(found), len(paths))
+    files = tuple(found)
     _check_some_readable(files)
     by_name: dict[str, str] = {}
     for file in files:
@@ -278,6 +288,8 @@ def _checksum(storage: Storage, path: str, info: dict[str, Any], known: KnownFil
         return None
     if known is not None and known.checksum is not None and known.stamp == stamp(info):
         return known.checksum
+    if info["size"] >= LARGE_FILE:
+        log.info("reading all of %r (%.1f GB), by which it is known again", path, info["size"] / 1e9)
     with storage.open_path(path, stamp(info)) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -14,7 +14,7 @@ def _hours(totals: Totals) -> tuple[float, str]:
     return hours, "GPU-hours" if totals.gpu_seconds else "replica-hours"
 
 
-def bill(config: JobConfig, totals: Totals) -> dict[str, str]:
+def bill(price_per_gpu_hour: float | None, totals: Totals) -> dict[str, str]:
     """Lines of the bill; without a price just the hours."""
     hours, unit = _hours(totals)
     lines = {unit: f"{hours:.4f}"}
@@ -26,11 +26,9 @@ def bill(config: JobConfig, totals: Totals) -> dict[str, str]:
         energy = totals.joules / JOULES_PER_KWH
         lines["energy"] = f"{energy:.4f} kWh of the GPUs, {energy / millions:,.2f} per million rows"
         lines["energy at full depth"] = f"{energy * speedup:.4f} kWh, if its FLOPs had cost as much each"
-    if config.price_per_gpu_hour is not None:
-        money = hours * config.price_per_gpu_hour
-        lines["cost"] = (
-            f"{money:.4f} at {config.price_per_gpu_hour:g} an hour, {money / millions:,.2f} per million rows"
-        )
+    if price_per_gpu_hour is not None:
+        money = hours * price_per_gpu_hour
+        lines["cost"] = f"{money:.4f} at {price_per_gpu_hour:g} an hour, {money / millions:,.2f} per million rows"
         lines["cost at full depth"] = f"{money * speedup:.4f}, if its FLOPs had cost as much each"
     return lines
 

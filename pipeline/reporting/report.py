@@ -51,7 +51,7 @@ def write_report(
         "run": run,
         "totals": totals,
         "config": {name: redacted(str(value)) for name, value in shown_config.items()},
-        "facts": summary(totals, schedule.layers) | bill(config, totals),
+        "facts": summary(totals, schedule.layers) | bill(config.price_per_gpu_hour, totals),
         "audit": audit_facts([commit.totals for commit in commits]),
         "planned": planned,
         "stats": stats,

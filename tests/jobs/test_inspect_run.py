@@ -79,9 +79,11 @@ def test_a_finished_run_is_done_and_verified(commit: Callable[..., None], inspec
 
 def test_an_unfinished_run_says_how_far_it_is_and_how_to_go_on(commit: Callable[..., None], inspect: Inspect) -> None:
     commit(*UNITS[:2])
-    code, said = inspect()
+    code, said = inspect("--price-per-gpu-hour", "1800")
     assert code == 4
     assert "out: unfinished" in said
+    assert "replica-hours │ 0.0006" in said
+    assert "1.0000 at 1800 an hour" in said
     assert "8 of 10 rows in 2 units" in said
     assert "next: start the same job again: it resumes" in said
 
@@ -174,4 +176,5 @@ def test_a_job_says_how_to_look_at_its_output_where_that_is(monkeypatch: pytest.
     reached = StorageConfig(s3_endpoint="http://store:9000", s3_path_style=True, storage_patience_s=5)
     monkeypatch.setattr(sys, "argv", ["inspect_run.py", "s3://b/out", *storage_flags(reached)])
     config = command_line.parse(inspect_run.InspectRun, "inspect_run.py", positional="output")
-    assert config.model_dump() == {**reached.model_dump(), "output": "s3://b/out", "verify": False}
+    own = {"output": "s3://b/out", "verify": False, "price_per_gpu_hour": None}
+    assert config.model_dump() == {**reached.model_dump(), **own}

@@ -230,26 +230,26 @@ def test_rows_without_a_prompt_cost_nothing(planned: Job, write_parquet: Callabl
         forecast_run(planned(input=str(tmp_path / "bad")), NoEngineBackend())
 
 
-def test_the_bill_is_hours_times_price_and_names_full_depth(job: Job) -> None:
+def test_the_bill_is_hours_times_price_and_names_full_depth() -> None:
     totals = Totals(
         rows=10, seconds=7200, flops_prompt=50, flops_decode=50, flops_decode_full_depth=100, flops_full_depth=150
     )
-    lines = bill(job(price_per_gpu_hour=3.0), replace(totals, gpu_seconds=14400, gpuless_seconds=0))
+    lines = bill(3.0, replace(totals, gpu_seconds=14400, gpuless_seconds=0))
     assert lines["GPU-hours"] == "4.0000"
     assert lines["cost"].startswith("12.0000 at 3 an hour, 1,200,000.00 per million rows")
     assert lines["cost at full depth"].startswith("18.0000")
-    assert bill(job(), totals) == {"replica-hours": "2.0000"}
+    assert bill(None, totals) == {"replica-hours": "2.0000"}
 
 
-def test_the_bill_has_the_energy_that_was_counted(job: Job) -> None:
+def test_the_bill_has_the_energy_that_was_counted() -> None:
     totals = Totals(rows=10, joules=7.2e6, flops_prompt=50, flops_decode=50, flops_full_depth=150)
-    lines = bill(job(), totals)
+    lines = bill(None, totals)
     assert lines["energy"] == "2.0000 kWh of the GPUs, 200,000.00 per million rows"
     assert lines["energy at full depth"].startswith("3.0000 kWh")
 
 
-def test_what_audits_took_is_billed_and_full_depth_has_none(job: Job) -> None:
+def test_what_audits_took_is_billed_and_full_depth_has_none() -> None:
     totals = Totals(rows=10, seconds=7200, flops_prompt=50, flops_decode=50, flops_full_depth=150, flops_audit=100)
-    lines = bill(job(price_per_gpu_hour=3.0), totals)
+    lines = bill(3.0, totals)
     assert lines["cost"].startswith("6.0000 at 3 an hour")
     assert lines["cost at full depth"].startswith("4.5000,")
