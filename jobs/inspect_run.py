@@ -10,10 +10,9 @@ from functools import partial
 
 from pydantic import Field
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from jobs import command_line
+from jobs.job_output import show
 from pipeline.dataset.config import GENERATION
 from pipeline.dataset.generate import MANIFEST, unpublished
 from pipeline.errors import JobError, JobStopped
@@ -59,16 +58,13 @@ def look(config: InspectRun) -> Inspection:
     say = partial(Console().print, soft_wrap=True, markup=False, highlight=False)
     say(f"{found.output}: {found.state}")
     totals = found.totals
-    table = Table(show_header=False)
     facts = {
         "run": str(found.run["fingerprint"]),
         "committed": f"{totals.rows:,} of {found.rows:,} rows in {len(found.commits):,} units",
         "failed": f"{sum(unit.rows for unit in found.failed):,} rows in {len(found.failed):,} units",
     }
     facts |= summary(totals, int(found.run["schedule"]["layers"])) | bill(config.price_per_gpu_hour, totals)
-    for name, value in facts.items():
-        table.add_row(name, Text(value))
-    Console().print(table)
+    show("", facts)
     for unit in found.failed[:MOST_SHOWN]:
         which = f"rows {unit.start} to {unit.start + unit.rows - 1} of" if unit.rows else "whole file"
         say(f"failed: {unit.unit}, {which} {unit.path}, {unit.attempts} attempts: {unit.error}")

@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from filelock import FileLock
@@ -19,9 +19,6 @@ from engine.checkpoints.weight_files import Weights, check_not_quantised
 from engine.errors import ModelError
 
 # Importing transformers takes seconds; much of what imports the engine, such as a --help, reads no model.
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
 log = logging.getLogger(__name__)
 
 # Models that a Python package ships: name -> (package, file below it).
@@ -86,7 +83,7 @@ def prepare(model: str) -> Path:
     return target
 
 
-def read_config(model: str) -> "PreTrainedConfig":
+def read_config(model: str) -> Any:
     """The model's config, without its weights. Raises ModelError."""
     from transformers import AutoConfig
 

@@ -3,16 +3,13 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import ModelError
 from engine.json_text import check_is_file, read_json
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 WHOLE = "model.safetensors"  # of a checkpoint in one file, which then counts alone
 INDEX = "model.safetensors.index.json"
@@ -71,7 +68,7 @@ class Weights:
         """A tensor's shape."""
         return self._sizes[name]
 
-    def check_shapes(self, config: "PreTrainedConfig") -> None:
+    def check_shapes(self, config: Any) -> None:
         """Raises ModelError, naming a tensor whose shape is not what the config asks for, a bias that is missing or too
         many, or a weight that is missing beside its bias: what else is missing is when it is read.
         """

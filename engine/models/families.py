@@ -1,15 +1,12 @@
 """Model families by the type that a config names. Adding one: write its decoder, name its model type here."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from engine.errors import ModelError
 from engine.models import gemma, granite, llama, opt
 from engine.models.decoder import Decoder
 from engine.shape import ModelShape
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 
 class Family(NamedTuple):
@@ -33,7 +30,7 @@ FAMILIES = {
 }
 
 
-def family_of(config: "PreTrainedConfig") -> Family:
+def family_of(config: Any) -> Family:
     """The family of a model; raises ModelError naming those supported."""
     if config.model_type not in FAMILIES:
         raise ModelError(f"models of type {config.model_type!r} are not supported; supported are {', '.join(FAMILIES)}")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from pipeline.commits.commit import SUCCESS_FILE, Commit, Totals
-from pipeline.storage.records import LARGE, Count, DataFile, Fingerprint, OpenRecord, Record, RecordDamaged, UnitName
+from pipeline.storage.records import LARGE, Count, DataFile, Fingerprint, OpenRecord, Record, UnitName
 from pipeline.storage.storage import Storage
 
 
@@ -51,8 +51,5 @@ def read_manifest(storage: Storage) -> dict[str, Any] | None:
 
 def is_manifest_of(storage: Storage, run: str, commits: Iterable[Commit]) -> bool:
     """Whether a sound manifest lists just these commits of this run. Raises StorageGone, StorageRefused."""
-    try:
-        manifest = read_manifest(storage)
-    except RecordDamaged:
-        return False
+    manifest = _RECORD.sound(storage, SUCCESS_FILE)
     return manifest is not None and manifest["fingerprint"] == run and manifest["commits"] == _listed(commits)

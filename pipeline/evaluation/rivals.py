@@ -218,10 +218,7 @@ class SolvedRivals:
             method = rival.method
             kept = {"schedule": method.to_dict()} if isinstance(method, Schedule) else {"early exit": asdict(method)}
             described = {"name": rival.name, "target": rival.target, "note": rival.note, **kept}
-        self._directory.mkdir(parents=True, exist_ok=True)
-        scratch = self._directory / f".{file}.part"
-        scratch.write_text(json.dumps(described, indent=1))
-        scratch.replace(self._directory / file)
+        self._storage.write(file, json.dumps(described, indent=1).encode())
 
     def _file(self, name: str, target: float) -> str:
         decided = json.dumps([name, target, self._basis])

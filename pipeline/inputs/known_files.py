@@ -10,7 +10,7 @@ from itertools import chain, zip_longest
 
 from pipeline.commits.commit import Commit, read_commits
 from pipeline.redaction import redacted
-from pipeline.storage.records import LARGE, Count, Record, RecordDamaged, UnitName
+from pipeline.storage.records import LARGE, Count, Record, UnitName
 from pipeline.storage.storage import Storage
 
 log = logging.getLogger(__name__)
@@ -110,10 +110,7 @@ def of_present_versions(commits: Iterable[Commit], known: Mapping[str, KnownFile
 
 def read_known_files(storage: Storage) -> dict[str, KnownFile] | None:
     """By name relative to the input; None if there is no record, or a damaged one. Raises StorageGone."""
-    try:
-        record = _RECORD.read(storage, INPUTS_FILE)
-    except RecordDamaged:
-        return None
+    record = _RECORD.sound(storage, INPUTS_FILE)
     return None if record is None else record.files
 
 

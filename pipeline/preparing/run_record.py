@@ -157,10 +157,7 @@ def as_recorded(storage: Storage, config: JobConfig) -> JobConfig:
     """The configuration with its input as the run here spells it, where that is the same: one that an earlier version
     began may have `..` in it.
     """
-    try:
-        record = read_run(storage)
-    except RecordDamaged:  # of which claiming the output says so
-        return config
+    record = _RECORD.sound(storage, RUN_FILE)  # of a damaged one claiming the output says so
     root = str(record["input"].get("root")) if record is not None else ""
     same = root.startswith("/") and absolute(root) == config.input
     return config.model_copy(update={"input": root}) if same else config
@@ -174,10 +171,7 @@ def run_of_same_input(storage: Storage, config: JobConfig) -> dict[str, Any] | N
 
 def check_incremental(storage: Storage) -> None:
     """Raises JobError if the run here is none that looks for new files. StorageGone."""
-    try:
-        record = read_run(storage)
-    except RecordDamaged:  # of which claiming the output says so
-        return
+    record = _RECORD.sound(storage, RUN_FILE)  # of a damaged one claiming the output says so
     if record is not None and not record["input"].get("incremental"):
         raise JobError(
             f"output {storage.url!r} belongs to run {record.get('fingerprint')}, which is not incremental: leave "

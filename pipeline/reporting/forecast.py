@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from pipeline.commits.commit import Totals
 from pipeline.commits.flop_sums import FlopSums
-from pipeline.storage.records import Amount, Count, Flops, Record, RecordDamaged
+from pipeline.storage.records import Amount, Count, Flops, Record
 from pipeline.storage.storage import Storage
 
 FORECAST_FILE = "_plan.json"
@@ -78,10 +78,7 @@ def write_forecast(storage: Storage, forecast: Forecast) -> None:
 
 def read_forecast(storage: Storage, run: str) -> Forecast | None:
     """The plan that was made for this run, None if there is none: a plan for other settings says nothing about it."""
-    try:
-        forecast = _RECORD.read(storage, FORECAST_FILE)
-    except RecordDamaged:
-        return None  # a report is no less worth for a damaged plan
+    forecast = _RECORD.sound(storage, FORECAST_FILE)  # a report is no less worth for a damaged plan
     return forecast if forecast is not None and forecast.run == run else None
 
 

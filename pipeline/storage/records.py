@@ -61,6 +61,13 @@ class Record(Generic[T]):
         except ValueError as error:
             raise self.damaged(storage, name, one_line(error)) from error
 
+    def sound(self, storage: Storage, name: str) -> T | None:
+        """As `read`, None for a damaged one too."""
+        try:
+            return self.read(storage, name)
+        except RecordDamaged:
+            return None
+
     def checked(self, value: Any) -> T:
         """A parsed record as its type. Raises ValueError, in a few words."""
         try:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import pyarrow as pa
 import pyarrow.types as is_
 
-UNITS = ("s", "ms", "us", "ns")
 TEXTS = (is_.is_string, is_.is_large_string, is_.is_string_view)
 BYTES = (is_.is_binary, is_.is_large_binary, is_.is_binary_view, is_.is_fixed_size_binary)
 LISTS = (is_.is_list, is_.is_large_list, is_.is_fixed_size_list, is_.is_list_view, is_.is_large_list_view)
@@ -55,7 +54,7 @@ def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
         return None if key is None or item is None else pa.map_(key, item)
     if is_.is_decimal(one) and is_.is_decimal(other):
         return _decimal(one, other)
-    return _time(one, other) or _number(one, other)
+    return _plain(one, other)
 
 
 def _both(tests: tuple[Callable[[pa.DataType], bool], ...], one: pa.DataType, other: pa.DataType) -> bool:
@@ -93,30 +92,15 @@ def _decimal(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     return pa.decimal128(digits, scale) if digits <= 38 else pa.decimal256(digits, scale)
 
 
-def _time(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """The finer unit; a value that it can't hold fails the unit of its row when it is read."""
-    if _both((is_.is_date,), one, other):
-        return pa.date64()
-    if is_.is_timestamp(one) and is_.is_timestamp(other) and one.tz == other.tz:
-        return pa.timestamp(_finer(one, other), one.tz)
-    if is_.is_duration(one) and is_.is_duration(other):
-        return pa.duration(_finer(one, other))
-    if is_.is_time(one) and is_.is_time(other):
-        unit = _finer(one, other)
-        return pa.time64(unit) if unit in ("us", "ns") else pa.time32(unit)
-    return None
-
-
-def _finer(one: pa.DataType, other: pa.DataType) -> str:
-    return UNITS[max(map(UNITS.index, (one.unit, other.unit)))]
-
-
-def _number(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    kinds = (is_.is_floating, is_.is_signed_integer, is_.is_unsigned_integer)
-    if any(kind(one) and kind(other) for kind in kinds):
-        return max(one, other, key=lambda type_: int(type_.bit_width))
-    if not (is_.is_integer(one) and is_.is_integer(other)):
+def _plain(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """Of numbers or times of one kind; a value that a finer unit can't hold fails the work unit of its row."""
+    kinds = (is_.is_integer, is_.is_floating, is_.is_temporal)
+    if not any(kind(one) and kind(other) for kind in kinds):
         return None
-    signed, unsigned = (one, other) if is_.is_signed_integer(one) else (other, one)
-    bits = max(signed.bit_width, 2 * unsigned.bit_width)
-    return {16: pa.int16(), 32: pa.int32(), 64: pa.int64()}.get(bits)  # above, none holds both
+    if pa.uint64() in (one, other) and any(map(is_.is_signed_integer, (one, other))):
+        return None  # Arrow would take one that does not hold both
+    schemas = [pa.schema([("", type_)]) for type_ in (one, other)]
+    try:
+        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+    except (pa.ArrowTypeError, pa.ArrowInvalid):
+        return None

@@ -25,7 +25,7 @@ from rich.console import Console
 from trials import run, sentence
 
 from engine import ModelError, ScheduleError
-from jobs import inspect_run
+from jobs import inspect_run, job_output
 from pipeline.commits.commit import SUCCESS_FILE, read_commits, write_snapshot
 from pipeline.commits.manifest import read_manifest
 from pipeline.config import JobConfig
@@ -246,7 +246,8 @@ if __name__ == "__main__":
     patch.setattr(lease, "LEASE_S", 0.0)  # what a dead job holds is taken over at once
     for module in (report, schedule_maps):
         patch.setattr(module, "to_svg", lambda figure: "")  # drawing takes a second
-    patch.setattr(inspect_run, "Console", lambda: Console(file=nowhere))
+    for module in (inspect_run, job_output):
+        patch.setattr(module, "Console", lambda: Console(file=nowhere))
     try:
         run(trial)
     finally:
