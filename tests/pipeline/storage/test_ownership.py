@@ -410,7 +410,6 @@ ALLOWED = {
     "engine/vllm/engine.py": {"os.rename"},  # a schedule, likewise
     "engine/adaptation/checkpoint.py": {"os.replace"},  # of its own unfinished file, in a claimed directory
     "engine/calibration/answer_file.py": {"os.replace"},  # likewise
-    "pipeline/evaluation/rivals.py": {"scratch.replace"},  # likewise
     "pipeline/evaluation/study.py": {"scratch.replace"},  # likewise
 }
 
