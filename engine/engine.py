@@ -195,7 +195,8 @@ class Engine:
             schedule: default full depth.
             batch_size: most rows that run together.
             sample_ids: name each prompt's random stream; default its position in the call.
-            on_batch: called whenever rows have ended, with what the passes since the last call cost.
+            on_batch: called whenever rows have ended, and about once a second, with what the passes since the last
+                call cost.
 
         Raises:
             ScheduleError, ValueError: the schedule does not fit the model, batch_size is off; before anything runs.

@@ -108,7 +108,7 @@ def check_memory(
     Args:
         task: in words.
         kept: of the answers, as long as it takes.
-        working: that it takes whatever their number.
+        working: that it takes besides, and that fewer of them hardly make less.
         free: there is.
         model: of a model that is yet to be loaded.
         kept_of: answers that what is kept grows with, where more of them take no more.
@@ -118,7 +118,7 @@ def check_memory(
         way_out = f"with about {int((kept_of or answers) * room / kept)} answers it fits"
         if room <= 0:
             way_out = "the model alone is too large" if room + working <= 0 else "what it works in alone does not fit"
-            way_out += ": it wants a machine with more memory"
+            way_out += ", so it takes a machine with more memory, or shorter or far fewer prompts"
         beside = f" beside the model's {model / 1e9:.1f} GB" if model else ""
         raise ScheduleError(
             f"{task} on {answers} answers keeps some {kept / 1e9:.1f} GB of full depth in memory{beside} and takes "

@@ -26,7 +26,7 @@ def model_bytes(shape: ModelShape, device: torch.device) -> int:
 
 
 def teacher_bytes(teacher: Engine) -> int:
-    """Memory that is free again once the teacher, whose answers are trained on, is gone."""
+    """Memory of its matrices, free again once it is gone: in the keys' precision, as states may be in a higher one."""
     return _matrices(teacher.shape) * min(teacher.item_sizes)
 
 

@@ -18,7 +18,6 @@ from engine.checkpoints.gguf_file import check_gguf, end_tokens
 from engine.checkpoints.weight_files import Weights, check_not_quantised
 from engine.errors import ModelError
 
-# Importing transformers takes seconds; much of what imports the engine, such as a --help, reads no model.
 log = logging.getLogger(__name__)
 
 # Models that a Python package ships: name -> (package, file below it).
@@ -85,6 +84,7 @@ def prepare(model: str) -> Path:
 
 def read_config(model: str) -> Any:
     """The model's config, without its weights. Raises ModelError."""
+    # To import it takes seconds; much of what imports the engine, such as a --help, reads no model.
     from transformers import AutoConfig
 
     path = locate(model)

@@ -1,5 +1,6 @@
 """Prompts in as room for them comes near, generations out as rows end: a call over rows that come and go."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import count
@@ -7,6 +8,8 @@ from typing import Protocol
 
 from engine.decoding.generation import Generation
 from engine.decoding.stats import BatchStats
+
+ALIVE_S = 1.0  # between two signs that passes are made, where no row ends
 
 Named = Iterator[tuple[int, str, Sequence[int]]]  # index, sample id, tokens
 
@@ -55,6 +58,7 @@ def feed(
 
     The next prompt is taken when fewer than `ahead` rows are unfinished; raises PromptError when it is a bad one.
     """
+    told = time.monotonic()
     with closing(decoding):
         while True:
             while decoding.unfinished < ahead and (taken := next(prompts, None)) is not None:
@@ -63,7 +67,8 @@ def feed(
             if not decoding.unfinished:
                 return
             done = decoding.step()
-            if done:
+            if done or time.monotonic() - told >= ALIVE_S:
+                told = time.monotonic()
                 stats = decoding.take_stats()  # whoever listens: a stream without end is not to gather them
                 if on_batch is not None:
                     on_batch(stats)

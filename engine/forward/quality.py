@@ -18,7 +18,7 @@ from engine.forward.teacher_forcing import Answer, AnswerPass, KeptPrompts
 from engine.parts.unit import Unit, all_units
 from engine.schedules.schedule import PromptPlan, Schedule
 
-PACK_TOKENS = 1024  # answer tokens scored together: bounds the distributions that are held, a vocabulary each
+PACK_TOKENS = 1024  # answer tokens scored together: bounds the states that are held
 PROMPT_SHARE = 8  # times as many prompt tokens run with them: bounds the keys and values that one way of running keeps
 
 
@@ -154,31 +154,19 @@ def score(
     for pack in packs(range(len(answers)), lambda index: _size([row[index] for row in writers]), PACK_TOKENS):
         whole = KeptPrompts(prompts, [answers[index].prompt for index in pack])
         firsts = prompts.decoder.logits(whole.ends).float().log_softmax(-1)
-        likely, full = _at_full_depth(whole, firsts, [answers[index] for index in pack])
-        likelihoods[0] += likely
-        for found, other in zip(likelihoods[1:], others, strict=True):
-            found += _at_full_depth(whole, firsts, [other[index] for index in pack])[0]
-        if full is None or not schedules:
-            continue
         judged = [index for index in pack if answers[index].passes > 0]
         ours = [answers[index] for index in judged]
         forced: dict[PromptPlan, AnswerPass] = {}
-        for plan in {schedule.prompt_plan for schedule in schedules}:
+        for plan in {schedule.prompt_plan for schedule in schedules if ours}:
             ran = whole if plan.is_full_depth else KeptPrompts(prompts, [each.prompt for each in ours], plan, compiled)
             forced[plan] = AnswerPass(ran, ours)
-        passed, states = full
-        logits = [passed.logits(states)]
-        for schedule in schedules:
-            passed = forced[schedule.prompt_plan]
-            logits.append(passed.scheduled_logits(passed.hidden(schedule, compiled), schedule, compiled))
-        slices: list[list[tuple[Tensor, Tensor]]] = [[] for _ in schedules]
-        for (_, reference), *scheduled in zip(*logits, strict=True):  # of one long answer all would take gigabytes
-            log_full = reference.float().log_softmax(-1)
-            for parts, (_, theirs) in zip(slices, scheduled, strict=True):
-                parts.append(_divergence(log_full, theirs))
+        compared = [_Compared(forced[schedule.prompt_plan], schedule, compiled) for schedule in schedules if ours]
+        likelihoods[0] += _likelihoods(whole, firsts, [answers[index] for index in pack], compared)
+        for found, other in zip(likelihoods[1:], others, strict=True):
+            found += _likelihoods(whole, firsts, [other[index] for index in pack])
         spans = list(pairwise(accumulate((answer.passes for answer in ours), initial=0)))
-        for row, parts in zip(scores, slices, strict=True):
-            kl, agrees = (torch.cat(each).tolist() for each in zip(*parts, strict=True))
+        for row, theirs in zip(scores, compared, strict=False):  # of none, where no answer has two tokens
+            kl, agrees = theirs.figures
             for index, (start, end) in zip(judged, spans, strict=True):
                 row[index] = AnswerScore(tuple(kl[start:end]), tuple(agrees[start:end]))
     return Scores(scores, likelihoods)
@@ -189,26 +177,46 @@ def _size(answers: Sequence[Answer]) -> int:
     return max(len(answers[0].prompt) // PROMPT_SHARE, *(len(answer.tokens) for answer in answers))
 
 
-def _at_full_depth(
-    prompts: KeptPrompts, firsts: Tensor, answers: Sequence[Answer]
-) -> tuple[list[Likelihood], tuple[AnswerPass, Tensor] | None]:
-    """How likely the answers are, of whose first tokens the log-probabilities are `firsts` [P, vocab], and the pass and
-    last states [N, hidden] of those that have a decode step, if any.
+class _Compared:
+    """Answers under a schedule, against full depth, a slice of their tokens at a time: of one long answer the
+    distributions of all would take gigabytes.
+    """
+
+    def __init__(self, answers: AnswerPass, schedule: Schedule, compiled: Compiled) -> None:
+        self._logits = answers.scheduled_logits(answers.hidden(schedule, compiled), schedule, compiled)
+        self._slices: list[tuple[Tensor, Tensor]] = []
+
+    def take(self, log_full: Tensor) -> None:
+        """Compare the next slice, with full depth's log-probabilities [n, vocab]."""
+        self._slices.append(_divergence(log_full, next(self._logits)[1]))
+
+    @property
+    def figures(self) -> tuple[list[float], list[bool]]:
+        """Of all tokens, as `divergences`."""
+        kl, agrees = zip(*self._slices, strict=True)
+        return torch.cat(kl).tolist(), torch.cat(agrees).tolist()
+
+
+def _likelihoods(
+    prompts: KeptPrompts, firsts: Tensor, answers: Sequence[Answer], compared: Sequence[_Compared] = ()
+) -> list[Likelihood]:
+    """How likely full depth finds the answers, of whose first tokens the log-probabilities are `firsts` [P, vocab]; the
+    others are given to what is to be `compared`.
     """
     nll = [-float(firsts[prompts.places[tuple(a.prompt)], a.tokens[0]]) if a.tokens else 0.0 for a in answers]
     going_on = [index for index, answer in enumerate(answers) if answer.passes > 0]
-    passed = None
     if going_on:
         forced = AnswerPass(prompts, [answers[index] for index in going_on])
-        passed = forced, forced.full_depth()
         sums = torch.zeros(len(going_on), dtype=torch.float64)
-        for part, logits in forced.logits(passed[1]):
-            tokens = forced.next_token[part, None].to(logits.device)
-            wanted = logits.float().log_softmax(-1).gather(1, tokens)[:, 0]
+        for part, logits in forced.logits(forced.full_depth()):
+            found = logits.float().log_softmax(-1)
+            for each in compared:
+                each.take(found)
+            wanted = found.gather(1, forced.next_token[part, None].to(found.device))[:, 0]
             sums.index_add_(0, forced.sample[part], wanted.double().cpu())
         for index, log_likelihood in zip(going_on, sums.tolist(), strict=True):
             nll[index] -= log_likelihood
-    return [Likelihood(each, len(answer.tokens)) for each, answer in zip(nll, answers, strict=True)], passed
+    return [Likelihood(each, len(answer.tokens)) for each, answer in zip(nll, answers, strict=True)]
 
 
 def similarity(prompts: PromptPass, answers: Sequence[Answer]) -> dict[Unit, float]:

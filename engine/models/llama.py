@@ -30,19 +30,11 @@ def shape(config: Any) -> ModelShape:
         kv_heads=kv_heads,
         head_dim=head_dim,
         vocab=config.vocab_size,
-        context=_context(config),
+        context=config.max_position_embeddings,
         attention_parameters=config.hidden_size * head_dim * (2 * heads + 2 * kv_heads),
         mlp_parameters=3 * config.hidden_size * config.intermediate_size,
         head_parameters=config.vocab_size * config.hidden_size,
     )
-
-
-def _context(config: Any) -> int:
-    """Longest sequence. A config that was given YaRN for longer ones may still name those that were trained on."""
-    rope, trained = config.rope_parameters, int(config.max_position_embeddings)
-    if rope.get("rope_type") != "yarn":  # of sets by layer type none is
-        return trained
-    return max(trained, int(rope["factor"] * rope.get("original_max_position_embeddings", trained)))
 
 
 def attention_kinds(config: Any, scale: float, softcap: float | None = None) -> tuple[AttentionKind, ...]:

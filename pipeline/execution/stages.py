@@ -82,7 +82,7 @@ def read(rows: pa.Table, task: Task, board: Board) -> Iterator[pa.Table]:
 
 
 def _read_span(units: list[WorkUnit], task: Task, board: Board) -> Iterator[Parcel]:
-    """Every unit's table or failure: what breaks a span is the next unit's, and of all others that it would break."""
+    """Every unit's table or failure: what breaks a span is the next unit's, or all others' too that cannot be read."""
     left = list(units)
     while left:
         try:

@@ -138,9 +138,9 @@ def _set_context() -> None:
     context.enable_progress_bars = False  # the job has its own
     # A unit is one row. Blocks of one row let neighbouring units go to different replicas.
     context.target_max_block_size = 1
-    # Replicas join while all that are there are full. By default only if more was sent to them than they begin, and no
-    # more is ever sent.
-    context.autoscaling_config.actor_pool_util_upscaling_threshold = 1.0
+    # Replicas join while those that are there, and are on their way, are mostly full. By default only if more was sent
+    # to them than they begin, and no more is ever sent.
+    context.autoscaling_config.actor_pool_util_upscaling_threshold = 0.75
     # Lost blocks are dropped here and missed in the commit log, so that one dead process doesn't end the pass.
     context.max_errored_blocks = -1
     context.memory_usage_poll_interval_s = None  # a thread for every task, for a figure that nobody reads

@@ -12,8 +12,9 @@ from pipeline.rows.shared_engine import SharedEngine, Streaming
 log = logging.getLogger(__name__)
 
 MOST_ROWS = 1 << 16  # of a batch, where memory decides
-MOST_QUARANTINED = 16  # rows of one call: where more fail than these and than SHARE_QUARANTINED, it is not their fault
-SHARE_QUARANTINED = 0.25  # of the rows that are done or have failed
+# Where more rows of a call fail than these, one after the other or of all that are done or have failed such a share, it
+# is not the rows' fault.
+MOST_QUARANTINED, SHARE_QUARANTINED = 16, 0.25
 
 # What torch says once a device can't be used any more by this process, whoever asks.
 _BROKEN_DEVICE = ("cuda error", "cublas_status", "cudnn_status", "device-side assert", "illegal memory access", "nccl")
@@ -54,10 +55,11 @@ class RowGenerator:
         Raises:
             DeviceBroken: nothing more can come from this process.
             ModelError, ScheduleError: the engine cannot start again.
-            TooManyRowsFailed: all rows fail, or more than MOST_QUARANTINED and a large share of those tried so far.
+            TooManyRowsFailed: all rows fail, or more than MOST_QUARANTINED one after the other, or more than these and
+                than SHARE_QUARANTINED of those tried so far.
         """
         found: dict[int, Generation | str] = {}
-        quarantined = 0
+        quarantined = streak = 0  # rows that have failed: in all, and since one has not
         size, room = self.batch_size, self._room
         if self._auto and prompts:
             longest = max(map(len, prompts))
@@ -73,6 +75,7 @@ class RowGenerator:
                     [prompts[row] for row in rows], self._sampling, self._schedule, size, ids, on_batch
                 ):
                     found[rows[generation.index]] = generation
+                    streak = 0
                 continue
             except (ModelError, ScheduleError):
                 raise  # of the engine, not of any row
@@ -98,9 +101,9 @@ class RowGenerator:
                 middle = len(left) // 2
                 spans += [left[middle:], left[:middle]]
             elif left:
-                quarantined += 1
+                quarantined, streak = quarantined + 1, streak + 1
                 many = quarantined > max(MOST_QUARANTINED, SHARE_QUARANTINED * len(found))
-                if many or 1 < len(prompts) == quarantined:
+                if many or streak > MOST_QUARANTINED or 1 < len(prompts) == quarantined:
                     raise TooManyRowsFailed(f"{quarantined} rows fail, the last of them with {_named(error)}")
                 found[left[0]] = _named(error)
         return [found[row] for row in range(len(prompts))]

@@ -9,10 +9,10 @@ from queue import SimpleQueue
 from typing import Literal, NamedTuple
 
 from engine import BatchStats, Decoding, Engine, Generation, Sampling, Schedule, Scores, StreamLost
+from engine.decoding import feeding
 from engine.vllm.engine import VllmEngine  # which needs no vLLM before there is one
 
 WAITING = 5  # times as many rows as decode together are with the engine, so that it can put prompts in order of length
-ALIVE_S = 1.0  # between two signs that passes are made, where no row ends
 
 Streaming = Engine | VllmEngine  # rows can be given to it at any time
 
@@ -68,7 +68,7 @@ class _Shared:
             call, place = self._whose.pop(generation.index)
             done.setdefault(call, []).append(replace(generation, index=place))
         to_tell = list(done)
-        if time.monotonic() - self._told_at >= ALIVE_S:
+        if time.monotonic() - self._told_at >= feeding.ALIVE_S:
             to_tell, self._told_at = self.calls, time.monotonic()
         stats = self.decoding.take_stats() if to_tell else BatchStats()
         for call in to_tell:

@@ -109,15 +109,6 @@ def test_a_llama_generates_what_transformers_generates(make_checkpoint: Callable
     assert generated_by_engine(Engine.load(str(directory), device="cpu"), prompts, **settings) == expected
 
 
-def test_yarn_that_was_added_to_a_config_makes_longer_prompts_possible(make_checkpoint: Callable[..., Path]) -> None:
-    directory = make_checkpoint(rope_parameters=YARN, max_position_embeddings=80)
-    engine = Engine.load(str(directory), device="cpu")
-    assert engine.shape.context == 256
-    prompts, settings = random_prompts([70, 150, 230]), {"max_new_tokens": 20, "min_new_tokens": 20}
-    expected = generated_by_transformers(AutoModelForCausalLM.from_pretrained(directory), prompts, **settings)
-    assert generated_by_engine(engine, prompts, **settings) == expected
-
-
 def test_end_of_sequence_ends_a_generation_where_it_ends_in_transformers(make_checkpoint: Callable[..., Path]) -> None:
     directory = make_checkpoint(eos=[5, 9, 17, 40, 60])
     prompts = random_prompts([4, 9, 9, 12, 20, 31, 40, 44])

@@ -173,6 +173,12 @@ def test_bad_rows_among_many_good_ones_are_their_own_failure_however_many_there_
     assert found == ["ValueError: bad" if length in bad else min(length, 100) for length in range(1, 401)]
 
 
+def test_an_engine_that_goes_bad_late_is_not_its_rows_failure() -> None:
+    bad = {length: ValueError("bad") for length in range(201, 257)}
+    with pytest.raises(TooManyRowsFailed, match="17 rows fail"):
+        outcome(Moody(raising=bad), range(1, 257))
+
+
 def test_a_device_that_broke_is_no_rows_error() -> None:
     engine = Moody(raising={2: RuntimeError("CUDA error: device-side assert triggered")})
     with pytest.raises(DeviceBroken, match="device-side assert"):

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import BatchStats, Decoding, Engine, Plateau, Sampling, Schedule, StreamLost, Unit
-from pipeline.rows import shared_engine
+from engine.decoding import feeding
 from pipeline.rows.row_generator import Generator, RowGenerator
 from pipeline.rows.shared_engine import SharedEngine
 
@@ -106,7 +106,7 @@ def test_a_call_hears_of_passes_in_which_no_row_ends(
     heard: list[BatchStats] = []
     sampling = Sampling(max_new_tokens=20, min_new_tokens=20)
     shared = SharedEngine(lambda: Engine.load(str(make_checkpoint()), device="cpu"))
-    monkeypatch.setattr(shared_engine, "ALIVE_S", 0.0)
+    monkeypatch.setattr(feeding, "ALIVE_S", 0.0)
     ask(shared, [5, 7], sampling, heard.append)
     assert len(heard) >= 20
     assert [stats.samples for stats in heard if stats.samples] in ([2], [1, 1])
