@@ -27,11 +27,12 @@ from engine.forward.packing import packs
 from engine.forward.quality import Quality
 from engine.kernels import training_kernels_for
 from engine.memory import check_memory, free_bytes
-from jobs.answers import ANSWERS_FILE, PART, AnswersConfig, answer_corpus, made_from, with_more_answers
+from jobs.answers import ANSWERS_FILE, PART, AnswersConfig, answer_corpus, with_more_answers
 from pipeline import logs
 from pipeline.errors import JobError, JobStopped
 from pipeline.inputs.sample_prompts import Part
 from pipeline.monitoring.stage_progress import StageProgress
+from pipeline.preparing.fit import made_from
 from pipeline.rows.row_generator import is_out_of_memory
 from pipeline.storage.ownership import claimed_at
 from pipeline.storage.settings import Place, StorageConfig

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -83,15 +83,6 @@ def answer_corpus(
         "version": engine.__version__,
     }
     return _answered(config, model, prompts, sampling, progress, kept_in), provenance
-
-
-def made_from(provenance: Mapping[str, Any], part: Part, parted_by: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """How a schedule was made from prompts that may be of a part, where both are of one input, and the record of it."""
-    for made, how in (("calibrated_on", "calibrated"), ("adapted_on", "trained")):
-        if (record := provenance.get(made)) is not None:
-            record = {**record, "part": record.get("part") or "all", "parted_by": record.get("parted_by", "id")}
-            if "all" in (record["part"], part) or record["part"] == part or record["parted_by"] != parted_by:
-                yield how, record
 
 
 def with_more_answers(

@@ -28,7 +28,7 @@ from engine.bootstrap import Bootstrap, Estimate
 from engine.calibration.prompts import check_prompt_layers
 from engine.checkpoints.tokenizer import Tokenizer
 from jobs import command_line
-from jobs.answers import PART, TargetSpeedup, made_from
+from jobs.answers import PART, TargetSpeedup
 from jobs.prompts import SUMMARIZE
 from pipeline.errors import JobError
 from pipeline.evaluation.bridged_rivals import bridged_rivals, whole_sample_rivals, with_shorter_prompts
@@ -39,7 +39,7 @@ from pipeline.evaluation.rivals import RIVALS, RivalCalibration, SolvedRivals
 from pipeline.evaluation.study import Prompt, Study
 from pipeline.inputs.sample_prompts import CorpusConfig, Part, sample_prompts
 from pipeline.inputs.work import input_columns
-from pipeline.preparing.fit import longest_prompt, read_schedules, warn_of_another_model
+from pipeline.preparing.fit import longest_prompt, made_from, read_schedules, warn_of_another_model
 from pipeline.reporting.page import REPORT_FILE
 from pipeline.rows.rows import TOKENS
 from pipeline.storage.ownership import claim_directory, claimed_at

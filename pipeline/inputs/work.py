@@ -23,9 +23,8 @@ from pipeline.rows.template import PromptTemplate
 from pipeline.rows.unit import WorkUnit
 from pipeline.storage.storage import Storage
 from pipeline.storage.stores import is_of_content, stamp
-from pipeline.values.column_types import common_type, open_type
+from pipeline.values.column_types import common_type, holds_text, open_type
 from pipeline.values.row_groups import open_parquet
-from pipeline.values.show import is_text
 
 log = logging.getLogger(__name__)
 
@@ -312,17 +311,11 @@ def _checked(file: InputFile, text_column: str, needed: Container[str | None] | 
         problem = f"input file {file.path!r} has no column {text_column!r}: it has {', '.join(names)}"
     elif twice:
         problem = f"input file {file.path!r} has column {twice[0]!r} twice: rename one"
-    elif not _is_text(file.schema.field(text_column).type):
-        type_ = file.schema.field(text_column).type
+    elif not holds_text(type_ := file.schema.field(text_column).type):
         problem = f"column {text_column!r} of {file.path!r} is {type_}, not string: name a text column, or cast it"
     else:
         return file
     return replace(file, problem=problem, misfit=True, row_groups=(), schema=pa.schema([]))
-
-
-def _is_text(type_: Any) -> bool:
-    values = type_.value_type if pa.types.is_dictionary(type_) else type_
-    return is_text(values) or pa.types.is_null(values)
 
 
 def _check_some_readable(files: Sequence[InputFile]) -> None:

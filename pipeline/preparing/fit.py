@@ -2,14 +2,16 @@
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from engine import ModelShape, Schedule, ScheduleError, brief, for_target_speedup
 from engine.schedules.schedule_file import ADAPTER_FILE, BRIDGES_FILE, SCHEDULE_FILE
 from pipeline.config import AnswerConfig, GenerationConfig
 from pipeline.errors import JobError
+from pipeline.inputs.sample_prompts import Part
 from pipeline.storage.settings import StorageConfig
 from pipeline.storage.storage import Storage
 
@@ -105,6 +107,15 @@ def warn_of_another_model(schedule: Schedule, model: str, identity: str) -> None
                         brief(name), model,
                     )  # fmt: skip
                 return  # what it was trained for last
+
+
+def made_from(provenance: Mapping[str, Any], part: Part, parted_by: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """How a schedule was made from prompts that may be of a part, where both are of one input, and the record of it."""
+    for made, how in (("calibrated_on", "calibrated"), ("adapted_on", "trained")):
+        if (record := provenance.get(made)) is not None:
+            record = {**record, "part": record.get("part") or "all", "parted_by": record.get("parted_by", "id")}
+            if "all" in (record["part"], part) or record["part"] == part or record["parted_by"] != parted_by:
+                yield how, record
 
 
 def _fetch(storage: Storage, directory: Path) -> None:

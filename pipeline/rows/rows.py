@@ -12,7 +12,8 @@ from engine import BatchStats, Generation, Tokenizer
 from pipeline.errors import JobError, one_line
 from pipeline.rows.row_generator import RowGenerator
 from pipeline.rows.template import PromptTemplate, RowError
-from pipeline.values.show import is_text, texts
+from pipeline.values.column_types import holds_text
+from pipeline.values.show import texts
 from pipeline.values.utf8 import readable
 
 TOKENS, TRUNCATED, ERROR = "_prompt", "_truncated", "_error"  # columns of a prepared table, beside the kept ones
@@ -134,10 +135,9 @@ _NOTHING: Any = SimpleNamespace(**dict.fromkeys(MEASURED, 0) | {"text": None, "f
 
 def _text_values(column: pa.ChunkedArray) -> list[str | Exception | None]:
     """Texts to read, and none of what only looks like them."""
-    type_ = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-    if is_text(type_) or pa.types.is_null(type_):
+    if holds_text(column.type):
         return texts(column)
-    return [RowError(f"text is {type_}, not a string") if value.is_valid else None for value in column]
+    return [RowError(f"text is {column.type}, not a string") if value.is_valid else None for value in column]
 
 
 def _check_text(name: str, value: object) -> None:

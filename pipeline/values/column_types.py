@@ -10,6 +10,17 @@ BYTES = (is_.is_binary, is_.is_large_binary, is_.is_binary_view, is_.is_fixed_si
 LISTS = (is_.is_list, is_.is_large_list, is_.is_fixed_size_list, is_.is_list_view, is_.is_large_list_view)
 
 
+def is_text(type_: pa.DataType) -> bool:
+    """Strings of one kind or another, but not dictionaries of them."""
+    return any(test(type_) for test in TEXTS)
+
+
+def holds_text(type_: pa.DataType) -> bool:
+    """Strings, in a dictionary or not, or nothing at all."""
+    values = _decoded(type_)
+    return is_text(values) or is_.is_null(values)
+
+
 def open_type(type_: pa.DataType) -> pa.DataType:
     """The same values, and those of other tables beside them.
 

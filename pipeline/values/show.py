@@ -16,7 +16,7 @@ from uuid import UUID
 import pyarrow as pa
 
 from pipeline.values import calendar
-from pipeline.values.column_types import BYTES, TEXTS
+from pipeline.values.column_types import BYTES, is_text
 
 CUT = "…"
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # what a terminal or a page may choke on
@@ -62,11 +62,6 @@ def names(column: pa.ChunkedArray | pa.Array, of_nulls: Sequence[str] | None = N
         "".join(_pieces(value, "backslashreplace", None)) if value.is_valid else null
         for value, null in zip(column, of_nulls or repeat("None"), strict=False)
     ]
-
-
-def is_text(type_: pa.DataType) -> bool:
-    """Strings of one kind or another, but not dictionaries of them."""
-    return any(test(type_) for test in TEXTS)
 
 
 def _text_or_error(value: pa.Scalar) -> str | Exception | None:

@@ -2,8 +2,7 @@
 
 import pyarrow as pa
 
-from pipeline.values.column_types import LISTS
-from pipeline.values.show import is_text
+from pipeline.values.column_types import LISTS, is_text
 
 MOST_BYTES = 2**31 - 1  # of the strings of one array
 
