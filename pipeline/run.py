@@ -80,13 +80,17 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
     start = time.monotonic()
     job = prepare_run(config, backend)  # under the lease: an older plan might not know what another job has done since
     storage = job.config.output_storage()
-    begun = _begin(job, storage, lambda: lease.check() if lease is not None else None)
+
+    def check_lease() -> None:
+        if lease is not None:
+            lease.check()
+
+    begun = _begin(job, storage, check_lease)
     job = begun.job
     unreadable = [record_failure(storage, unit, 1, f"read: {why}") for unit, why in job.plan.unreadable]
     session = _generate(begun, lease) if begun.new.units else Done()
     session.failed += unreadable
-    if lease is not None:
-        lease.check()
+    check_lease()
     commits = [*begun.commits, *session.commits]
     if begun.history is not None:
         commits = begun.history.settle(commits)
@@ -106,8 +110,7 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
 
     def check() -> None:
         begun.claim.check(storage)
-        if lease is not None:
-            lease.check()
+        check_lease()
 
     swept = sweep_orphans(storage, commits, check, begun.history.is_replaced if begun.history is not None else None)
     if swept:

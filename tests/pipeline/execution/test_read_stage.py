@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pyarrow as pa
@@ -21,11 +22,6 @@ Job = Callable[..., JobConfig]
 WriteParquet = Callable[..., Path]
 
 
-class NoBoard:
-    def stopping(self) -> bool:
-        return False
-
-
 def parcels(
     config: JobConfig, path: Path, rows: int, rows_per_unit: int, kept: pa.Schema | None = None
 ) -> list[Parcel]:
@@ -35,8 +31,8 @@ def parcels(
     template, kept = PromptTemplate("{text}", format="raw"), kept or pa.schema([])
     columns = ("text", *kept.names)
     task = Task(config, EchoBackend(), template, Schedule.full_depth(LAYERS), columns, kept, 5000, "run")
-    span = pa.Table.from_pylist([span_row(units)])
-    return [Parcel.from_row(row) for table in read(span, task, cast(Any, NoBoard())) for row in table.to_pylist()]
+    span, board = pa.Table.from_pylist([span_row(units)]), SimpleNamespace(stopping=lambda: False)
+    return [Parcel.from_row(row) for table in read(span, task, cast(Any, board)) for row in table.to_pylist()]
 
 
 @pytest.fixture
