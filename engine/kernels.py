@@ -98,21 +98,22 @@ class Kernels:
         return out[0].transpose(0, 1).flatten(1)
 
     def packed_attention(
-        self, q: Tensor, spans: Sequence[tuple[int, int]], prompts: Sequence[tuple[Tensor, Tensor]], kind: AttentionKind
+        self, q: Tensor, lengths: list[int], prompts: Sequence[tuple[Tensor, Tensor]], kind: AttentionKind
     ) -> Tensor:
         """`prompt_attention` of several prompts whose last tokens are laid end to end.
 
         Args:
             q: [N, heads, head_dim].
-            spans: where each prompt's queries are, [start, end).
+            lengths: how many queries are of each prompt.
             prompts: keys and values of each, of all its n tokens, [n, kv_heads, head_dim].
             kind: the layer's scale, window and soft cap.
 
         Returns:
             [N, heads * head_dim].
         """
-        pairs = zip(spans, prompts, strict=True)
-        return torch.cat([self.prompt_attention(q[a:b], k, v, kind) for (a, b), (k, v) in pairs])
+        # Split at once: slices would each have a gradient of q's size.
+        pairs = zip(q.split(lengths), prompts, strict=True)
+        return torch.cat([self.prompt_attention(ours, k, v, kind) for ours, (k, v) in pairs])
 
     def decode_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kind: AttentionKind) -> Tensor:
         """One new token per row attends to its row's cache.

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -122,15 +121,16 @@ class _Pass:
         self._shared = [self._prefix.shared(prompt) if self._prefix else 0 for prompt in prompts]
         starts = list(zip(prompts, self._shared, strict=True))
         lengths = torch.tensor([len(prompt) - start for prompt, start in starts])
-        self._spans = list(pairwise([0, *lengths.cumsum(0).tolist()]))
+        self._lengths = lengths.tolist()  # of what is computed of each prompt
         positions = torch.cat([torch.arange(start, len(prompt)) for prompt, start in starts]).to(device)
         whole = torch.tensor([len(prompt) for prompt in prompts]).repeat_interleave(lengths)
         self._rotations = decoder.rotations(positions, whole.to(device))
         computed = torch.tensor([token for prompt, start in starts for token in prompt[start:]], device=device)
         self._embedded = decoder.embed(computed, positions)
         is_last, is_whole = torch.zeros(2, len(computed), dtype=torch.bool)
-        is_last[lengths.cumsum(0) - 1] = True
-        is_whole[[start for (start, end), shared in zip(self._spans, self._shared, strict=True) if not shared]] = True
+        ends = lengths.cumsum(0)
+        is_last[ends - 1] = True
+        is_whole[(ends - lengths)[torch.tensor(self._shared) == 0]] = True
         is_whole &= ~is_last
         self._units = all_units(decoder.shape.layers)
         self._last, self._whole = is_last.nonzero()[:, 0].to(device), is_whole.nonzero()[:, 0].to(device)
@@ -195,12 +195,12 @@ class _Pass:
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Of all N tokens."""
         kind = self._decoder.shape.attention_kind(layer)
-        return self._kernels.packed_attention(q, self._spans, self._of_prompts(layer, k, v), kind)
+        return self._kernels.packed_attention(q, self._lengths, self._of_prompts(layer, k, v), kind)
 
     def _attend_alone(self, stopped: Tensor, maps: PromptMaps) -> Attend:
         """Of first tokens and each prompt's last, the others having stopped below with states [n, hidden]."""
         rotations = self._rotations_of(self.others)
-        spans = list(pairwise(range(len(self._last) + 1)))
+        lengths = [1] * len(self._last)
         first = len(self._whole)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ class _Pass:
                 above, values[self.others] = maps.keys_and_values(layer, stopped)
                 keys[self.others] = self._decoder.place_keys(layer, above, rotations)
             kind = self._decoder.shape.attention_kind(layer)
-            attended = self._kernels.packed_attention(q[first:], spans, self._of_prompts(layer, keys, values), kind)
+            attended = self._kernels.packed_attention(q[first:], lengths, self._of_prompts(layer, keys, values), kind)
             return torch.cat([attended_alone(v[:first], q.shape[1]), attended])
 
         return attend
@@ -218,8 +218,8 @@ class _Pass:
     def _of_prompts(self, layer: int, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of all tokens of each prompt, those it shares included, of the N computed ones."""
         whole = []
-        for index, (start, end) in enumerate(self._spans):
-            keys, values = k[start:end], v[start:end]
+        computed = zip(k.split(self._lengths), v.split(self._lengths), strict=True)
+        for index, (keys, values) in enumerate(computed):
             if self._prefix and self._shared[index]:
                 before, ours = self._prefix.layers[layer], (keys, values)
                 keys, values = (torch.cat(pair) for pair in zip(before, ours, strict=True))

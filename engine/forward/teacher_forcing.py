@@ -6,7 +6,6 @@ to all that came before it. One pass is therefore exactly what decoding under th
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -143,15 +142,14 @@ class AnswerPass:
             part = compiled.bridges[operation.bridge](part)
         else:
             counts = torch.bincount(owners, minlength=len(self._prompt_of)).tolist()
-            spans = list(pairwise(accumulate(counts, initial=0)))
 
             def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
                 kept = (self.prompts.layers[layer][prompt] for prompt in self._prompt_of)
                 seen = [
-                    (torch.cat([keys, k[start:end]]), torch.cat([values, v[start:end]]))
-                    for (keys, values), (start, end) in zip(kept, spans, strict=True)
+                    (torch.cat([keys, own_keys]), torch.cat([values, own_values]))
+                    for (keys, values), own_keys, own_values in zip(kept, k.split(counts), v.split(counts), strict=True)
                 ]
-                return self._kernels.packed_attention(q, spans, seen, self._decoder.shape.attention_kind(layer))
+                return self._kernels.packed_attention(q, counts, seen, self._decoder.shape.attention_kind(layer))
 
             positions = self._positions[rows]
             rotations = self._decoder.rotations(positions, positions + 1)
