@@ -115,6 +115,8 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
     swept = sweep_orphans(storage, commits, check, begun.history.is_replaced if begun.history is not None else None)
     if swept:
         log.info("removed %d data files that no commit names", swept)
+    if begun.history is not None:
+        begun.history.forget_replaced()
     if begun.new.units or not is_manifest_of(storage, job.fingerprint, commits):
         held = {"files": len(job.plan.files), "rows": job.plan.input_rows}
         if begun.history is not None:

@@ -29,7 +29,7 @@ class KnownFile:
     version: UnitName  # of the file, names its units
     rows: Count  # of these units, all samples; of a file that vanished, those that the output holds
     done: UnitName | None = None  # version of which the output holds every row
-    replaced: tuple[UnitName, ...] = ()  # versions that no longer count
+    replaced: tuple[UnitName, ...] = ()  # versions that no longer count, of which something may still be there
     partial: bool = False  # it vanished before any version of it was done as a whole
 
     @property
@@ -152,4 +152,4 @@ def with_unknown(known: Mapping[str, KnownFile], commits: Iterable[Commit], inpu
 
 def write_known_files(storage: Storage, files: Mapping[str, KnownFile]) -> None:
     record = {"format": 1, "files": {name: asdict(files[name]) for name in sorted(files)}}
-    storage.write(INPUTS_FILE, json.dumps(record, indent=1).encode())
+    storage.write(INPUTS_FILE, json.dumps(record).encode())

@@ -87,6 +87,13 @@ class History:
             remove(self._storage, Kind.RUN, [f"{COMMITS}/{commit.unit}.json" for commit in stale])
         return [commit for commit in commits if not self.is_replaced(commit.unit)]
 
+    def forget_replaced(self) -> None:
+        """Once neither commits nor data of replaced versions are there: else every night would add to the record."""
+        if self._replaced:
+            self._known = {name: replace(file, replaced=()) for name, file in self._known.items()}
+            self._check()
+            write_known_files(self._storage, self._known)
+
     def is_done(self, file: InputFile) -> bool:
         """Whether all of a file is committed that, as far as its stamp tells, is as it was."""
         known = self._known.get(file.name)

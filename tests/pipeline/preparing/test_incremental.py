@@ -212,6 +212,18 @@ def test_a_file_that_vanished_keeps_its_output_and_comes_back_done(nightly: Job,
 
 
 @pytest.mark.usefixtures("inline")
+def test_a_file_that_changes_every_night_leaves_no_trace_of_what_it_was(nightly: Job, put: Put) -> None:
+    config = nightly()
+    for night in range(5):
+        put("a", 6, f"v{night}")
+        run_job(config, by("one"))
+    assert generations(config.output) == texts("one", "a", 6, "v4")
+    known = read_known_files(Storage(config.output))
+    assert known is not None
+    assert len(known["a.parquet"].versions) == 1
+
+
+@pytest.mark.usefixtures("inline")
 def test_a_file_that_vanished_keeps_its_output_though_another_has_what_it_held_before(
     nightly: Job, put: Put, tmp_path: Path
 ) -> None:
