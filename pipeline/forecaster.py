@@ -53,9 +53,9 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
     Raises JobError, ModelError, ScheduleError as a run does; NothingToDo if it is incremental and nothing is new.
     """
     job = prepare_run(config, backend)
-    job.plan.warn_of_unreadable()
     if config.incremental:
         job = only_new(job)
+    job.plan.warn_of_unreadable()
     config, plan, shape = job.config, job.plan, job.shape
     ledger = Ledger(shape, as_it_runs(config, job.schedule))
     tokenizer = job.backend.tokenizer(config)

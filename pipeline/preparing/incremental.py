@@ -53,10 +53,7 @@ class History:
         the next job comes to the same result. Returns the commits that stay. Raises what `check` does, before anything
         is written; StorageGone, StorageRefused.
         """
-        committed: Counter[str] = Counter()
-        for commit in commits:
-            committed[version_of(commit.unit)] += commit.totals.rows
-        self._committed = committed
+        self._committed = committed = _rows_by_version(commits)
         known = with_unknown(self._known, commits, self._input)
         # Of a file that can't be read nothing new is known: what there is of it stays.
         there = {name: file for name, file in known.items() if name in self._unreadable}
@@ -96,10 +93,7 @@ class History:
 
     def is_done(self, file: InputFile) -> bool:
         """Whether all of a file is committed that, as far as its stamp tells, is as it was."""
-        known = self._known.get(file.name)
-        if known is None or not file.identity or known.stamp != file.identity or known.partial:
-            return False
-        return self._committed[known.version] == known.rows
+        return _is_done(file, self._known.get(file.name), self._committed)
 
     def present(self, commits: Iterable[Commit]) -> list[Commit]:
         """Those of each file's present version: an old one stays beside it until it is whole."""
@@ -158,6 +152,19 @@ def _done(file: KnownFile, committed: Mapping[str, int]) -> str | None:
     return file.version if committed[file.version] == file.rows else file.done
 
 
+def _is_done(file: InputFile, known: KnownFile | None, committed: Mapping[str, int]) -> bool:
+    if known is None or not file.identity or known.stamp != file.identity or known.partial:
+        return False
+    return committed[known.version] == known.rows
+
+
+def _rows_by_version(commits: Iterable[Commit]) -> Counter[str]:
+    rows: Counter[str] = Counter()
+    for commit in commits:
+        rows[version_of(commit.unit)] += commit.totals.rows
+    return rows
+
+
 def only_new(job: Preparation) -> Preparation:
     """The same job over nothing but the units that are not committed. Raises NothingToDo if all are; JobError."""
     storage = job.config.output_storage()
@@ -165,9 +172,11 @@ def only_new(job: Preparation) -> Preparation:
     commits = []
     if record is not None and record["fingerprint"] == job.fingerprint:
         commits = read_commits(storage, claim_name(record))
-    plan = job.plan.without({commit.unit for commit in commits})
+    committed, known = _rows_by_version(commits), job.known if commits else {}
+    plan = job.plan.excusing(lambda file: _is_done(file, known.get(file.name), committed))
+    plan = plan.without({commit.unit for commit in commits})
     if not plan.units:
-        raise NothingToDo(f"nothing is new in {job.config.input!r}: {job.plan.all_done}")
+        raise NothingToDo(f"nothing is new in {job.config.input!r}: {plan.all_done}")
     return replace(job, plan=plan)
 
 

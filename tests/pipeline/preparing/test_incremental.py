@@ -971,6 +971,26 @@ def test_a_plan_is_of_what_is_new_and_the_report_compares_it_with_that(nightly: 
     assert "Plan against actual" not in Path(config.output, "report.html").read_text()
 
 
+@pytest.mark.usefixtures("inline")
+def test_a_plan_is_silent_about_a_file_that_became_unreadable_when_it_was_done(
+    nightly: Job, put: Put, caplog: pytest.LogCaptureFixture
+) -> None:
+    put("a", 6)
+    put("b", 2)
+    config = nightly(plan_output_tokens=8)
+    run_job(config, by("one"))
+    path = Path(config.input, "a.parquet")
+    status = path.stat()
+    path.write_bytes(bytes(status.st_size))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(NothingToDo, match=r": all 2 files are done$"):
+        forecast_run(config, NoEngineBackend())
+    put("c", 3)
+    caplog.clear()
+    assert forecast_run(config, NoEngineBackend()).rows == 3
+    assert "cannot be read" not in caplog.text
+
+
 def test_a_second_job_ends_well_once_the_other_is_seen_alive_and_says_who_is_at_work(
     nightly: Job, put: Put, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
