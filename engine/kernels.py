@@ -67,7 +67,9 @@ class Kernels:
             [m, heads * head_dim].
         """
         before, window = len(k) - len(q), min(kind.window or len(k), len(k))
-        if not before and window == len(k) and kind.softcap is None:
+        # Without a mask a GPU's fused kernels take grouped heads in 16 bits alone.
+        fused = not q.is_cuda or q.shape[1] == k.shape[1] or q.itemsize == 2
+        if not before and window == len(k) and kind.softcap is None and fused:
             return self._attention(q, k, v, kind, None)
         attended = []
         for start in range(0, len(q), QUERIES):
@@ -80,19 +82,17 @@ class Kernels:
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind, seen: Tensor | None) -> Tensor:
         """To the keys that each query sees, [m, n]; None: as many queries as keys, which see those before."""
+        if q.is_cuda and seen is not None and kind.softcap is None:
+            return grouped_attention(q, k, v, kind, seen)
         heads, kv_heads = q.shape[1], k.shape[1]
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, tokens, head_dim]
-        grouped = heads != kv_heads
-        # A GPU's fused kernels take grouped heads in 16 bits alone; without one all scores would be kept for gradients.
-        if grouped and (kind.softcap is not None or (q.is_cuda and q.dtype == torch.float32)):
-            k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
-            grouped = False
         if kind.softcap is None:
             out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=seen, is_causal=seen is None, scale=kind.scale, enable_gqa=grouped
+                q, k, v, attn_mask=seen, is_causal=seen is None, scale=kind.scale, enable_gqa=heads != kv_heads
             )
         else:
             assert seen is not None
+            k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
             scores = _cap(q @ k.transpose(-1, -2) * kind.scale, kind.softcap).masked_fill(~seen, -torch.inf)
             out = scores.float().softmax(-1).to(v.dtype) @ v
         return out[0].transpose(0, 1).flatten(1)
@@ -137,6 +137,26 @@ class Kernels:
             scores = _cap(grouped @ k.transpose(-1, -2) * kind.scale, kind.softcap) + mask
             out = scores.softmax(-1) @ v
         return out.reshape(rows, heads * head_dim)
+
+
+def grouped_attention(q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind, seen: Tensor) -> Tensor:
+    """Attention of m queries to those of n keys that each sees, [m, heads * head_dim].
+
+    The query heads that share a key/value head are queries side by side: no fused kernel of a GPU takes a mask and
+    grouped heads together, and the one that is no fused one keeps all scores, in float32.
+
+    Args:
+        q: [m, heads, head_dim].
+        k, v: [n, kv_heads, head_dim].
+        kind: the layer's scale.
+        seen: [m, n], bool.
+    """
+    group = q.shape[1] // k.shape[1]
+    q = q.unflatten(1, (-1, group)).permute(1, 2, 0, 3).flatten(1, 2)  # [kv_heads, group x m, head_dim]
+    q, k, v = (x.unsqueeze(0) for x in (q, k.transpose(0, 1), v.transpose(0, 1)))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen.repeat(group, 1), scale=kind.scale)[0]
+    shared: Tensor = out.unflatten(1, (group, -1)).permute(2, 0, 1, 3).flatten(1)
+    return shared
 
 
 def attended_alone(v: Tensor, heads: int) -> Tensor:
@@ -243,6 +263,24 @@ class FrozenOneDnnKernels(Kernels):
         return _Frozen(weight, bias, torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32)
 
 
+class FrozenHalfKernels(Kernels):
+    """GPU, float32: for training through weights that stay as they are, kept in bfloat16 as in most checkpoints.
+
+    Products are of bfloat16 numbers, in judging too: a GPU multiplies these some fifteen times as fast as float32 ones.
+    """
+
+    keeps_weights = False
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        half = weight.detach().to(torch.bfloat16)
+
+        def product(x: Tensor) -> Tensor:
+            out = F.linear(x.to(torch.bfloat16), half).float()
+            return out if bias is None else out + bias
+
+        return product
+
+
 class _Frozen:
     """A product with a packed weight, and its gradient's."""
 
@@ -325,7 +363,11 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
 
 def training_kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
     """The fastest that let gradients pass through a model whose weights are not trained."""
-    return FrozenOneDnnKernels() if _packs(device) and dtype == torch.float32 else Kernels()
+    if dtype != torch.float32:
+        return Kernels()
+    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        return FrozenHalfKernels()
+    return FrozenOneDnnKernels() if _packs(device) else Kernels()
 
 
 def _packs(device: torch.device) -> bool:

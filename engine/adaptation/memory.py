@@ -9,6 +9,7 @@ from engine.adaptation.trainer import attended_layers
 from engine.engine import Engine
 from engine.forward.prompt_pass import PROMPT_TOKENS
 from engine.forward.teacher_forcing import LOGIT_TOKENS
+from engine.kernels import FrozenHalfKernels, FrozenOneDnnKernels, training_kernels_for
 from engine.schedules.schedule import Schedule
 from engine.shape import ModelShape
 
@@ -19,10 +20,12 @@ SCATTERED = 1.27
 
 
 def model_bytes(shape: ModelShape, device: torch.device) -> int:
-    """Memory of the model in single precision. A CPU keeps its matrices transposed too once a gradient has passed
-    (`FrozenOneDnnKernels`).
+    """Memory of the model in single precision, as `training_kernels_for` has it. A CPU keeps its matrices transposed
+    too once a gradient has passed, a GPU that multiplies bfloat16 numbers keeps them in these.
     """
-    return FLOAT * (_matrices(shape) * (2 if device.type == "cpu" else 1) + shape.vocab * shape.hidden)
+    kernels = training_kernels_for(device, torch.float32)
+    each = {FrozenHalfKernels: HALF, FrozenOneDnnKernels: 2 * FLOAT}.get(type(kernels), FLOAT)
+    return each * _matrices(shape) + FLOAT * shape.vocab * shape.hidden
 
 
 def teacher_bytes(teacher: Engine) -> int:

@@ -25,7 +25,7 @@ from engine.forward.prompt_pass import PROMPT_TOKENS
 from engine.forward.quality import Judge, Quality
 from engine.forward.teacher_forcing import Answer, AnswerPass
 from engine.kernels import Kernels
-from engine.parts.part import rounded
+from engine.parts.part import are_finite, rounded
 from engine.schedules.schedule import Schedule
 
 log = logging.getLogger(__name__)
@@ -212,7 +212,7 @@ class Trainer:
                 parameter.grad = torch.zeros_like(parameter)
         self._peers.mean_gradients(self._trainable.parameters.values())
         gradients = [parameter.grad for parameter in self._trainable.parameters.values() if parameter.grad is not None]
-        if not all(bool(gradient.isfinite().all()) for gradient in gradients):
+        if not are_finite(gradients):
             return nan  # the parameters stay what they were
         self._optimizer.step()
         return mean(self._peers.everyones(mean(losses)))

@@ -133,15 +133,15 @@ class AnswerPass:
 
     def _run(self, operation: Operation, x: Tensor, which: Tensor, compiled: Compiled) -> Tensor:
         """Hidden states [N, hidden] after an operation on some of the tokens, `which` [N] of bool."""
-        owners, rows = self.sample[which], which.nonzero()[:, 0].to(self._device)
-        if len(rows) == 0:
+        if not bool(which.any()):
             return x
-        whole = len(rows) == len(x)
-        part = x if whole else x[rows]
+        # To index by what lies on a CPU, a GPU is waited for.
+        rows = None if bool(which.all()) else which.nonzero()[:, 0].to(self._device)
+        part, positions = (x, self._positions) if rows is None else (x[rows], self._positions[rows])
         if isinstance(operation, ApplyBridge):
             part = compiled.bridges[operation.bridge](part)
         else:
-            counts = torch.bincount(owners, minlength=len(self._prompt_of)).tolist()
+            counts = torch.bincount(self.sample[which], minlength=len(self._prompt_of)).tolist()
 
             def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
                 kept = (self.prompts.layers[layer][prompt] for prompt in self._prompt_of)
@@ -151,7 +151,6 @@ class AnswerPass:
                 ]
                 return self._kernels.packed_attention(q, counts, seen, self._decoder.shape.attention_kind(layer))
 
-            positions = self._positions[rows]
             rotations = self._decoder.rotations(positions, positions + 1)
             part = run_units(compiled.model(operation, self._decoder), [operation.unit], part, rotations, attend)
-        return part if whole else x.index_copy(0, rows, part)
+        return part if rows is None else x.index_copy(0, rows, part)

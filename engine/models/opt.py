@@ -99,4 +99,5 @@ class OPTDecoder(Decoder):
         weight, bias = (
             self._take(part) if part in self._weights else None for part in (f"{name}.weight", f"{name}.bias")
         )
-        return lambda x: F.layer_norm(x, (self.shape.hidden,), weight, bias)
+        hidden = self.shape.hidden  # a map that held the decoder would keep it from being freed
+        return lambda x: F.layer_norm(x, (hidden,), weight, bias)

@@ -37,9 +37,17 @@ def check_roles(what: str, tensors: Mapping[str, Tensor], roles: Sequence[str]) 
 
 def check_numbers(what: str, tensors: Mapping[str, Tensor]) -> None:
     """Raises ScheduleError, naming the role, where a tensor holds anything but finite floating-point numbers."""
+    if all(tensor.dtype in FLOATS for tensor in tensors.values()) and are_finite(tensors.values()):
+        return
     for role, tensor in tensors.items():
-        if tensor.dtype not in FLOATS or not bool(tensor.isfinite().all()):
+        if tensor.dtype not in FLOATS or not are_finite([tensor]):
             raise ScheduleError(f"{role} of {what} holds something that is no finite number of 16 bits or more")
+
+
+def are_finite(tensors: Iterable[Tensor]) -> bool:
+    """Of one device, which is asked but once."""
+    found = [tensor.isfinite().all() for tensor in tensors]
+    return not found or bool(torch.stack(found).all())
 
 
 def digest_of(what: str, tensors: Iterable[tuple[str, Tensor]]) -> str:

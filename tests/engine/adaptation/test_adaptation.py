@@ -19,7 +19,7 @@ from engine.calibration.collect import answer_prompts
 from engine.calibration.prompts import counted_prompt_bridge, prompt_cut
 from engine.forward.quality import Judge
 from engine.forward.teacher_forcing import Answer
-from engine.kernels import Kernels, training_kernels_for
+from engine.kernels import FrozenHalfKernels, Kernels, training_kernels_for
 from engine.schedules import recipes
 from engine.schedules.orders import lowest_first
 from tests.engine.adapters import random_adapter
@@ -73,6 +73,36 @@ def test_gradients_pass_frozen_weights_as_plain_ones(rows: int, half: bool, monk
             assert (ours - plain).norm() < 2e-2 * plain.norm()
         else:
             torch.testing.assert_close(ours, plain)
+
+
+def test_products_of_half_precision_have_gradients_as_close_as_themselves() -> None:
+    """As a GPU has them; with weights that are of these numbers, as those of most checkpoints."""
+    draw = torch.Generator().manual_seed(1)
+    weight, bias, x, pull = (torch.randn(size, generator=draw) for size in ((48, 32), (48,), (7, 32), (7, 48)))
+    found = []
+    for kernels in (Kernels(), FrozenHalfKernels()):
+        linear, leaf = kernels.linear(weight.bfloat16().float(), bias), x.clone().requires_grad_()
+        out = linear(leaf)
+        assert out.dtype == torch.float32
+        (out * pull).sum().backward()
+        assert leaf.grad is not None
+        found.append((out.detach(), leaf.grad))
+    for plain, ours in zip(*found, strict=True):
+        assert 1e-5 < (ours - plain).norm() / plain.norm() < 1e-2
+
+
+def test_training_in_half_precision_ends_where_training_in_single_precision_does(
+    engine: Engine, make_checkpoint: Callable[..., Path], schedule: Schedule, answers: list[Answer]
+) -> None:
+    half = Engine.load(str(make_checkpoint()), device="cpu", kernels=FrozenHalfKernels())
+    plain = Engine.load(str(make_checkpoint()), device="cpu", kernels=Kernels())
+    ends = []
+    for each in (half, plain):
+        trainer = Trainer(each, [schedule], answers[6:], answers[:6], replace(RECIPE, tokens_per_step=500), quiet)
+        curve = list(trainer.run())
+        ends.append(trainer.best()[0][1].mean_kl / curve[0].kl)
+    assert ends[0] == pytest.approx(ends[1], rel=0.05)
+    assert ends[0] < 0.96
 
 
 @pytest.fixture

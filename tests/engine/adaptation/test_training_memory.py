@@ -56,13 +56,17 @@ def test_what_training_keeps_is_foreseen(engine: Engine, end: int, prompt_layers
     assert apart - more == pytest.approx(SCATTERED * in_lessons, rel=1e-3)
 
 
-def test_the_model_is_counted_and_on_a_cpu_what_gradients_pass_too(make_checkpoint: Callable[..., Path]) -> None:
+def test_the_model_is_counted_as_kernels_keep_it_on_a_cpu_with_what_gradients_pass(
+    make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, before = str(make_checkpoint()), tensor_bytes()
     loaded = Engine.load(model, device="cpu", kernels=Kernels())
     found, shape = tensor_bytes() - before, loaded.shape
     once, twice = (model_bytes(shape, torch.device(kind)) for kind in ("cuda", "cpu"))
     assert 0.8 * found < once < found
     assert twice - once == 4 * (shape.layers * shape.layer_parameters + shape.head_parameters)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not including_emulation)
+    assert once - model_bytes(shape, torch.device("cuda")) == (twice - once) // 2
 
 
 def test_where_prompts_learn_the_longest_may_need_more_than_a_pass_of_others(engine: Engine) -> None:

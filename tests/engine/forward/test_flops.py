@@ -100,14 +100,14 @@ random_prompts = partial(prompts.random_prompts, vocab=50)
 
 def generate_counted(
     engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, schedule: Schedule | None, batch_size: int
-) -> tuple[list[Generation], list[BatchStats], int]:
-    """Generations, their batches' costs, and the FLOPs that torch counted."""
+) -> tuple[list[Generation], BatchStats, int]:
+    """Generations, what their passes cost, and the FLOPs that torch counted."""
     stats: list[BatchStats] = []
     if schedule is not None:
         engine.compiled(schedule)  # merging an adapter is loading, not generating
     with FlopCounterMode(display=False) as counter:
         generations = list(engine.generate(prompts, sampling, schedule, batch_size, on_batch=stats.append))
-    return generations, stats, counter.get_total_flops()
+    return generations, sum(stats, BatchStats()), counter.get_total_flops()
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -135,7 +135,7 @@ def test_a_sample_is_charged_what_it_costs(
     prefix = prompt[:shared]
     engine.share_prefix(prefix)
     try:
-        [sample], [stats], counted = generate_counted(engine, [prompt], sampling, schedule, 1)
+        [sample], stats, counted = generate_counted(engine, [prompt], sampling, schedule, 1)
         prompt_alone = Sampling(max_new_tokens=1)
         [first], _, counted_prompt = generate_counted(engine, [prompt], prompt_alone, schedule, 1)
     finally:
@@ -174,8 +174,7 @@ def test_what_a_ragged_batch_computes_for_nobody_is_reported_as_padding(
     sampling = Sampling(max_new_tokens=new_tokens, temperature=1.0, samples_per_prompt=samples)
     generations, stats, counted = generate_counted(engine, random_prompts(lengths), sampling, schedule, batch_size)
     charged = sum(generation.flops_prompt + generation.flops_decode for generation in generations)
-    assert sum(batch.flops_padding for batch in stats) == counted - charged
-    assert all(batch.flops_padding >= 0 for batch in stats)
+    assert stats.flops_padding == counted - charged >= 0
 
 
 def test_a_shared_prefix_is_counted_once_and_charged_to_nobody(load: Callable[..., Engine]) -> None:
@@ -186,7 +185,7 @@ def test_a_shared_prefix_is_counted_once_and_charged_to_nobody(load: Callable[..
         cost = engine.share_prefix(prefix)
     # The pass over the prefix is a whole pass, but nobody asks for its logits.
     assert counter.get_total_flops() == cost
-    generations, [stats], counted = generate_counted(engine, prompts, Sampling(max_new_tokens=1), None, 3)
+    generations, stats, counted = generate_counted(engine, prompts, Sampling(max_new_tokens=1), None, 3)
     counted -= stats.flops_padding
     engine.share_prefix(())
     assert sum(generation.flops_prompt for generation in generations) == counted
@@ -201,14 +200,13 @@ def test_equal_rows_pad_nothing(load: Callable[..., Engine]) -> None:
     engine = load("grouped heads")
     sampling = Sampling(max_new_tokens=9, min_new_tokens=9)
     _, stats, _ = generate_counted(engine, random_prompts([7] * 4), sampling, Schedule.full_depth(5), 4)
-    assert sum(stats, BatchStats()).flops_padding == 0
+    assert stats.flops_padding == 0
 
 
 def test_a_batch_reports_its_samples_tokens_and_steps(load: Callable[..., Engine]) -> None:
     engine = load("grouped heads")
     sampling = Sampling(max_new_tokens=9, temperature=1.0, samples_per_prompt=2)
-    generations, each, _ = generate_counted(engine, random_prompts([7, 12]), sampling, Schedule.full_depth(5), 4)
-    stats = sum(each, BatchStats())
+    generations, stats, _ = generate_counted(engine, random_prompts([7, 12]), sampling, Schedule.full_depth(5), 4)
     assert stats.samples == 4
     assert stats.prompt_tokens == 7 + 12, "samples of one prompt share its pass"
     assert stats.generated_tokens == sum(generation.generated_tokens for generation in generations)
