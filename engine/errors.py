@@ -1,6 +1,7 @@
 """What can go wrong. Each message names the bad value and the way out."""
 
 MOST_SAID = 1500  # characters
+NOT_NUMBERS = "the model's logits are not numbers: if its states overflow, another dtype helps"
 
 
 def brief(message: object) -> str:

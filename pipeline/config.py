@@ -98,7 +98,9 @@ class GenerationConfig(AnswerConfig):
     engine: Literal["auto", "torch", "vllm"] = Field(
         "auto", description="what generates: our own engine on torch, or vLLM; auto: vLLM on GPUs that have it"
     )
-    gpu_memory_share: float = Field(0.9, gt=0, le=1, description="of a GPU's memory that vLLM takes")
+    gpu_memory_share: float = Field(
+        0.9, gt=0, le=1, description="of a GPU's memory that vLLM takes; where it runs on CPUs, of their memory"
+    )
     quantization: str | None = Field(None, description="of vLLM's weights, such as fp8; default the checkpoint's own")
     cache_dtype: str = Field("auto", description="precision of vLLM's key/value cache, such as fp8")
 

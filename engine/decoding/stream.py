@@ -14,6 +14,7 @@ from engine.decoding.generation import Generation, Sample, generation_of, sample
 from engine.decoding.sampling import NO_TOKEN, Sampler, Sampling
 from engine.decoding.stats import BatchStats
 from engine.decoding.stopping import Stopping
+from engine.errors import NOT_NUMBERS
 from engine.forward.cache import KVCache, slots_for
 from engine.forward.ledger import Ledger
 from engine.forward.one_pass import EnteringPrompt, NewestToken, OnePass, Plans
@@ -312,7 +313,7 @@ class Stream:
         steps = [len(sample.tokens) for sample in rows]
         tokens = self._sampler.choose(logits, [sample.seat for sample in rows], steps).tolist()
         if NO_TOKEN in tokens:
-            raise FloatingPointError("the model's logits are not numbers: if its states overflow, another dtype helps")
+            raise FloatingPointError(NOT_NUMBERS)
         self.rows, done = [], []
         for sample, token in zip(rows, tokens, strict=True):
             sample.tokens.append(token)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,7 +26,7 @@ from engine.decoding.sampling import Sampling
 from engine.decoding.stats import BatchStats
 from engine.decoding.stopping import Stopping
 from engine.engine import Engine, check_device, resolve_device, resolve_dtype
-from engine.errors import ModelError, ScheduleError, StreamLost, brief
+from engine.errors import NOT_NUMBERS, ModelError, ScheduleError, StreamLost, brief
 from engine.forward.ledger import Ledger
 from engine.forward.prompt_pass import shared_tokens
 from engine.forward.quality import Scores
@@ -58,16 +58,27 @@ class _Running:
     broken: bool = False
 
     def __post_init__(self) -> None:
-        """Have every preemption told to the stream whose row it is."""
-        preempt = self.scheduler._preempt_request  # in this process: see `VllmEngine`
+        """Have every preemption, and logits that are no numbers, told to the stream whose row it is."""
+        preempt, update = self.scheduler._preempt_request, self.scheduler.update_from_output
 
-        def told(request: Any, *args: Any, **kwargs: Any) -> None:
-            name = request.request_id.split("-")[0]  # vLLM puts something random behind ours
+        def name_of(request_id: str) -> str:
+            return request_id.split("-")[0]  # vLLM puts something random behind ours
+
+        def preempt_and_tell(request: Any, *args: Any, **kwargs: Any) -> None:
+            name = name_of(request.request_id)
             if (decoding := self.whose.get(name)) is not None:
                 decoding.preempted(name, request.num_computed_tokens)
             preempt(request, *args, **kwargs)
 
-        self.scheduler._preempt_request = told
+        def update_and_tell(*args: Any, **kwargs: Any) -> Any:
+            updated = update(*args, **kwargs)
+            for output in chain.from_iterable(outputs.outputs for outputs in updated.values()):
+                if output.num_nans_in_logits and (decoding := self.whose.get(name_of(output.request_id))) is not None:
+                    decoding.not_numbers = True
+            return updated
+
+        # Of this process: see `VllmEngine`.
+        self.scheduler._preempt_request, self.scheduler.update_from_output = preempt_and_tell, update_and_tell
 
     @property
     def ahead(self) -> bool:
@@ -115,6 +126,7 @@ class VllmEngine:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # what goes wrong is raised here
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # V2 refuses logits processors such as ours, full depth or not
+        os.environ["VLLM_COMPUTE_NANS_IN_LOGITS"] = "1"  # of such a row it would make an answer all the same
         try:
             import vllm.config  # noqa: F401
         except ImportError as error:
@@ -210,6 +222,9 @@ class VllmEngine:
         """End vLLM, as far as one process can."""
         if self._running is not None:
             self._running.broken = True
+            # While the model is there: what is compiled of it would keep it, and its memory, for good.
+            if (forget_compiled := getattr(self._running.llm, "_finalizer", None)) is not None:
+                forget_compiled()
             self._running.llm.engine_core.shutdown()
             self._running = None
             gc.collect()
@@ -227,13 +242,15 @@ class VllmEngine:
         except ScheduleError:
             raise
         except Exception as error:
-            log.warning("vLLM does not start (%s): once more in %g s", brief(error), START_AGAIN_S)
+            first = brief(error)
+            log.warning("vLLM does not start (%s): once more in %g s", first, START_AGAIN_S)
         gc.collect()
         time.sleep(START_AGAIN_S)
         try:
             return self._start(schedule, rows)
         except Exception as error:  # vLLM's own and its libraries', which name what is wrong in their words
-            raise ModelError(f"vLLM does not start with model {self._model!r}: {error}") from error
+            before = "" if brief(error) == first else f" (the first time: {first})"  # whose memory may still be taken
+            raise ModelError(f"vLLM does not start with model {self._model!r}: {error}{before}") from error
 
     def _start(self, schedule: Schedule, rows: int) -> Any:
         """vLLM's engine."""
@@ -305,6 +322,7 @@ class VllmDecoding:
         self._whole = ledger.schedule.is_full_depth and not running.schedule.is_full_depth
         self._samples: dict[str, Sample] = {}  # by request
         self._done: list[Generation] = []  # not told yet: another stream's pass may have ended them
+        self.not_numbers = False  # whether the logits of one of its rows are none
         self._stats, self._asked = BatchStats(), time.perf_counter()
 
     @property
@@ -313,11 +331,13 @@ class VllmDecoding:
         return len(self._samples) + len(self._done)
 
     def take_stats(self) -> BatchStats:
-        """What passes have cost since this was last asked; their seconds by FLOPs of the rows that ended."""
+        """What passes have cost since this was last asked; their seconds, once rows end, by FLOPs of these."""
         stats, self._stats = self._stats, BatchStats()
+        flops = stats.prefill_seconds + stats.decode_seconds  # so far
+        if not flops:
+            return stats
         now = time.perf_counter()
-        seconds, self._asked = now - self._asked, now
-        share = stats.prefill_seconds / max(1.0, stats.prefill_seconds + stats.decode_seconds)  # FLOPs so far
+        seconds, self._asked, share = now - self._asked, now, stats.prefill_seconds / flops
         return replace(stats, prefill_seconds=share * seconds, decode_seconds=(1 - share) * seconds)
 
     def add(self, prompt: Sequence[int], sample_id: str, index: int) -> None:
@@ -330,7 +350,7 @@ class VllmDecoding:
             self._samples[request], self._running.whose[request] = sample, self
 
     def step(self) -> list[Generation]:
-        """One pass; the generations that ended in it."""
+        """One pass; the generations that ended in it. Raises FloatingPointError as `Stream` does."""
         live, whose = min(self.unfinished, self._running.seats), self._running.whose
         if self._running.broken and not self._done:
             # By another stream's pass, or ended for another schedule: rows of that pass would wait for ever.
@@ -344,6 +364,10 @@ class VllmDecoding:
         stopped = [output.request_id for output in outputs if whose[output.request_id]._take(output)]
         if stopped:
             self._llm.abort_request(stopped)
+        if self.not_numbers:
+            # Attention on CPUs looks, times zero, at what rows have left in the cache, and that is still no number.
+            self._running.broken |= self._llm.vllm_config.device_config.device_type == "cpu"
+            raise FloatingPointError(NOT_NUMBERS)
         finished, self._done = self._done, []
         self._stats += BatchStats(
             samples=len(finished),
@@ -386,6 +410,8 @@ class VllmDecoding:
                 break
         if not sample.finished and not output.finished:
             return False
+        if not sample.finished:
+            raise RuntimeError(f"vLLM has ended a row before its end: {output.outputs[0].finish_reason}")
         again = self._again(sample, output.num_cached_tokens or 0)
         self._stats += BatchStats(flops_padding=again + self._too_far(sample))
         del self._samples[output.request_id], self._running.whose[output.request_id]
@@ -414,7 +440,8 @@ class VllmDecoding:
 
         from engine.vllm.sampling import SAMPLED, describe
 
-        eos_ids = list(self._stopping.eos_ids)
+        # A tokenizer may name more tokens than a model has.
+        eos_ids = [token for token in self._stopping.eos_ids if token < self._ledger.shape.vocab]
         extra: dict[str, Any] = {SHARED: sample.shared_prefix} | ({FULL_DEPTH: True} if self._whole else {})
         if (described := describe(self._stopping.sampling, eos_ids, sample.sample_id)) is not None:
             extra[SAMPLED] = described

@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.gemma2 import Gemma2ForCausalLM
@@ -80,6 +80,8 @@ class Skipping:
         self._skipped_by_prompts = frozenset(self._skips.block.units if self._skips else ())
         self.graphs = Graphs(vllm_config, self.shape.hidden, model.dtype, self._device)
         self._segments = [self._segment(units, vllm_config) for units in self._alike()]
+        # Registered, so that vLLM finds what it has compiled when the model is to be freed.
+        self.segment_modules = nn.ModuleList(run for each in self._segments for run in (each.own, each.adapted))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """As vLLM's, and the adapter's copies of what it changes."""

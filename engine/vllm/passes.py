@@ -19,6 +19,7 @@ from torch import Tensor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import AttentionGroup
 
+from engine.errors import ScheduleError
 from engine.schedules.schedule import Schedule
 from engine.vllm.plugin import ATTENTION, FULL_DEPTH, shared_of
 from engine.vllm.segments import Graphs
@@ -122,6 +123,8 @@ def groups_of(schedule: Schedule, batch: Any, scheduled: Sequence[int], requests
         elif computed < prompt:
             begins, ends = computed == 0 and prompt > 1, computed + count == prompt
             groups.append((BEGINS_AND_ENDS if ends else BEGINS) if begins else (ENDS if ends else GOES_ON))
+        elif count > 1:
+            raise RuntimeError(f"a pass takes {count} generated tokens of row {request}, that do not run alike")
         else:
             groups.append(PLATEAU + schedule.plateau_at(computed - prompt))
     return groups
@@ -195,12 +198,12 @@ def install() -> None:
         groups = [group for of_kind in runner.attn_groups for group in of_kind]
         names = {group.backend.get_name() for group in groups}
         if runner.reorder_batch_threshold is not None or not names.issubset(ATTENTION):
-            raise RuntimeError(
+            raise ScheduleError(
                 f"a schedule does not run with attention backend {', '.join(names)}: choose another one, "
                 "--attention-backend FLASH_ATTN or TRITON_ATTN"
             )
         if any(group.kernel_block_size is not None for group in groups):  # then parts would share one block table
-            raise RuntimeError("a schedule runs on blocks that are as attention has them: choose another --block-size")
+            raise ScheduleError("a schedule runs on blocks that are as attention has them: choose another --block-size")
         batch = runner.input_batch
         scheduled = [scheduler_output.num_scheduled_tokens[request] for request in batch.req_ids]
         model.graphs.dispatch = runner.cudagraph_dispatcher.dispatch

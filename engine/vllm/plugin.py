@@ -22,6 +22,7 @@ FULL_DEPTH = "skipdecode_full_depth"  # of a request's `extra_args`
 # `Engine.share_prefix`. For all requests, or in one's `extra_args`.
 SHARED = "skipdecode_shared_tokens"
 PREFIX = "Skipdecode"
+VERSION = "0.32"  # of vLLM, whose own functions are changed here
 # vLLM's architectures whose layers are units of ours, and the class that runs them.
 MODELS = {
     "LlamaForCausalLM": "SkippingLlama",
@@ -71,9 +72,13 @@ def schedule_of(config: Any) -> Schedule | None:
 
 def apply(config: Any) -> None:
     """Make a vLLM configuration one that runs its schedule. Raises ScheduleError for what cannot be had together."""
+    import vllm
+
     schedule, model = schedule_of(config), config.model_config
     if schedule is None or model is None:
         return
+    if not vllm.__version__.startswith(f"{VERSION}."):
+        raise ScheduleError(f"schedules run in vLLM {VERSION}, not in {vllm.__version__}: install that one")
     if (model.hf_config.architectures or [""])[0].startswith(PREFIX):
         return  # done by the process that this one was started by
     if model.architecture not in MODELS:

@@ -79,7 +79,7 @@ class OurSampling(LogitsProcessor):
                 sampler.enter(seat, [*row.prompt, *row.tokens], row.sample_id)
             where = torch.tensor(places, device=self._device)
             chosen = sampler.choose(logits[where], range(len(rows)), [len(row.tokens) for row in rows])
-            # Where there is none to choose: prompts that are not yet through may have anything here.
-            chosen.clamp_min_(0)
-            logits[where] = torch.full_like(logits[where], -torch.inf).scatter_(1, chosen[:, None], 0.0)
+            none = chosen < 0  # prompts that are not yet through may have anything here; of other rows vLLM tells
+            wanted = torch.full_like(logits[where], -torch.inf).scatter_(1, chosen.clamp_min(0)[:, None], 0.0)
+            logits[where] = wanted.masked_fill_(none[:, None], torch.nan)
         return logits

@@ -22,10 +22,9 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from engine.parts.unit import Unit
 
 UnitRun = Callable[[Unit, Tensor, Tensor], Tensor]  # a unit, positions [n], hidden states [n, hidden] -> those after it
-SegmentRun = Callable[[Tensor, Tensor], Tensor]  # positions and hidden states -> those after a segment
 
 
-class _Units(nn.Module):
+class SegmentRun(nn.Module):
     """Hidden states [n, hidden] of tokens at positions [n] after units."""
 
     def __init__(self, *, run: UnitRun, units: Sequence[Unit], vllm_config: VllmConfig) -> None:
@@ -49,10 +48,12 @@ def compiled(
     """
     said = f"{' '.join(map(str, units))}; {' '.join(map(str, depends_on))}"
     name = f"{kind}_{units[0]}_{units[-1]}_{hashlib.sha256(said.encode()).hexdigest()[:12]}"
-    code = _Units.forward.__code__.replace(co_name=name)
-    forward = FunctionType(code, _Units.forward.__globals__, name)
-    forward.__qualname__ = f"{_Units.__qualname__}.{name}"
-    own = support_torch_compile(dynamic_arg_dims={"positions": 0, "x": 0})(type(name, (_Units,), {"forward": forward}))
+    code = SegmentRun.forward.__code__.replace(co_name=name)
+    forward = FunctionType(code, SegmentRun.forward.__globals__, name)
+    forward.__qualname__ = f"{SegmentRun.__qualname__}.{name}"
+    own = support_torch_compile(dynamic_arg_dims={"positions": 0, "x": 0})(
+        type(name, (SegmentRun,), {"forward": forward})
+    )
     with set_model_tag(name):
         module: SegmentRun = own(run=run, units=tuple(units), vllm_config=config)
     return module
@@ -94,10 +95,10 @@ class Graphs:
         changed = replace(context, cudagraph_runtime_mode=mode, batch_descriptor=batch, **attention)
         with override_forward_context(changed):
             if mode == CUDAGraphMode.NONE:
-                return segment(positions, x)
+                return segment(positions, x)  # type: ignore[no-any-return]
             n, padded = len(x), batch.num_tokens  # what stands behind them runs too, and is seen by no one
             self._x[:n].copy_(x)
             self._x[n:padded].zero_()
             self._positions[:n].copy_(positions)
             # Of memory that the next graph writes to.
-            return segment(self._positions[:padded], self._x[:padded])[:n].clone()
+            return segment(self._positions[:padded], self._x[:padded])[:n].clone()  # type: ignore[no-any-return]

@@ -100,10 +100,10 @@ def _has_vllm() -> bool:
 
 def _vllm_engine(config: GenerationConfig, dtype: str, threads: int | None) -> VllmEngine:
     """All GPUs of a replica share one model. Raises ModelError if vLLM is not installed."""
-    options: dict[str, Any] = {"kv_cache_dtype": config.cache_dtype}
     gpus = _gpus(config)
-    if engine.resolve_device(config.device).type == "cuda":
-        options["gpu_memory_utilization"] = config.gpu_memory_share * min(1.0, gpus or 1.0)
+    # On CPUs vLLM takes it for a share of their memory.
+    share = config.gpu_memory_share * min(1.0, gpus or 1.0)
+    options: dict[str, Any] = {"kv_cache_dtype": config.cache_dtype, "gpu_memory_utilization": share}
     if config.max_prompt_tokens is not None:  # vLLM has to have room for the longest row that there may be
         longest = config.max_prompt_tokens + config.max_new_tokens
         options["max_model_len"] = min(engine.describe(config.model).context, longest)

@@ -1,13 +1,16 @@
 """What goes wrong inside vLLM costs the rows that it has to, and no other: each time it starts anew."""
 
+import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from engine import Sampling, StreamLost
+from engine import Generation, Sampling, Schedule, StreamLost
 from pipeline.rows.row_generator import RowGenerator
 from pipeline.rows.shared_engine import SharedEngine
 from tests.engine.prompts import random_prompts
@@ -73,3 +76,27 @@ def test_a_pass_that_fails(fault: str, both: Pair, monkeypatch: pytest.MonkeyPat
             assert not isinstance(given, str), given
             assert (given.tokens, given.flops_decode) == (expected.tokens, expected.flops_decode)
     assert rows.batch_size == (ROOM if fault == "memory" else 4)
+
+
+@pytest.mark.parametrize("sampling", [SAMPLING, replace(SAMPLING, temperature=1.0)], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("under", [None, schedule()], ids=["full depth", "schedule"])
+def test_a_row_whose_logits_are_not_numbers_is_an_error(
+    sampling: Sampling, under: Schedule | None, make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = shutil.copytree(make_checkpoint(**VARIANTS["llama"], tie_word_embeddings=False), tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    never = next(token for token in range(90) if not any(token in prompt for prompt in PROMPTS))
+    weights["model.embed_tokens.weight"][never] = torch.nan
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    own, vllm = pair(model)
+    prompts = [*PROMPTS[:BAD], [*PROMPTS[BAD], never, 5], *PROMPTS[BAD + 1 :]]
+    ids = [str(index) for index in range(len(prompts))]
+    try:
+        found, wanted = (
+            RowGenerator(each, sampling, under, batch_size=4).generate(prompts, ids) for each in (vllm, own)
+        )
+    finally:
+        vllm.close()
+    assert str(found[BAD]).startswith("FloatingPointError: the model's logits are not numbers")
+    tokens = [[row.tokens if isinstance(row, Generation) else row for row in rows] for rows in (found, wanted)]
+    assert tokens[0] == tokens[1]
