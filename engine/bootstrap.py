@@ -39,11 +39,11 @@ class Bootstrap:
         self._counts = draw.multinomial(rows, np.full(rows, 1 / rows), size=RESAMPLES).astype(np.float64)
 
     def ratio(self, numerator: Values, denominator: Values) -> Estimate | None:
-        """sum(numerator) / sum(denominator) over rows; None where a denominator sums to nothing."""
+        """sum(numerator) / sum(denominator) over rows; None where a denominator sums to nothing, or none is finite."""
         return self._estimate(lambda sums: sums(numerator) / sums(denominator), denominator)
 
     def difference(self, first: tuple[Values, Values], second: tuple[Values, Values]) -> Estimate | None:
-        """The first ratio of sums less the second; None where a denominator sums to nothing."""
+        """The first ratio of sums less the second; None as for `ratio`."""
         return self._estimate(
             lambda sums: sums(first[0]) / sums(first[1]) - sums(second[0]) / sums(second[1]), first[1], second[1]
         )
@@ -54,7 +54,10 @@ class Bootstrap:
             return None
         with np.errstate(divide="ignore", invalid="ignore"):
             resampled = figure(lambda values: self._counts @ values)
-        low, high = np.quantile(resampled[np.isfinite(resampled)], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+        finite = resampled[np.isfinite(resampled)]
+        if not len(finite):
+            return None
+        low, high = np.quantile(finite, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
         return Estimate(float(figure(lambda values: values.sum())), float(low), float(high))
 
     def mean(self, values: Values) -> Estimate:

@@ -25,6 +25,7 @@ from engine.forward.target import sample_flop_speedup
 from jobs import command_line
 from jobs.adaptation import CHECKPOINT_FILE, AdaptModel, Training, train, train_on_cluster
 from jobs.answers import ANSWERS_FILE
+from pipeline.dataset.card import inline
 from pipeline.evaluation.charts import learning_curve
 from pipeline.evaluation.contender import ending
 from pipeline.preparing.fit import check_no_others, read_schedule, read_schedules, warn_of_another_model
@@ -123,7 +124,8 @@ def _table(points: list[Point]) -> Table:
 def _card(config: AdaptModel, names: Sequence[str], done: Training) -> str:
     """A model card: what this is, and what training changed of each schedule."""
     rank = max((schedule.adapter.rank for schedule, _ in done.trained if schedule.adapter), default=0)
-    what = f"bridges and an adapter of rank {rank}" if rank else "bridges"
+    bridges = "bridges" if any(each.bridges or each.prompt_bridge for each, _ in done.trained) else ""
+    what = " and ".join(filter(None, [bridges, f"an adapter of rank {rank}" if rank else ""]))
     rows = "\n".join(
         f"| {f'{name}, ' if name else ''}{when} | {quality.mean_kl:.3f} | {quality.agreement:.3f} |"
         for name, before, (_, after) in zip(names, done.untrained, done.trained, strict=True)
@@ -133,8 +135,8 @@ def _card(config: AdaptModel, names: Sequence[str], done: Training) -> str:
     return f"""---
 {ModelCardData(base_model=config.model, library_name="skipdecode").to_yaml()}
 ---
-{"A SkipDecode schedule" if alone else "SkipDecode schedules"} trained on {config.input}, from \
-{config.schedule or "full depth"}: {what}. The model's own weights are unchanged.
+{"A SkipDecode schedule" if alone else "SkipDecode schedules"} trained on {inline(config.input)}, from \
+{inline(config.schedule) if config.schedule else "full depth"}: {what}. The model's own weights are unchanged.
 Run {"it" if alone else "one of them"} with `python jobs/summarize_corpus.py --model {config.model} --schedule \
 <this directory>{"" if alone else " --target-speedup <x>"} ...`.
 

@@ -94,7 +94,7 @@ def calibrate(config: CalibrateSchedule) -> None:
             maps.append((name, found.schedule))
     finally:  # a later target may be out of reach
         if maps:
-            (output / MAPS_FILE).write_text(schedule_maps(maps), encoding="utf-8")
+            (output / MAPS_FILE).write_text(schedule_maps(maps, config.max_new_tokens), encoding="utf-8")
             Console().print(table)
     meant = "target" if config.prompt_layers is None else "speed-up of the whole sample"
     print(f"{time.monotonic() - start:.0f} s; run one with --schedule {output}/<target>x, or --schedule {output} "

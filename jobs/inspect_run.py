@@ -13,6 +13,7 @@ from rich.console import Console
 
 from jobs import command_line
 from jobs.job_output import show
+from pipeline.commits.failed import failed_rows
 from pipeline.dataset.config import GENERATION
 from pipeline.dataset.generate import MANIFEST, unpublished
 from pipeline.errors import JobError, JobStopped
@@ -61,7 +62,7 @@ def look(config: InspectRun) -> Inspection:
     facts = {
         "run": str(found.run["fingerprint"]),
         "committed": f"{totals.rows:,} of {found.rows:,} rows in {len(found.commits):,} units",
-        "failed": f"{sum(unit.rows for unit in found.failed):,} rows in {len(found.failed):,} units",
+        "failed": failed_rows(found.failed),
     }
     facts |= summary(totals, int(found.run["schedule"]["layers"])) | bill(config.price_per_gpu_hour, totals)
     show("", facts)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
-from engine import BatchStats, Generation, Ledger, Tokenizer
+from engine import BatchStats, Generation, Ledger, Tokenizer, resolve_device
 from engine.forward.prompt_pass import shared_tokens
 from pipeline.commits.commit import Commit, open_rows, read_commits, total
 from pipeline.config import JobConfig
@@ -168,6 +169,8 @@ def _answer(job: Preparation, ledger: Ledger, prompts: Sequence[list[int]], pref
     if not prefill + decode:
         prefill = decode = wall / 2
     source = f"{len(good)} sampled prompts answered in {wall:.1f} s"
+    if resolve_device(config.device).type == "cpu":  # a replica beside others may have fewer
+        source += f" by {torch.get_num_threads()} threads"
     batch = config.batch_size
     if batch == "auto" or batch > len(prompts):
         source += "; the run's larger batches may be faster"
@@ -208,16 +211,18 @@ def _lengths(storage: Storage, commits: Sequence[Commit]) -> list[int]:
     return [found[round((index + 0.5) * len(found) / LENGTHS - 0.5)] for index in range(LENGTHS)]
 
 
-def _margin(runs: Sequence[Sequence[int]], rows: int) -> float:
+def _margin(runs: Sequence[Sequence[int]], rows: int) -> float | None:
     """Half of the 95 % interval of a mean from runs drawn without replacement, as a share of the mean.
 
-    Runs are what varies independently, not rows: neighbours are often alike. 0 where one run says nothing of others.
+    Runs are what varies independently, not rows: neighbours are often alike. None where one run says nothing of others.
     """
     count = sum(map(len, runs))
     mean = sum(map(sum, runs)) / count
     k = len(runs)
-    if k < 2 or not mean:
-        return 0.0
-    left = math.sqrt(max(0, rows - count) / (rows - 1))  # nothing is uncertain where all rows were drawn
+    if count == rows or not mean:
+        return 0.0  # nothing is uncertain where all rows were drawn
+    if k < 2:
+        return None
+    left = math.sqrt(max(0, rows - count) / (rows - 1))
     off = sum((sum(run) - mean * len(run)) ** 2 for run in runs) * k / (k - 1)
     return 1.96 * math.sqrt(off) / count / mean * left

@@ -19,7 +19,7 @@ from pipeline.execution.session import Done, Session
 from pipeline.execution.stages import Task
 from pipeline.inputs.input_record import hold_input
 from pipeline.inputs.work import MOST_UNITS, Plan
-from pipeline.preparing.backend import Backend
+from pipeline.preparing.backend import Backend, as_it_runs
 from pipeline.preparing.incremental import History, work_name
 from pipeline.preparing.preparation import Preparation, prepare_run
 from pipeline.preparing.run_record import RUN_FILE, Claim, check_incremental, claim_output
@@ -256,7 +256,8 @@ def _report(begun: _Begun, storage: Storage, session: Done, commits: list[Commit
     try:
         forecast = read_forecast(storage, work_name(job, begun.new.units))
         lines = against_actual(forecast, totals if begun.history is None else total(session.commits))
-        write_report(storage, job.config, job.schedule, job.fingerprint, commits, totals, lines, session.stats)
+        schedule, ended = as_it_runs(job.config, job.schedule), (session.stats, session.failed)
+        write_report(storage, job.config, schedule, job.fingerprint, commits, totals, lines, *ended)
     except JobStopped:  # the storage is gone
         raise
     except Exception as error:

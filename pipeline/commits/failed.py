@@ -45,6 +45,11 @@ def read_failures(storage: Storage) -> list[FailedUnit]:
     return list(failures.values())
 
 
+def failed_rows(failed: Collection[FailedUnit]) -> str:
+    """How many, in words."""
+    return f"{sum(unit.rows for unit in failed):,} rows in {len(failed):,} units"
+
+
 def forget_failures(storage: Storage, keep: Collection[str]) -> None:
     """Remove the records of all units but those that a session has just given up: the others are committed, or gone."""
     kept = {f"{FAILED}/{unit}.json" for unit in keep}

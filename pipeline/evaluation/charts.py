@@ -60,11 +60,15 @@ def frontier(found: Sequence[Figures], styles: Styles, whole_sample: bool) -> st
             ]
             _line(axes, name, sorted(points), styles)
         axes.set_xlabel(f"{'whole-sample' if whole_sample else 'decode'} FLOP speed-up")
-        axes.set_xlim(left=0.98)
+        axes.set_xlim(left=min(0.98, axes.get_xlim()[0]))
     left.axhline(0, color=PALE, linewidth=1, zorder=1)
     left.set_ylim(top=min(left.get_ylim()[1], MOST_EXCESS))
+    for each, speed in zip(found, speeds, strict=True):
+        if each.excess_nll is not None and speed is not None and each.excess_nll.value > MOST_EXCESS:
+            style = styles.of(each.name) | {"marker": 6, "linestyle": ""}  # a triangle that stands for what is above
+            left.plot(speed.value, MOST_EXCESS, clip_on=False, **style)  # type: ignore[arg-type]
     right.axhline(1, color=PALE, linewidth=1, zorder=1)
-    right.set_ylim(-0.03, 1.12)
+    right.set_ylim(-0.03, max(1.12, right.get_ylim()[1]))
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     return to_svg(figure)

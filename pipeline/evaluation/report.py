@@ -26,7 +26,7 @@ def render(outputs: Sequence[Outputs], found: Sequence[Figures], config: Mapping
         "Quality against compute, prompts included": charts.frontier(found, styles, whole_sample=True),
         "Quality against compute, decoding alone": charts.frontier(found, styles, whole_sample=False),
         "Agreement along the answer": charts.agreement_by_step(found, styles),
-        "Schedules": schedule_maps(schedules),
+        "Schedules": schedule_maps(schedules, config["max_new_tokens"]),
     }
     content = {
         "full": found[0],

@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -105,6 +105,7 @@ class Board:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         options = {"num_cpus": 0, "scheduling_strategy": here, "max_restarts": -1}
         self._actor: Any = ray.remote(**options)(_BoardActor).remote()
+        self._last, self._to_forget = Counts(), list[str]()
 
     def starting(self) -> None:
         """A replica begins to load its model."""
@@ -135,8 +136,16 @@ class Board:
         return bool(self._ask(self._actor.stopping.remote(), False))
 
     def read(self, forget: list[str]) -> Counts:
-        """Counts of what is in flight; of the units in `forget`, what they have done so far counts no more."""
-        counts: Counts = self._ask(self._actor.read.remote(forget), Counts())
+        """Counts of what is in flight; of the units in `forget`, what they have done so far counts no more.
+
+        Where they cannot be had now, the last ones, with nothing in flight.
+        """
+        forget = [*self._to_forget, *forget]
+        counts: Counts | None = self._ask(self._actor.read.remote(forget), None)
+        if counts is None:
+            self._to_forget = forget
+            return replace(self._last, rows=0, tokens=0, running={})
+        self._last, self._to_forget = counts, []
         return counts
 
     def close(self) -> None:

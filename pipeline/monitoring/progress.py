@@ -66,10 +66,11 @@ class ProgressReporter:
             fresh, self._fresh, committed = self._fresh, [], self._totals
         flight = self._board.read(fresh)
         rows = flight.rows + committed.rows
-        if not flight.replicas:
-            waited = time.monotonic() - self._start
-            return committed.rows, f"loading the model on the replicas, {waited:.0f} s so far"
-        elapsed = max(flight.seconds, 1e-9)
+        since_start = time.monotonic() - self._start
+        if not flight.replicas and rows == self._resumed.rows:
+            return rows, f"loading the model on the replicas, {since_start:.0f} s so far"
+        # A board that had to be started anew knows of no replica until another one begins.
+        elapsed = max(flight.seconds if flight.replicas else since_start, 1e-9)
         if rows == self._resumed.rows:
             return rows, f"{rows:,}/{self._total_rows:,} rows | first batches under way, {elapsed:.0f} s so far"
         row_rate = (rows - self._resumed.rows) / elapsed

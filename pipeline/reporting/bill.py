@@ -8,8 +8,9 @@ JOULES_PER_KWH = 3.6e6
 
 
 def _hours(totals: Totals) -> tuple[float, str]:
-    """GPU-hours, without GPUs replica-hours, that replicas spent on committed units, their audits included: starting up
-    and what was done twice come on top. And which they are."""
+    """GPU-hours, without GPUs replica-hours, that replicas spent on committed units, their audits included; and which
+    they are. Starting up, waiting, at the end above all, and what was done twice come on top.
+    """
     hours = (totals.gpu_seconds + totals.gpuless_seconds) / 3600
     return hours, "GPU-hours" if totals.gpu_seconds else "replica-hours"
 

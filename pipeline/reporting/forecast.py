@@ -22,7 +22,7 @@ class Forecast(FlopSums):
     sampled_rows: Count
     error_share: Amount  # of sampled rows, that no prompt can be made of
     prompt_tokens: Count
-    prompt_tokens_margin: Amount  # 95 % interval of the sample, as a share of prompt_tokens
+    prompt_tokens_margin: Amount | None  # 95 % interval of the sample, as a share of prompt_tokens; None: not known
     output_tokens: Count
     output_source: str  # where the output lengths come from, in words
     flops_prompt: Flops
@@ -41,12 +41,23 @@ class Forecast(FlopSums):
         """Share of decoding in the FLOPs at full depth."""
         return self.flops_decode_full_depth / self.flops_full_depth if self.flops_full_depth else 0.0
 
+    @property
+    def flops_audit(self) -> int:
+        """Of all audits: full depth's answers, and how likely both depths find these, and full depth the run's own.
+        Prompts run twice at full depth, and once more where the schedule has its own way with them.
+        """
+        prompt = self.flops_full_depth - self.flops_decode_full_depth
+        own_prompt = self.flops_prompt if self.flops_prompt < prompt else 0
+        return round(
+            self.audit_fraction * (2 * prompt + own_prompt + 3 * self.flops_decode_full_depth + self.flops_decode)
+        )
+
     def facts(self) -> dict[str, str]:
         """For a table."""
+        margin = "margin unknown" if self.prompt_tokens_margin is None else f"± {self.prompt_tokens_margin:.1%}"
         facts = {
             "rows": f"{self.rows:,} in {self.work_units:,} work units, {self.error_share:.1%} without a prompt",
-            "prompt tokens": f"{self.prompt_tokens:,} (± {self.prompt_tokens_margin:.1%}, "
-            f"from {self.sampled_rows:,} rows)",
+            "prompt tokens": f"{self.prompt_tokens:,} ({margin}, from {self.sampled_rows:,} rows)",
             "output tokens": f"{self.output_tokens:,} ({self.output_source})",
             "FLOPs at full depth": f"{self.flops_full_depth / 1e12:.3f} T, {self.decode_share:.1%} of them in decoding",
             "FLOPs of this run": f"{self.flops / 1e12:.3f} T",
@@ -62,7 +73,10 @@ class Forecast(FlopSums):
         if self.cost is not None and self.cost_full_depth is not None:
             facts["cost"] = f"{self.cost:.4f}, at full depth {self.cost_full_depth:.4f}"
         if self.audit_fraction:
-            facts["audits"] = f"come on top: {self.audit_fraction:.1%} of the rows are generated at full depth too"
+            facts["audits"] = (
+                f"come on top, of {self.audit_fraction:.1%} of the rows: {self.flops_audit / 1e12:.3f} T FLOPs, "
+                f"{self.flops_audit / max(1, self.flops):.1%} of this run's"
+            )
         return facts
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from engine import Schedule
 from pipeline.commits.commit import Commit, Totals
+from pipeline.commits.failed import FailedUnit, failed_rows
 from pipeline.config import JobConfig
 from pipeline.redaction import redacted
 from pipeline.reporting.audit import audit_estimate, audit_facts
@@ -37,8 +38,11 @@ def write_report(
     totals: Totals,
     planned: Sequence[Line],
     stats: Sequence[str],
+    failed: Sequence[FailedUnit] = (),
 ) -> None:
-    """The report of a finished run; `stats` is what Ray Data says of each pass of this session."""
+    """The report of a run that has come to its end, with units that failed or without; `stats` is what Ray Data says of
+    each pass of this session.
+    """
     looked = _Looked(config.id_column)
     for commit in commits[:: max(1, math.ceil(len(commits) / MAX_FILES))]:
         looked.into(storage, commit)
@@ -51,6 +55,7 @@ def write_report(
         "run": run,
         "totals": totals,
         "config": {name: redacted(str(value)) for name, value in shown_config.items()},
+        "failed": failed_rows(failed) if failed else "",
         "facts": summary(totals, schedule.layers) | bill(config.price_per_gpu_hour, totals),
         "audit": audit_facts([commit.totals for commit in commits]),
         "planned": planned,

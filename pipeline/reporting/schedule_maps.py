@@ -16,7 +16,7 @@ BRIDGE = "#d9a441"
 TITLE_CHARACTERS = 40  # that fit above one of them
 
 
-def schedule_maps(named: Sequence[tuple[str, Schedule]], longest: int = 48) -> str:
+def schedule_maps(named: Sequence[tuple[str, Schedule]], longest: int) -> str:
     """Steps x units of every schedule, `longest` steps at most: dark where a unit runs, amber where a bridge stands in,
     else white.
 

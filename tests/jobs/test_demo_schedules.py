@@ -94,4 +94,4 @@ def test_training_on_other_prompts_has_brought_the_demos_texts_closer_at_the_sam
 
 def test_the_figure_in_the_readme_shows_them() -> None:
     schedules = [(f"{target}x", Schedule.read(DEMO / "calibrated" / f"{target}x")) for target in TARGETS]
-    assert (DEMO / "calibrated" / MAPS_FILE).read_text() == schedule_maps(schedules)
+    assert (DEMO / "calibrated" / MAPS_FILE).read_text() == schedule_maps(schedules, 48)

@@ -85,6 +85,7 @@ def test_a_sample_stands_for_all_rows_within_its_stated_margin(planned: Job) -> 
     forecast = forecast_run(planned(plan_rows=32), NoEngineBackend())
     actual = sum(range(1, ROWS + 1))
     assert forecast.sampled_rows == 32
+    assert forecast.prompt_tokens_margin is not None
     assert 0 < forecast.prompt_tokens_margin < 0.5
     assert abs(forecast.prompt_tokens - actual) < 2 * forecast.prompt_tokens_margin * actual
 
@@ -101,6 +102,12 @@ def test_samples_of_a_row_tell_no_more_of_the_others(planned: Job) -> None:
     assert (whole.sampled_rows, whole.rows, whole.prompt_tokens_margin) == (ROWS, 3 * ROWS, 0)
 
 
+def test_one_run_of_neighbours_says_nothing_of_the_others(planned: Job) -> None:
+    forecast = forecast_run(planned(plan_rows=4), NoEngineBackend())
+    assert forecast.prompt_tokens_margin is None
+    assert "(margin unknown, from 4 rows)" in forecast.facts()["prompt tokens"]
+
+
 def test_the_margin_covers_the_mean_of_rows_whose_neighbours_are_alike() -> None:
     rows = list(range(100, 4100))
     runs = [rows[start : start + 16] for start in range(0, len(rows), 16)]
@@ -108,10 +115,12 @@ def test_the_margin_covers_the_mean_of_rows_whose_neighbours_are_alike() -> None
     for _ in range(300):
         drawn = draw.sample(runs, 20)
         mean = sum(map(sum, drawn)) / 320
-        covered += abs(mean - actual) <= _margin(drawn, len(rows)) * mean
+        margin = _margin(drawn, len(rows))
+        assert margin is not None
+        covered += abs(mean - actual) <= margin * mean
     assert 0.9 < covered / 300 < 0.98
     assert _margin(runs, len(rows)) == 0
-    assert _margin(runs[:1], len(rows)) == 0
+    assert _margin(runs[:1], len(rows)) is None
 
 
 def test_without_anything_known_every_row_reaches_the_longest_output_and_time_is_unknown(planned: Job) -> None:
@@ -124,8 +133,15 @@ def test_without_anything_known_every_row_reaches_the_longest_output_and_time_is
 
 
 def test_a_plan_says_that_audits_come_on_top(planned: Job) -> None:
-    told = forecast_run(planned(audit_fraction=0.05), NoEngineBackend()).facts()
-    assert told["audits"] == "come on top: 5.0% of the rows are generated at full depth too"
+    config = planned(audit_fraction=0.05, plan_output_tokens=5)
+    forecast = forecast_run(config, NoEngineBackend())
+    ledger = Ledger(EchoBackend().shape(config), Schedule.read(str(config.schedule)))
+    full = ledger.full_depth
+    wanted = sum(2 * full.prompt(n) + 3 * full.decode(n, 5) + ledger.decode(n, 5) for n in range(1, ROWS + 1)) / 20
+    assert forecast.flops_audit == pytest.approx(wanted)
+    share = forecast.flops_audit / forecast.flops
+    assert forecast.facts()["audits"].startswith("come on top, of 5.0% of the rows: ")
+    assert forecast.facts()["audits"].endswith(f" T FLOPs, {share:.1%} of this run's")
     assert "audits" not in forecast_run(planned(), NoEngineBackend()).facts()
     at_full_depth = planned(audit_fraction=0.05, schedule=None)
     assert "audits" not in forecast_run(at_full_depth, NoEngineBackend()).facts()
