@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -141,8 +142,8 @@ def _parser(config_class: type[BaseModel], program: str, positional: str | None)
         owner = [each for each in _parts(config_class) if name in each.model_fields][-1]
         group = groups[owner]
         shown: dict[str, Any] = {"nargs": "*", "action": "extend"} if _is_list(field.annotation) else {}
-        if get_origin(field.annotation) is Literal:
-            shown["metavar"] = "{" + ",".join(map(str, get_args(field.annotation))) + "}"
+        if choices := _choices(field.annotation):
+            shown["metavar"] = "{" + ",".join(map(str, choices)) + "}"
         elif field.annotation is bool:
             shown["action"] = argparse.BooleanOptionalAction
         if name == positional:
@@ -168,6 +169,14 @@ def _no_option(argument: str, options: Sequence[str]) -> str:
     name = argument.split("=")[0]
     nearest = get_close_matches(name, options, 1)
     return f"{name} is not an option" + (f": did you mean {nearest[0]}?" if nearest else "")
+
+
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    """Of an option that has few values, optional or not."""
+    if get_origin(annotation) in (Union, UnionType):
+        parts = [part for part in get_args(annotation) if part is not NoneType]
+        annotation = parts[0] if len(parts) == 1 else None
+    return get_args(annotation) if get_origin(annotation) is Literal else ()
 
 
 def _is_list(annotation: Any) -> bool:

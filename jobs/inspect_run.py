@@ -15,7 +15,7 @@ from jobs import command_line
 from jobs.job_output import show
 from pipeline.commits.failed import failed_rows
 from pipeline.dataset.config import GENERATION
-from pipeline.dataset.generate import MANIFEST, unpublished
+from pipeline.dataset.generate import MANIFEST, damaged_files, unpublished
 from pipeline.errors import JobError, JobStopped
 from pipeline.inspection import Inspection, inspect, verify
 from pipeline.preparing.run_record import read_run
@@ -77,12 +77,14 @@ def look(config: InspectRun) -> Inspection:
         say(f"next: read the files that {data_set.url.rstrip('/')}/{MANIFEST} lists")
     if config.verify:
         damages = verify(storage, found)
+        if data_set is not None and not missing:
+            damages += damaged_files(data_set)
         for damage in damages[:MOST_SHOWN]:
             say(f"damaged: {damage}")
         if damages:
             raise JobError(
                 f"{len(damages)} damages in {found.output!r}: delete the commits of the damaged units under _commits/ "
-                "and the manifest, and start the job again to do just those"
+                "and the manifest, and start the job again to do just those, with their input files in place"
             )
         say(f"verified: {len(found.commits):,} files, {found.totals.rows:,} rows, each once")
     if missing:

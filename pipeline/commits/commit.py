@@ -122,7 +122,7 @@ class _Copy:
     commit: Commit
 
 
-_COMMIT: Record[Commit] = Record(Commit, "delete it, and its unit is done again")
+_COMMIT: Record[Commit] = Record(Commit, "delete it, and its unit is done again if its input file is there")
 _COPY: Record[_Copy] = Record(_Copy, "delete it")
 
 

@@ -69,7 +69,7 @@ class DatasetConfig(JobConfig, FilterConfig):
         "parquet", description="openai-batch: output.jsonl and errors.jsonl, a line for each request of such an input"
     )
 
-    rows_per_shard: int = Field(50_000, ge=1, description="rows of a Parquet file of the data set")
+    rows_per_shard: int = Field(50_000, ge=1, description="rows of a Parquet file of the data set, at the most")
     dataset_name: str | None = Field(None, description="title of the data set card; default the output's name")
     dataset_license: str | None = Field(None, description="licence for the card, a Hugging Face identifier")
 

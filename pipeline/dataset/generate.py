@@ -30,6 +30,7 @@ from pipeline.values.row_groups import read_parquet, to_parquet
 log = logging.getLogger(__name__)
 
 MANIFEST, CARD, CARD_BESIDE = "_DATASET.json", "README.md", "_README.md"
+SHARD_BYTES = 2**29  # of rows in memory, at which a shard ends though it has fewer than it may
 LEFT_OUT = ("error", "shared_prefix_tokens")  # columns that are the same in every row that is kept
 
 
@@ -91,8 +92,9 @@ def generation_config(config: DatasetConfig) -> DatasetConfig:
         job = DatasetConfig(**{**config.model_dump(), **update})
     except ValidationError as error:
         first = error.errors()[0]
-        name = first["loc"][0] if first["loc"] else "options"
-        raise JobError(f"the requests ask for {name} {first['input']!r}: {first['msg']}") from error
+        if not first["loc"]:
+            raise JobError(f"what the requests ask for does not go with this job's options: {first['msg']}") from error
+        raise JobError(f"the requests ask for {first['loc'][0]} {first['input']!r}: {first['msg']}") from error
     if requests is None:
         return job
     return job.model_copy(update={"input": f"{output}/{openai_batch.write_requests(storage, requests)}"})
@@ -177,6 +179,18 @@ def unpublished(storage: Storage, success: Mapping[str, Any]) -> str:
     return f"{gone[0]} is not there, and {len(gone) - 1} more of its files" if gone else ""
 
 
+def damaged_files(storage: Storage) -> list[str]:
+    """What is wrong with files that are published here, in words."""
+    manifest = _RECORD.read(storage, MANIFEST)
+    assert manifest is not None
+    listed = ((entry["file"], entry.get("checksum")) for entry in manifest["files"])  # of Parquet files alone
+    return [
+        f"{file} of the data set is not what was published: remove it, and start the job again to publish it anew"
+        for file, wanted in listed
+        if wanted is not None and checksum(storage.read(file) or b"") != wanted
+    ]
+
+
 def _state(success: Mapping[str, Any]) -> str:
     """Of a run that has finished: an incremental one has more commits every night."""
     return checksum(json.dumps(success["commits"]).encode())
@@ -232,7 +246,9 @@ def _write_shards(
 
 
 def _cut(tables: Iterable[pa.Table], rows: int) -> Iterator[pa.Table]:
-    """The same rows in tables of so many, the last of less; at least one: an empty data set has a schema too."""
+    """The same rows in tables of so many, of less where they are wide, the last too; at least one: an empty data set
+    has a schema too.
+    """
     parts: list[pa.Table] = []
     held, is_cut = 0, False
     for table in tables:
@@ -241,6 +257,9 @@ def _cut(tables: Iterable[pa.Table], rows: int) -> Iterator[pa.Table]:
             table, parts, held, is_cut = table.slice(rows - held), [], 0, True
         parts.append(table)
         held += table.num_rows
+        if sum(part.nbytes for part in parts) >= SHARD_BYTES:
+            yield pa.concat_tables(parts)
+            parts, held, is_cut = [table.slice(table.num_rows)], 0, True
     if held or not is_cut:
         yield pa.concat_tables(parts)
 

@@ -24,6 +24,7 @@ from pipeline.storage.storage import Storage
 URL = "/v1/chat/completions"
 ID, MESSAGES = "custom_id", "messages"
 REQUESTS = "_requests"
+READ_BYTES = 2**23  # at a time: each is a request to an object store
 OUTPUT_FILE, ERRORS_FILE = "output.jsonl", "errors.jsonl"
 ANSWERED = [ID, "sample", "generation", "finish_reason", "prompt_tokens", "generated_tokens", "error"]  # columns
 _HALF = re.compile("[\ud800-\udfff]")
@@ -80,7 +81,7 @@ def read_requests(storage: Storage) -> Requests:
 def _lines_of(storage: Storage) -> Iterator[tuple[int, bytes]]:
     """Lines that are not empty, with their numbers. Raises JobError for what is no file, or a line beyond all use."""
     try:
-        with io.BufferedReader(storage.open_path(storage.root)) as stream:
+        with io.BufferedReader(storage.open_path(storage.root), READ_BYTES) as stream:
             for number in count(1):
                 line = stream.readline(LARGE + 1)
                 if len(line) > LARGE:

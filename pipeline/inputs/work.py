@@ -23,7 +23,7 @@ from pipeline.rows.template import PromptTemplate
 from pipeline.rows.unit import WorkUnit
 from pipeline.storage.storage import Storage
 from pipeline.storage.stores import is_of_content, stamp
-from pipeline.values.column_types import common_type, holds_text, open_type
+from pipeline.values.column_types import common_type, holds_text, is_text, open_type
 from pipeline.values.row_groups import open_parquet
 
 log = logging.getLogger(__name__)
@@ -185,6 +185,11 @@ def make_plan(
     begun = pa.schema([]) if begun is None else begun
     columns = list(dict.fromkeys([*begun.names, *_columns(files)]))
     template.check_columns(set(columns))
+    for name in dict.fromkeys(filter(None, [*(template.fields - {"text"}), config.id_column])):
+        if lacking := [file.path for file in files if not file.problem and name not in file.schema.names]:
+            log.warning(
+                "%d input files, such as %r, have no column %r: it is empty there", len(lacking), lacking[0], name
+            )
     keep = columns if everything else list(dict.fromkeys(config.keep_columns or []))
     if config.id_column is not None and config.id_column not in keep:
         keep.insert(0, config.id_column)
@@ -337,7 +342,9 @@ def _column_type(files: Sequence[InputFile], column: str, begun: pa.Schema, in_p
             continue
         type_ = open_type(file.schema.field(column).type)
         common = type_ if found is None else common_type(found, type_)
-        if common is None and not where:
+        if found is not None and column in begun.names and is_text(found) and is_text(type_):
+            common = found  # what is written keeps its type
+        if column in begun.names and common != found:
             raise JobError(
                 f"column {column!r} is {found} in the output but {type_} in {file.path!r}: make the types agree, name "
                 "another output, or discard the run that is there with --fresh"

@@ -126,6 +126,12 @@ class History:
         """A file that is gone from the input keeps its output: its last version that is whole, else what there is."""
         done = _done(before, committed)
         version, partial = done or before.version, before.partial or done is None
+        if version == before.version and not partial and committed[version] < before.rows:
+            partial = True  # its output was damaged since, and nothing can make it anew
+            log.warning(
+                "input file %r is gone, and of its %d rows the output has %d: put it back to have the others again",
+                name, before.rows, committed[version],
+            )  # fmt: skip
         if done is None:
             log.warning(
                 "input file %r vanished when %d of its %d rows were done: these stay",

@@ -17,6 +17,7 @@ from jobs import command_line
 from jobs.benchmarks.job import BenchmarkJob
 from jobs.benchmarks.pipeline import BenchmarkPipeline
 from jobs.summarize_corpus import SummarizeCorpus
+from pipeline.dataset.config import DatasetConfig
 from pipeline.errors import JobError, NothingToDo, UnitsFailed
 from pipeline.storage.storage import StorageGone
 
@@ -258,6 +259,15 @@ def test_help_explains_every_option(capsys: pytest.CaptureFixture[str], config_c
         assert field.description is not None
         assert " ".join(field.description.split()) in shown
     assert "--config" in shown
+
+
+def test_help_shows_the_few_values_that_an_option_has(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command_line.parse(DatasetConfig, "job.py", ["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--duplicates {keep,exact,normalized}" in shown
+    assert "--overlong {truncate,reject}" in shown
+    assert "--batch-size BATCH_SIZE" in shown
 
 
 def test_help_shows_options_under_what_they_are_about(capsys: pytest.CaptureFixture[str]) -> None:

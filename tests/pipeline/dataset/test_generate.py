@@ -1,6 +1,7 @@
 """Data sets from their input to what `datasets` loads."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from inline_session import without_ray
 from openai.types.chat import ChatCompletion
 from pydantic import ValidationError
 
+from jobs import inspect_run
 from pipeline.commits.commit import read_commits
 from pipeline.dataset import generate
 from pipeline.dataset.config import GENERATION, DatasetConfig
-from pipeline.dataset.generate import generate_dataset, unpublished
+from pipeline.dataset.generate import MANIFEST, generate_dataset, unpublished
 from pipeline.errors import JobError, JobStopped, NothingToDo
 from pipeline.inspection import inspect, verify
 from pipeline.storage.lease import Lease
@@ -202,6 +204,24 @@ def test_what_was_lost_of_a_data_set_is_published_again(
     (tmp_path / "set" / lost).unlink()
     assert generate_dataset(given, NoEngineBackend()).files == files
     assert (tmp_path / "set" / lost).read_bytes() == before
+
+
+@pytest.mark.usefixtures("cluster")
+def test_wide_rows_fill_a_shard_sooner_and_a_shard_that_was_changed_is_named(
+    config: Callable[..., DatasetConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(generate, "SHARD_BYTES", 1)
+    given = config(duplicates="keep")
+    generate_dataset(given, EchoBackend())
+    manifest = json.loads(Path(given.output, MANIFEST).read_text())
+    assert [entry["rows"] for entry in manifest["files"]] == [4, 4, 4, 1]
+    monkeypatch.setattr(sys, "argv", ["inspect_run.py", given.output, "--verify"])
+    assert inspect_run.main() == 0
+    changed = Path(given.output, manifest["files"][1]["file"])
+    changed.write_bytes(changed.read_bytes()[:-1])
+    assert inspect_run.main() == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"damaged: {manifest['files'][1]['file']} of the data set is not what was published" in said
 
 
 def test_an_input_column_named_sample_is_refused_before_the_run(

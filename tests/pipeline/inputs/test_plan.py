@@ -132,12 +132,17 @@ def test_a_glob_names_files(tmp_path: Path, job: Job, write_parquet: WriteParque
 
 
 def test_one_file_may_lack_an_optional_column_but_the_output_has_it(
-    tmp_path: Path, job: Job, write_parquet: WriteParquet
+    tmp_path: Path, job: Job, write_parquet: WriteParquet, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_parquet(tmp_path / "in/a.parquet", {"text": ["x"]})
     write_parquet(tmp_path / "in/b.parquet", {"text": ["y"], "year": [1999]})
     found = make_plan(job(), PromptTemplate("{year} {text}"))
     assert found.kept == pa.schema([("text", pa.string()), ("year", pa.int64())])
+    assert "1 input files, such as " in caplog.text
+    assert "a.parquet', have no column 'year': it is empty there" in caplog.text
+    caplog.clear()
+    make_plan(job(), PromptTemplate("{text}"))
+    assert not caplog.text
 
 
 def test_a_column_that_is_null_throughout_one_file_takes_the_type_of_the_others(

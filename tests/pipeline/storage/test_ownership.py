@@ -353,6 +353,12 @@ def test_requests_that_ask_for_what_cannot_be_given_leave_nothing(tmp_path: Path
     (tmp_path / "requests.jsonl").write_text(json.dumps(asked))
     with pytest.raises(JobError, match="the requests ask for temperature -1"):
         generation_config(config)
+    asked["body"] |= {"temperature": 1, "max_tokens": 10}
+    (tmp_path / "requests.jsonl").write_text(json.dumps(asked))
+    said = "^what the requests ask for does not go with this job's options: .*min_new_tokens"
+    with pytest.raises(JobError, match=said) as refused:
+        generation_config(config.model_copy(update={"min_new_tokens": 20}))
+    assert len(str(refused.value)) < 300
     assert not (tmp_path / "out").exists()
 
 
