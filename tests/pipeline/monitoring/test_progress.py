@@ -58,6 +58,11 @@ def test_what_is_committed_counts_with_its_errors(errors: int) -> None:
     assert said == f"10/100 rows | 1.0 rows/s | 5 output tokens/s | FLOPs saved 10.0% | {errors} errors | 0:01:30 left"
 
 
+def test_a_board_that_was_started_anew_does_not_make_a_job_that_goes_on_one_that_loads() -> None:
+    done = Totals(rows=10, generated_tokens=50, flops_prompt=60, flops_decode=30, flops_full_depth=100)
+    assert line(Counts(), None, done).startswith("10/100 rows | ")
+
+
 def test_the_bar_is_drawn_on_the_terminal_wherever_the_results_go(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

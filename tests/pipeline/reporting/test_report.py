@@ -1,7 +1,7 @@
 """report.html: one file, no network, and nothing in it but text can come from a row."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,6 +10,7 @@ from engine_double import LAYERS, ByteTokenizer, Echo
 
 from engine import Sampling, Schedule
 from pipeline.commits.commit import Totals, commit_unit
+from pipeline.commits.failed import FailedUnit
 from pipeline.config import JobConfig
 from pipeline.reporting.report import write_report
 from pipeline.rows.row_generator import RowGenerator
@@ -28,7 +29,12 @@ FETCHES = re.compile(
 def report_of(tmp_path: Path, job: Callable[..., JobConfig]) -> Callable[..., str]:
     """The report of a run over these texts, in units of two."""
 
-    def render(texts: list[str | None], audited: dict[str, float] | None = None, **options: object) -> str:
+    def render(
+        texts: list[str | None],
+        audited: dict[str, float] | None = None,
+        failed: Sequence[FailedUnit] = (),
+        **options: object,
+    ) -> str:
         storage, config = Storage(str(tmp_path / "out")), job(**options)
         commits, totals = [], Totals()
         for start in range(0, len(texts), 2):
@@ -42,7 +48,7 @@ def report_of(tmp_path: Path, job: Callable[..., JobConfig]) -> Callable[..., st
             unit = WorkUnit(f"00000-{start:09d}", "a.parquet", start, len(rows))
             commits.append(commit_unit(storage, unit, output, cost={"seconds": 1.0, **(audited or {})}))
             totals += commits[-1].totals
-        write_report(storage, config, Schedule.full_depth(LAYERS), "abcdef", commits, totals, [], [])
+        write_report(storage, config, Schedule.full_depth(LAYERS), "abcdef", commits, totals, [], [], failed)
         return (tmp_path / "out/report.html").read_text()
 
     return render
@@ -53,6 +59,13 @@ def test_what_a_row_says_is_text_and_never_markup(report_of: Callable[..., str])
     assert "<script" not in html
     assert "&lt;script src=" in html
     assert "<b>0</b>" not in html
+
+
+def test_the_report_of_an_incomplete_run_says_so_first(report_of: Callable[..., str]) -> None:
+    failed = [FailedUnit(f"00001-{start:09d}", "b.parquet", start, 256, 3, "no") for start in (0, 256)]
+    headline = " ".join(report_of(["one", "two"], failed=failed).split()).split("<h2>")[0]
+    assert "2 rows, and not complete: 512 rows in 2 units failed." in headline
+    assert "not complete" not in report_of(["one", "two"])
 
 
 def test_the_report_fetches_nothing(report_of: Callable[..., str]) -> None:
