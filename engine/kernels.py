@@ -92,7 +92,8 @@ class Kernels:
             )
         else:
             assert seen is not None
-            k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+            if heads != kv_heads:
+                k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
             scores = _cap(q @ k.transpose(-1, -2) * kind.scale, kind.softcap).masked_fill(~seen, -torch.inf)
             out = scores.float().softmax(-1).to(v.dtype) @ v
         return out[0].transpose(0, 1).flatten(1)
@@ -266,12 +267,17 @@ class FrozenOneDnnKernels(Kernels):
 class FrozenHalfKernels(Kernels):
     """GPU, float32: for training through weights that stay as they are, kept in bfloat16 as in most checkpoints.
 
-    Products are of bfloat16 numbers, in judging too: a GPU multiplies these some fifteen times as fast as float32 ones.
+    Products are of bfloat16 numbers: a GPU multiplies these some fifteen times as fast as float32 ones. In judging too,
+    but for logits, where rounding would decide between tokens that are nearly as likely.
     """
 
     keeps_weights = False
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        half = self.inner_linear(weight, bias)
+        return lambda x: half(x) if torch.is_grad_enabled() else F.linear(x, weight, bias)
+
+    def inner_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         half = weight.detach().to(torch.bfloat16)
 
         def product(x: Tensor) -> Tensor:
@@ -365,7 +371,8 @@ def training_kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
     """The fastest that let gradients pass through a model whose weights are not trained."""
     if dtype != torch.float32:
         return Kernels()
-    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+    # Before compute capability 8.0 GPUs have no units for bfloat16 numbers.
+    if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (8, 0):
         return FrozenHalfKernels()
     return FrozenOneDnnKernels() if _packs(device) else Kernels()
 

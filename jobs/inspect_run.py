@@ -77,8 +77,6 @@ def look(config: InspectRun) -> Inspection:
         say(f"next: read the files that {data_set.url.rstrip('/')}/{MANIFEST} lists")
     if config.verify:
         damages = verify(storage, found)
-        if data_set is not None and not missing:
-            damages += damaged_files(data_set)
         for damage in damages[:MOST_SHOWN]:
             say(f"damaged: {damage}")
         if damages:
@@ -87,6 +85,13 @@ def look(config: InspectRun) -> Inspection:
                 "and the manifest, and start the job again to do just those, with their input files in place"
             )
         say(f"verified: {len(found.commits):,} files, {found.totals.rows:,} rows, each once")
+        if data_set is not None and not missing and (changed := damaged_files(data_set)):
+            for file in changed[:MOST_SHOWN]:
+                say(f"damaged: {file} is not what was published")
+            raise JobError(
+                f"{len(changed)} files of the data set {config.output!r} are damaged: remove them, and start the same "
+                "job again, which generates nothing anew"
+            )
     if missing:
         raise JobStopped(
             f"data set {config.output!r}: {missing}; start the same job again, which generates nothing anew"

@@ -56,7 +56,8 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
     job = prepare_run(config, backend)
     if config.incremental:
         job = only_new(job)
-    job.plan.warn_of_unreadable()
+    else:
+        job.plan.warn_of_unreadable()
     config, plan, shape = job.config, job.plan, job.shape
     ledger = Ledger(shape, as_it_runs(config, job.schedule))
     tokenizer = job.backend.tokenizer(config)

@@ -21,11 +21,15 @@ SCATTERED = 1.27
 
 def model_bytes(shape: ModelShape, device: torch.device) -> int:
     """Memory of the model in single precision, as `training_kernels_for` has it. A CPU keeps its matrices transposed
-    too once a gradient has passed, a GPU that multiplies bfloat16 numbers keeps them in these.
+    too once a gradient has passed, a GPU that multiplies bfloat16 numbers keeps those of the layers in these.
     """
+    units, head = shape.layers * shape.layer_parameters, shape.head_parameters
     kernels = training_kernels_for(device, torch.float32)
-    each = {FrozenHalfKernels: HALF, FrozenOneDnnKernels: 2 * FLOAT}.get(type(kernels), FLOAT)
-    return each * _matrices(shape) + FLOAT * shape.vocab * shape.hidden
+    if isinstance(kernels, FrozenHalfKernels):
+        kept = HALF * units + (HALF + FLOAT) * head
+    else:
+        kept = FLOAT * (2 if isinstance(kernels, FrozenOneDnnKernels) else 1) * (units + head)
+    return kept + FLOAT * shape.vocab * shape.hidden
 
 
 def teacher_bytes(teacher: Engine) -> int:

@@ -224,7 +224,8 @@ class VllmEngine:
             self._running.broken = True
             # While the model is there: what is compiled of it would keep it, and its memory, for good.
             if (forget_compiled := getattr(self._running.llm, "_finalizer", None)) is not None:
-                forget_compiled()
+                with suppress(Exception):
+                    forget_compiled()
             self._running.llm.engine_core.shutdown()
             self._running = None
             gc.collect()
@@ -357,13 +358,13 @@ class VllmDecoding:
             raise StreamLost("vLLM has ended under rows that it ran: another stream goes on with them")
         try:
             outputs = [] if self._done else self._llm.step()
+            outputs = [output for output in outputs if output.request_id in whose]
+            stopped = [output.request_id for output in outputs if whose[output.request_id]._take(output)]
+            if stopped:
+                self._llm.abort_request(stopped)
         except Exception:
             self._running.broken = True  # whatever state it is in
             raise
-        outputs = [output for output in outputs if output.request_id in whose]
-        stopped = [output.request_id for output in outputs if whose[output.request_id]._take(output)]
-        if stopped:
-            self._llm.abort_request(stopped)
         if self.not_numbers:
             # Attention on CPUs looks, times zero, at what rows have left in the cache, and that is still no number.
             self._running.broken |= self._llm.vllm_config.device_config.device_type == "cpu"

@@ -79,7 +79,9 @@ class OurSampling(LogitsProcessor):
                 sampler.enter(seat, [*row.prompt, *row.tokens], row.sample_id)
             where = torch.tensor(places, device=self._device)
             chosen = sampler.choose(logits[where], range(len(rows)), [len(row.tokens) for row in rows])
-            none = chosen < 0  # prompts that are not yet through may have anything here; of other rows vLLM tells
+            # Prompts that are not yet through may have anything here. Of other rows vLLM tells, which counts what is no
+            # number in these logits, where they are in single precision, or in those that they were made of.
+            none = chosen < 0
             wanted = torch.full_like(logits[where], -torch.inf).scatter_(1, chosen.clamp_min(0)[:, None], 0.0)
             logits[where] = wanted.masked_fill_(none[:, None], torch.nan)
         return logits

@@ -46,8 +46,12 @@ def read_failures(storage: Storage) -> list[FailedUnit]:
 
 
 def failed_rows(failed: Collection[FailedUnit]) -> str:
-    """How many, in words."""
-    return f"{sum(unit.rows for unit in failed):,} rows in {len(failed):,} units"
+    """How many, in words: of a file that cannot be read nobody knows how many rows it has."""
+    files = sum(not unit.rows for unit in failed)
+    said = (
+        [f"{sum(unit.rows for unit in failed):,} rows in {len(failed) - files:,} units"] if len(failed) > files else []
+    )
+    return " and ".join(said + ([f"{files:,} whole file{'s' if files > 1 else ''}"] if files else [])) or "no rows"
 
 
 def forget_failures(storage: Storage, keep: Collection[str]) -> None:

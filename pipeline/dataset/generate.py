@@ -180,15 +180,11 @@ def unpublished(storage: Storage, success: Mapping[str, Any]) -> str:
 
 
 def damaged_files(storage: Storage) -> list[str]:
-    """What is wrong with files that are published here, in words."""
+    """Those of the files that are published here that are not what was written."""
     manifest = _RECORD.read(storage, MANIFEST)
     assert manifest is not None
     listed = ((entry["file"], entry.get("checksum")) for entry in manifest["files"])  # of Parquet files alone
-    return [
-        f"{file} of the data set is not what was published: remove it, and start the job again to publish it anew"
-        for file, wanted in listed
-        if wanted is not None and checksum(storage.read(file) or b"") != wanted
-    ]
+    return [file for file, wanted in listed if wanted is not None and checksum(storage.read(file) or b"") != wanted]
 
 
 def _state(success: Mapping[str, Any]) -> str:
@@ -250,16 +246,17 @@ def _cut(tables: Iterable[pa.Table], rows: int) -> Iterator[pa.Table]:
     has a schema too.
     """
     parts: list[pa.Table] = []
-    held, is_cut = 0, False
+    held, size, is_cut = 0, 0, False
     for table in tables:
         while held + table.num_rows >= rows:
             yield pa.concat_tables([*parts, table.slice(0, rows - held)])
-            table, parts, held, is_cut = table.slice(rows - held), [], 0, True
+            table, parts, held, size, is_cut = table.slice(rows - held), [], 0, 0, True
         parts.append(table)
         held += table.num_rows
-        if sum(part.nbytes for part in parts) >= SHARD_BYTES:
+        size += table.nbytes
+        if size >= SHARD_BYTES:
             yield pa.concat_tables(parts)
-            parts, held, is_cut = [table.slice(table.num_rows)], 0, True
+            parts, held, size, is_cut = [], 0, 0, True
     if held or not is_cut:
         yield pa.concat_tables(parts)
 

@@ -185,8 +185,10 @@ def make_plan(
     begun = pa.schema([]) if begun is None else begun
     columns = list(dict.fromkeys([*begun.names, *_columns(files)]))
     template.check_columns(set(columns))
+    met = {version for file in (known or {}).values() for version in file.versions}  # an earlier run has warned of
+    fresh = [file for file in files if not file.problem and file.version not in met]
     for name in dict.fromkeys(filter(None, [*(template.fields - {"text"}), config.id_column])):
-        if lacking := [file.path for file in files if not file.problem and name not in file.schema.names]:
+        if lacking := [redacted(file.path) for file in fresh if name not in file.schema.names]:
             log.warning(
                 "%d input files, such as %r, have no column %r: it is empty there", len(lacking), lacking[0], name
             )

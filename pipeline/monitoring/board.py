@@ -105,7 +105,7 @@ class Board:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         options = {"num_cpus": 0, "scheduling_strategy": here, "max_restarts": -1}
         self._actor: Any = ray.remote(**options)(_BoardActor).remote()
-        self._last, self._to_forget = Counts(), list[str]()
+        self._last, self._to_forget = Counts(), set[str]()
 
     def starting(self) -> None:
         """A replica begins to load its model."""
@@ -140,12 +140,13 @@ class Board:
 
         Where they cannot be had now, the last ones, with nothing in flight.
         """
-        forget = [*self._to_forget, *forget]
-        counts: Counts | None = self._ask(self._actor.read.remote(forget), None)
+        self._to_forget.update(forget)
+        asked = [*self._to_forget]
+        counts: Counts | None = self._ask(self._actor.read.remote(asked), None)
         if counts is None:
-            self._to_forget = forget
             return replace(self._last, rows=0, tokens=0, running={})
-        self._last, self._to_forget = counts, []
+        self._to_forget.difference_update(asked)
+        self._last = counts
         return counts
 
     def close(self) -> None:

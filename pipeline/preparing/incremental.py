@@ -181,6 +181,7 @@ def only_new(job: Preparation) -> Preparation:
     committed, known = _rows_by_version(commits), job.known if commits else {}
     plan = job.plan.excusing(lambda file: _is_done(file, known.get(file.name), committed))
     plan = plan.without({commit.unit for commit in commits})
+    plan.warn_of_unreadable()
     if not plan.units:
         raise NothingToDo(f"nothing is new in {job.config.input!r}: {plan.all_done}")
     return replace(job, plan=plan)

@@ -64,22 +64,26 @@ def write_report(
         "label": looked.label,
         "samples": _spread(looked.rows[True], SAMPLES),
         "errors": _spread(looked.rows[False], ERRORS),
-        "subject": _subject(commits, config),
+        "subject": _subject(commits, config, failed),
     }
     storage.write(REPORT_FILE, render("pipeline.reporting", content).encode(errors="backslashreplace"))
 
 
 def is_reported(storage: Storage, commits: Iterable[Commit], config: JobConfig) -> bool:
-    """Whether the report of just these commits, at this price, is there."""
+    """Whether the report of just these commits, at this price, and of none that failed, is there."""
     try:
-        return _subject(commits, config).encode() in (storage.read(REPORT_FILE, LARGE) or b"")
+        return _subject(commits, config, ()).encode() in (storage.read(REPORT_FILE, LARGE) or b"")
     except Unfit:
         return False
 
 
-def _subject(commits: Iterable[Commit], config: JobConfig) -> str:
+def _subject(commits: Iterable[Commit], config: JobConfig, failed: Iterable[FailedUnit]) -> str:
     """Names what a report is of."""
-    of = [*sorted(commit.file for commit in commits), f"at {config.price_per_gpu_hour}"]
+    of = [
+        *sorted(commit.file for commit in commits),
+        f"at {config.price_per_gpu_hour}",
+        *(unit.unit for unit in failed),
+    ]
     return hashlib.sha256("\n".join(of).encode()).hexdigest()
 
 

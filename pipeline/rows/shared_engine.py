@@ -8,7 +8,18 @@ from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Literal, NamedTuple
 
-from engine import BatchStats, Decoding, Engine, Generation, Sampling, Schedule, Scores, StreamLost
+from engine import (
+    BatchStats,
+    Decoding,
+    Engine,
+    Generation,
+    ModelError,
+    Sampling,
+    Schedule,
+    ScheduleError,
+    Scores,
+    StreamLost,
+)
 from engine.decoding import feeding
 from engine.vllm.engine import VllmEngine  # which needs no vLLM before there is one
 
@@ -191,7 +202,8 @@ class SharedEngine:
         calls, terms = shared.calls, shared.terms
         del shared  # and its rows' cache, which is memory that the next try needs too
         for call in calls:  # none, unless the stream broke
-            if len(calls) == 1 and not isinstance(error, StreamLost):
+            alike = isinstance(error, ModelError | ScheduleError)  # whatever the rows are
+            if alike or (len(calls) == 1 and not isinstance(error, StreamLost)):
                 call.told.put(error)
             else:
                 self._alone(call, terms)

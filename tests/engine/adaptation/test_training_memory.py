@@ -62,11 +62,14 @@ def test_the_model_is_counted_as_kernels_keep_it_on_a_cpu_with_what_gradients_pa
     model, before = str(make_checkpoint()), tensor_bytes()
     loaded = Engine.load(model, device="cpu", kernels=Kernels())
     found, shape = tensor_bytes() - before, loaded.shape
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     once, twice = (model_bytes(shape, torch.device(kind)) for kind in ("cuda", "cpu"))
     assert 0.8 * found < once < found
     assert twice - once == 4 * (shape.layers * shape.layer_parameters + shape.head_parameters)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not including_emulation)
-    assert once - model_bytes(shape, torch.device("cuda")) == (twice - once) // 2
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    units = 4 * shape.layers * shape.layer_parameters
+    assert once - model_bytes(shape, torch.device("cuda")) == units // 2 - 2 * shape.head_parameters
 
 
 def test_where_prompts_learn_the_longest_may_need_more_than_a_pass_of_others(engine: Engine) -> None:

@@ -220,8 +220,13 @@ def test_wide_rows_fill_a_shard_sooner_and_a_shard_that_was_changed_is_named(
     changed = Path(given.output, manifest["files"][1]["file"])
     changed.write_bytes(changed.read_bytes()[:-1])
     assert inspect_run.main() == 1
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"damaged: {manifest['files'][1]['file']} of the data set is not what was published" in said
+    said, failed = (" ".join(part.split()) for part in capsys.readouterr())
+    assert f"damaged: {manifest['files'][1]['file']} is not what was published" in said
+    assert "1 files of the data set" in failed
+    assert "start the same job again, which generates nothing anew" in failed
+    changed.unlink()
+    generate_dataset(given, NoEngineBackend())
+    assert inspect_run.main() == 0
 
 
 def test_an_input_column_named_sample_is_refused_before_the_run(

@@ -977,7 +977,9 @@ def test_on_ray_a_night_stops_at_its_ceiling_and_the_next_goes_on(nightly: Job, 
 
 
 @pytest.mark.usefixtures("inline")
-def test_a_plan_is_of_what_is_new_and_the_report_compares_it_with_that(nightly: Job, put: Put) -> None:
+def test_a_plan_is_of_what_is_new_and_the_report_compares_it_with_that(
+    nightly: Job, put: Put, caplog: pytest.LogCaptureFixture
+) -> None:
     put("a", 6)
     config = nightly(plan_output_tokens=8)
     storage = Storage(config.output)
@@ -989,7 +991,14 @@ def test_a_plan_is_of_what_is_new_and_the_report_compares_it_with_that(nightly: 
     damaged.write_bytes(b"PAR1")
     with pytest.raises(NothingToDo, match=r": all 1 files that can be read are done, 1 cannot be read$"):
         forecast_run(config, NoEngineBackend())
+    assert "damaged.parquet' cannot be read" in caplog.text
+    with pytest.raises(UnitsFailed):
+        run_job(config, NoEngineBackend())
+    report = Path(config.output, "report.html")
+    assert "not complete: 1 whole file failed" in " ".join(report.read_text().split())
     damaged.unlink()
+    run_job(config, NoEngineBackend())
+    assert "not complete" not in report.read_text()
     assert forecast_run(nightly(fresh=True), NoEngineBackend()).rows == 6
     put("b", 9)
     forecast = forecast_run(config, NoEngineBackend())

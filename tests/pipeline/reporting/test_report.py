@@ -63,9 +63,15 @@ def test_what_a_row_says_is_text_and_never_markup(report_of: Callable[..., str])
 
 def test_the_report_of_an_incomplete_run_says_so_first(report_of: Callable[..., str]) -> None:
     failed = [FailedUnit(f"00001-{start:09d}", "b.parquet", start, 256, 3, "no") for start in (0, 256)]
-    headline = " ".join(report_of(["one", "two"], failed=failed).split()).split("<h2>")[0]
-    assert "2 rows, and not complete: 512 rows in 2 units failed." in headline
-    assert "not complete" not in report_of(["one", "two"])
+    file = FailedUnit("00002-000000000", "c.parquet", 0, 0, 1, "read: it is no Parquet file")
+
+    def headline(*failed: FailedUnit) -> str:
+        return " ".join(report_of(["one", "two"], failed=failed).split()).split("<h2>")[0]
+
+    assert "2 rows, and not complete: 512 rows in 2 units failed." in headline(*failed)
+    assert "2 rows, and not complete: 1 whole file failed." in headline(file)
+    assert "2 rows, and not complete: 512 rows in 2 units and 1 whole file failed." in headline(*failed, file)
+    assert "not complete" not in headline()
 
 
 def test_the_report_fetches_nothing(report_of: Callable[..., str]) -> None:
