@@ -47,11 +47,11 @@ def read_failures(storage: Storage) -> list[FailedUnit]:
 
 def failed_rows(failed: Collection[FailedUnit]) -> str:
     """How many, in words: of a file that cannot be read nobody knows how many rows it has."""
-    files = sum(not unit.rows for unit in failed)
-    said = (
-        [f"{sum(unit.rows for unit in failed):,} rows in {len(failed) - files:,} units"] if len(failed) > files else []
-    )
-    return " and ".join(said + ([f"{files:,} whole file{'s' if files > 1 else ''}"] if files else [])) or "no rows"
+    units = [unit.rows for unit in failed if unit.rows]
+    files = len(failed) - len(units)
+    said = [f"{sum(units):,} rows in {len(units):,} units"] if units else []
+    said += [f"{files:,} whole file{'s' if files > 1 else ''}"] if files else []
+    return " and ".join(said) or "no rows"
 
 
 def forget_failures(storage: Storage, keep: Collection[str]) -> None:
