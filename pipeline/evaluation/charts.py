@@ -60,7 +60,7 @@ def frontier(found: Sequence[Figures], styles: Styles, whole_sample: bool) -> st
             ]
             _line(axes, name, sorted(points), styles)
         axes.set_xlabel(f"{'whole-sample' if whole_sample else 'decode'} FLOP speed-up")
-        axes.set_xlim(left=min(0.98, axes.get_xlim()[0]))
+        axes.set_xlim(left=min([1.0, *(speed.value for speed in speeds if speed is not None)]) - 0.02)
     left.axhline(0, color=PALE, linewidth=1, zorder=1)
     left.set_ylim(top=min(left.get_ylim()[1], MOST_EXCESS))
     for each, speed in zip(found, speeds, strict=True):
