@@ -155,7 +155,7 @@ class Engine:
     @property
     def shared_tokens(self) -> int:
         """How many tokens `share_prefix` has computed for prompts to come."""
-        return len(self._prompts.prefix.tokens) if self._prompts.prefix else 0
+        return len(self._prompts.prefix.tokens)
 
     def decoding(
         self, sampling: Sampling | None = None, schedule: Schedule | None = None, batch_size: int = 32
@@ -324,15 +324,11 @@ class Engine:
         return self._compiled
 
     def teacher_forced(
-        self, answers: Sequence[Answer], schedule: Schedule | None = None, compiled: Compiled | None = None
+        self, answers: Sequence[Answer], plan: PromptPlan = FULL_DEPTH, compiled: Compiled | None = None
     ) -> AnswerPass:
-        """Known answers to prompts, to be passed through the layers under any schedule that has this one's prompt plan.
-
-        `schedule` is what the prompts run under, by default at full depth, `compiled` what it brings along.
+        """Known answers to prompts that run a plan with what is compiled for it, to be passed through the layers under
+        any schedule that has this plan.
         """
-        plan = FULL_DEPTH if schedule is None else schedule.prompt_plan
-        if schedule is not None and compiled is None and not plan.is_full_depth:
-            compiled = self.compiled(schedule)
         kept = KeptPrompts(self._prompts, [answer.prompt for answer in answers], plan, compiled)
         return AnswerPass(kept, answers)
 

@@ -101,16 +101,10 @@ class Kernels:
     def packed_attention(
         self, q: Tensor, lengths: list[int], prompts: Sequence[tuple[Tensor, Tensor]], kind: AttentionKind
     ) -> Tensor:
-        """`prompt_attention` of several prompts whose last tokens are laid end to end.
+        """`prompt_attention` of several prompts, [N, heads * head_dim], whose last tokens are laid end to end.
 
-        Args:
-            q: [N, heads, head_dim].
-            lengths: how many queries are of each prompt.
-            prompts: keys and values of each, of all its n tokens, [n, kv_heads, head_dim].
-            kind: the layer's scale, window and soft cap.
-
-        Returns:
-            [N, heads * head_dim].
+        So many queries of q [N, heads, head_dim] as `lengths` says are of each prompt; `prompts` are keys and values of
+        each, of all its n tokens, [n, kv_heads, head_dim].
         """
         # Split at once: slices would each have a gradient of q's size.
         pairs = zip(q.split(lengths), prompts, strict=True)
@@ -144,13 +138,8 @@ def grouped_attention(q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind, seen
     """Attention of m queries to those of n keys that each sees, [m, heads * head_dim].
 
     The query heads that share a key/value head are queries side by side: no fused kernel of a GPU takes a mask and
-    grouped heads together, and the one that is no fused one keeps all scores, in float32.
-
-    Args:
-        q: [m, heads, head_dim].
-        k, v: [n, kv_heads, head_dim].
-        kind: the layer's scale.
-        seen: [m, n], bool.
+    grouped heads together, and the one that is no fused one keeps all scores, in float32. q is [m, heads, head_dim],
+    k and v are [n, kv_heads, head_dim], `seen` is [m, n], of bool.
     """
     group = q.shape[1] // k.shape[1]
     q = q.unflatten(1, (-1, group)).permute(1, 2, 0, 3).flatten(1, 2)  # [kv_heads, group x m, head_dim]
@@ -367,10 +356,8 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
     return HalfOneDnnKernels() if dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported() else Kernels()
 
 
-def training_kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """The fastest that let gradients pass through a model whose weights are not trained."""
-    if dtype != torch.float32:
-        return Kernels()
+def training_kernels_for(device: torch.device) -> Kernels:
+    """The fastest that let gradients pass through a float32 model whose weights are not trained."""
     # Before compute capability 8.0 GPUs have no units for bfloat16 numbers.
     if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (8, 0):
         return FrozenHalfKernels()

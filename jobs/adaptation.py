@@ -12,13 +12,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from pydantic import Field
 
 from engine import Engine, ModelError, Schedule, ScheduleError, model_identity
 from engine.adaptation.checkpoint import check_settings
 from engine.adaptation.curve import Point, is_early_look, reachable_kl
-from engine.adaptation.memory import kept_bytes, model_bytes, teacher_bytes, working_bytes
+from engine.adaptation.memory import kept_bytes, model_bytes, teacher_bytes, trained_bytes, working_bytes
 from engine.adaptation.peers import Peers
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import Trainer
@@ -29,7 +28,7 @@ from engine.kernels import training_kernels_for
 from engine.memory import check_memory, free_bytes
 from jobs.answers import ANSWERS_FILE, PART, AnswersConfig, answer_corpus, with_more_answers
 from pipeline import logs
-from pipeline.errors import JobError, JobStopped
+from pipeline.errors import JobError, JobStopped, last_line
 from pipeline.inputs.sample_prompts import Part
 from pipeline.monitoring.stage_progress import StageProgress
 from pipeline.preparing.fit import made_from
@@ -158,7 +157,7 @@ def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
         peers = Peers()
         bridge = peers.firsts(fit_prompt_bridge(teacher, prompts, cut, progress) if peers.is_first else None)
         schedules = [replace(schedule, prompt_bridge=bridge) for schedule in schedules]
-    kernels = training_kernels_for(teacher.device, torch.float32)
+    kernels = training_kernels_for(teacher.device)
     del teacher  # the memory has room for one of the two
     student = Engine.load(config.model, config.device, "float32", config.threads, kernels, today)
     student.share_prefix(config.template().shared_prefix(student.tokenizer))  # no prompt bridge stands in for it
@@ -223,7 +222,7 @@ def check_drawn(
         working_bytes(teacher.shape, schedules, ours, lengths[-kept:]),
         free_bytes(teacher.device) + teacher_bytes(teacher),
         len(prompts),
-        model_bytes(teacher.shape, teacher.device),
+        model_bytes(teacher.shape, teacher.device) + trained_bytes(schedules, teacher.decoder, config.recipe()),
     )
 
 
@@ -297,5 +296,4 @@ def reason_of(error: Exception) -> Exception:
         lost = isinstance(failure, RuntimeError | OSError) or type(failure).__module__.startswith("ray.")
         if is_out_of_memory(failure) or not lost:
             return failure  # type: ignore[no-any-return]
-    last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-    return JobStopped(f"Ray ended the training ({last}): start it again to go on from its checkpoint")
+    return JobStopped(f"Ray ended the training ({last_line(error)}): start it again to go on from its checkpoint")

@@ -15,7 +15,8 @@ import engine
 from engine import Engine, Sampling
 from engine.adaptation.peers import Peers
 from engine.calibration.answer_file import read_answers, write_answers
-from engine.calibration.collect import Progress, answer_prompts
+from engine.calibration.collect import answer_prompts
+from engine.forward.packing import Progress
 from engine.forward.teacher_forcing import Answer
 from jobs.prompts import SUMMARIZE
 from pipeline.inputs.sample_prompts import CorpusConfig, Part, sample_prompts

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 from rich.console import Console
@@ -131,7 +131,7 @@ def _name(target: float) -> str:
 
 
 def _row(found: Calibrated) -> list[str]:
-    figures: dict[str, Any] = dict(found.schedule.provenance)
+    figures = found.schedule.provenance
     held_out = figures["held_out"]
 
     def shown(name: str) -> str:
@@ -139,7 +139,7 @@ def _row(found: Calibrated) -> list[str]:
         return f"{held_out[name]:.3f} [{low:.3f}, {high:.3f}]"
 
     return [
-        f"{found.target:g}x",
+        _name(found.target),
         f"{figures['decode_flop_speedup']:.3f}x",
         f"{figures['sample_flop_speedup']:.3f}x",
         ", ".join(f"{plateau.skipped // 2} from {plateau.first_step}" for plateau in found.schedule.plateaus),

@@ -134,13 +134,12 @@ def _parser(config_class: type[BaseModel], program: str, positional: str | None)
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file with any of these options as keys; flags win over it"
     )
-    groups: dict[type[BaseModel], Any] = {
-        part: parser.add_argument_group(_title(part)) for part in _parts(config_class)[1:]
-    }
+    # What the configuration is made of; a field is the last one's that has it.
+    parts = [part for part in config_class.__mro__ if issubclass(part, BaseModel) and part is not BaseModel]
+    groups: dict[type[BaseModel], Any] = {part: parser.add_argument_group(_title(part)) for part in parts[1:]}
     groups[config_class] = parser
     for name, field in config_class.model_fields.items():
-        owner = [each for each in _parts(config_class) if name in each.model_fields][-1]
-        group = groups[owner]
+        group = groups[[part for part in parts if name in part.model_fields][-1]]
         shown: dict[str, Any] = {"nargs": "*", "action": "extend"} if _is_list(field.annotation) else {}
         if choices := _choices(field.annotation):
             shown["metavar"] = "{" + ",".join(map(str, choices)) + "}"
@@ -151,11 +150,6 @@ def _parser(config_class: type[BaseModel], program: str, positional: str | None)
         else:
             group.add_argument(_flag(name), dest=name, default=argparse.SUPPRESS, help=_help(field), **shown)
     return parser
-
-
-def _parts(config_class: type[BaseModel]) -> list[type[BaseModel]]:
-    """The classes that a configuration is made of; a field is the last one's that has it."""
-    return [part for part in config_class.__mro__ if issubclass(part, BaseModel) and part is not BaseModel]
 
 
 def _title(part: type[BaseModel]) -> str:

@@ -186,8 +186,7 @@ def write_results(config: EvaluateSchedule, study: Study, contenders: Sequence[C
     results = {"config": described, "contenders": [asdict(each) for each in found]}
     (config.output / FIGURES_FILE).write_text(json.dumps(results, indent=1))
     (config.output / REPORT_FILE).write_bytes(render(outputs, found, described).encode(errors="backslashreplace"))
-    console = Console()
-    console.print(_table(found))
+    Console().print(_table(found))
     for file in (OUTPUTS_FILE, FIGURES_FILE, REPORT_FILE):
         print(f"{file.split('.')[0]}: {config.output / file}")
 

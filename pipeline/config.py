@@ -1,7 +1,7 @@
 """The configuration of a generation job, checked before anything starts."""
 
 from dataclasses import fields
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -135,6 +135,8 @@ class JobConfig(GenerationConfig, StorageConfig):
     from.
     """
 
+    reserved: ClassVar[tuple[str, ...]] = ()  # columns that are added to the output afterwards
+
     plan: bool = Field(
         False, description="print what the run will take and cost, store it in the output as _plan.json, and end"
     )
@@ -240,7 +242,7 @@ class JobConfig(GenerationConfig, StorageConfig):
 
     @property
     def vllm_options(self) -> list[str]:
-        """As above. A second GPU would be paid for, and idle."""
+        """Names of those given that our own engine has nothing for: a second GPU would be paid for, and idle."""
         gpus = self.gpus_per_replica or 0.0
         return super().vllm_options + [f"gpus_per_replica {gpus:g}"] * (gpus > 1)
 
@@ -248,11 +250,6 @@ class JobConfig(GenerationConfig, StorageConfig):
     def samples_per_row(self) -> int:
         """Generations of each input row, each a work unit's own."""
         return 1
-
-    @property
-    def reserved(self) -> tuple[str, ...]:
-        """Names of columns that are added to the output afterwards."""
-        return ()
 
     def input_storage(self) -> Storage:
         """Raises JobError."""

@@ -37,3 +37,13 @@ def one_line(error: BaseException) -> str:
     """
     said = redacted(" ".join(str(error).split())) or type(error).__name__
     return said.encode(errors="backslashreplace").decode()
+
+
+def described(error: BaseException) -> str:
+    """Of what kind it is, and what it says in one line."""
+    return f"{type(error).__name__}: {one_line(error)}"
+
+
+def last_line(error: BaseException) -> str:
+    """Of what Ray says, whose errors begin with a traceback of another process."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]

@@ -139,8 +139,8 @@ def _check_ranges(inspection: Inspection) -> Iterator[str]:
 def _check_manifest(inspection: Inspection, manifest: dict[str, Any]) -> Iterator[str]:
     listed = {entry["file"]: entry["checksum"] for entry in manifest["commits"]}
     committed = {commit.file: commit.checksum for commit in [*inspection.commits, *inspection.replaced]}
-    if manifest.get("fingerprint") != inspection.run["fingerprint"]:
-        yield f"{SUCCESS_FILE} is that of run {manifest.get('fingerprint')}, not of {inspection.run['fingerprint']}"
+    if manifest["fingerprint"] != inspection.run["fingerprint"]:
+        yield f"{SUCCESS_FILE} is that of run {manifest['fingerprint']}, not of {inspection.run['fingerprint']}"
     for file in sorted(listed.keys() ^ committed.keys()):
         yield f"{file} is {'listed in the manifest but not committed' if file in listed else 'not in the manifest'}"
     for file in sorted(listed.keys() & committed.keys()):

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -12,7 +12,7 @@ from pipeline.commits.commit import DATA, SUCCESS_FILE, Commit, Totals, damaged,
 from pipeline.commits.failed import FAILED, FailedUnit, forget_failures, record_failure
 from pipeline.commits.manifest import is_manifest_of, write_success
 from pipeline.config import JobConfig
-from pipeline.errors import JobError, JobStopped, UnitsFailed, one_line
+from pipeline.errors import JobError, JobStopped, UnitsFailed, described
 from pipeline.execution.cluster import connect
 from pipeline.execution.interruption import Interruption
 from pipeline.execution.session import Done, Session
@@ -80,17 +80,13 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
     start = time.monotonic()
     job = prepare_run(config, backend)  # under the lease: an older plan might not know what another job has done since
     storage = job.config.output_storage()
-
-    def check_lease() -> None:
-        if lease is not None:
-            lease.check()
-
-    begun = _begin(job, storage, check_lease)
+    if lease is not None:  # planning, reading and waiting for storage may take longer than a lease lasts
+        storage = storage.guarded(lease.check)
+    begun = _begin(job, storage)
     job = begun.job
     unreadable = [record_failure(storage, unit, 1, f"read: {why}") for unit, why in job.plan.unreadable]
     session = _generate(begun, lease) if begun.new.units else Done()
     session.failed += unreadable
-    check_lease()
     commits = [*begun.commits, *session.commits]
     if begun.history is not None:
         commits = begun.history.settle(commits)
@@ -107,12 +103,8 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
         _report(begun, storage, session, commits, total(commits))
         raise UnitsFailed(_say_failed(session.failed, begun.work, job.config.output))
     _check_complete(job.plan, commits, storage)
-
-    def check() -> None:
-        begun.claim.check(storage)
-        check_lease()
-
-    swept = sweep_orphans(storage, commits, check, begun.history.is_replaced if begun.history is not None else None)
+    ours = storage.guarded(lambda: begun.claim.check(storage))
+    swept = sweep_orphans(ours, commits, begun.history.is_replaced if begun.history is not None else None)
     if swept:
         log.info("removed %d data files that no commit names", swept)
     if begun.history is not None:
@@ -122,8 +114,7 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
         if begun.history is not None:
             held = begun.history.describe(commits)
         description = {"fingerprint": job.fingerprint, **job.description, "input": job.description["input"] | held}
-        check()
-        write_success(storage, description, commits, totals)
+        write_success(ours, description, commits, totals)
     # After the manifest: whatever becomes of the report, the run is finished.
     if begun.new.units or not is_reported(storage, commits, job.config):
         _report(begun, storage, session, commits, totals)
@@ -152,11 +143,7 @@ class _Begun:
         return self.job.plan if self.history is None else self.new
 
 
-def _begin(job: Preparation, storage: Storage, check: Callable[[], None]) -> _Begun:
-    """`check` raises if the output has become another job's: to plan and to read what is there may take longer than a
-    lease lasts.
-    """
-    check()
+def _begin(job: Preparation, storage: Storage) -> _Begun:
     if job.config.fresh:
         discard_run(storage)
     claim = claim_output(storage.at_first(), job.description, job.plan.kept)
@@ -164,7 +151,7 @@ def _begin(job: Preparation, storage: Storage, check: Callable[[], None]) -> _Be
     commits = read_commits(storage, claim.run, keep=True) if claim.resuming else []
     history: History | None = None
     if job.config.incremental:
-        history = History(storage, job, job.known if claim.resuming else {}, check)
+        history = History(storage, job, job.known if claim.resuming else {})
         commits = history.settle(commits)
         plan = job.plan.excusing(history.is_done)
     else:
@@ -187,7 +174,6 @@ def _begin(job: Preparation, storage: Storage, check: Callable[[], None]) -> _Be
     if claim.resuming and begun.new.units:
         storage.at_first().prove_put_if_absent()  # who began the run may have been allowed more than who goes on
     if claim.resuming and (begun.new.units or (history is not None and plan.unreadable)):
-        check()
         remove(storage, Kind.RUN, [SUCCESS_FILE])  # or it would tell readers and schedulers that nothing is left to do
     _say_begun(begun)
     return begun
@@ -262,8 +248,8 @@ def _report(begun: _Begun, storage: Storage, session: Done, commits: list[Commit
         raise
     except Exception as error:
         log.exception(
-            "the report could not be made (%s: %s); the rows are not affected, and the same job started again tries "
-            "to make it once more", type(error).__name__, one_line(error),
+            "the report could not be made (%s); the rows are not affected, and the same job started again tries to "
+            "make it once more", described(error),
         )  # fmt: skip
 
 

@@ -61,10 +61,8 @@ def write_state(
     optimizer: torch.optim.Optimizer,
     settings: Mapping[str, Any] | None = None,
 ) -> None:
-    """Replace the file at once: a process that dies meanwhile leaves the one before.
-
-    Args:
-        settings: what decides the identity, by the names that users give it, for `check_settings`.
+    """Replace the file at once: a process that dies meanwhile leaves the one before. `settings` are what decides the
+    identity, by the names that users give it, for `check_settings`.
     """
     tensors = {f"best.{name}": value for name, value in state.best.items()}
     tensors |= {f"now.{name}": value for name, value in trainable.parameters.items()}

@@ -5,11 +5,13 @@ from collections.abc import Sequence
 import torch
 
 from engine.adaptation.recipe import Recipe
+from engine.adaptation.trainable import parts_of, with_added
 from engine.adaptation.trainer import attended_layers
 from engine.engine import Engine
 from engine.forward.prompt_pass import PROMPT_TOKENS
 from engine.forward.teacher_forcing import LOGIT_TOKENS
 from engine.kernels import FrozenHalfKernels, FrozenOneDnnKernels, training_kernels_for
+from engine.models.decoder import Decoder
 from engine.schedules.schedule import Schedule
 from engine.shape import ModelShape
 
@@ -24,7 +26,7 @@ def model_bytes(shape: ModelShape, device: torch.device) -> int:
     too once a gradient has passed, a GPU that multiplies bfloat16 numbers keeps those of the layers in these.
     """
     units, head = shape.layers * shape.layer_parameters, shape.head_parameters
-    kernels = training_kernels_for(device, torch.float32)
+    kernels = training_kernels_for(device)
     if isinstance(kernels, FrozenHalfKernels):
         kept = HALF * units + (HALF + FLOAT) * head
     else:
@@ -34,12 +36,14 @@ def model_bytes(shape: ModelShape, device: torch.device) -> int:
 
 def teacher_bytes(teacher: Engine) -> int:
     """Memory of its matrices, free again once it is gone: in the keys' precision, as states may be in a higher one."""
-    return _matrices(teacher.shape) * min(teacher.item_sizes)
+    shape = teacher.shape
+    return (shape.layers * shape.layer_parameters + shape.head_parameters) * min(teacher.item_sizes)
 
 
-def _matrices(shape: ModelShape) -> int:
-    """Parameters."""
-    return shape.layers * shape.layer_parameters + shape.head_parameters
+def trained_bytes(schedules: Sequence[Schedule], decoder: Decoder, recipe: Recipe) -> int:
+    """Memory of what is trained, all else apart: where it begins, as it is, its best, its gradient and two moments."""
+    parts = parts_of(with_added(schedules, decoder, recipe))
+    return 6 * FLOAT * sum(tensor.numel() for part in parts for tensor in part.tensors.values())
 
 
 def kept_bytes(

@@ -1,11 +1,11 @@
 """Processes that train together, each on answers of its own: what they tell each other."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -26,10 +26,9 @@ class Peers:
         """This process's part of what all of them have: neighbours, in the order of ranks."""
         return values[self.rank * len(values) // self.count : (self.rank + 1) * len(values) // self.count]
 
-    def mean_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+    def mean(self, gradients: Sequence[Tensor]) -> None:
         """Replace every gradient by its mean over the processes."""
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if self.count == 1 or not gradients:
+        if self.count == 1:
             return
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat)

@@ -1,12 +1,13 @@
 """What schedules bring along, as parameters."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from engine.adaptation.recipe import Recipe
 from engine.errors import ScheduleError
 from engine.forward.compiled_parts import compile_bridge, compile_head, compile_prompt_bridge
 from engine.forward.operations import Compiled
@@ -31,49 +32,16 @@ class Trainable:
     What they lack of the parts asked for is added so that it changes nothing yet.
     """
 
-    def __init__(
-        self,
-        schedules: Sequence[Schedule],
-        decoder: Decoder,
-        device: torch.device,
-        gate_width: int,
-        adapter_rank: int,
-        seed: int,
-    ) -> None:
-        """Starts where the schedules are.
-
-        Args:
-            decoder: the model, with kernels that gradients pass.
-            gate_width: of a gated part for every bridge without one; 0 for none.
-            adapter_rank: of an adapter for all schedules without one, of the units that decode tokens of some of them
-                run where the first bridge of each has been passed; where prompts are bridged, of all units that tokens
-                run, for prompts too; 0 for none.
-        """
-        draw = torch.Generator().manual_seed(seed)
-        gated: dict[Bridge, Bridge] = {}
-        for bridge in (bridge for schedule in schedules for bridge in schedule.bridges.values()):
-            if bridge not in gated:
-                gate = _silent_gate(bridge.hidden, gate_width, draw) if gate_width else {}
-                gated[bridge] = replace(bridge, tensors={**gate, **bridge.tensors})
-        bridged = any(schedule.prompt_bridge for schedule in schedules)
-        units = _run(schedules) if bridged else _above(schedules)
-        projections = {unit: decoder.projections(unit) for unit in units}
-        adapter = silent_adapter(projections, adapter_rank, seed, bridged) if adapter_rank and projections else None
-        self.starts = [
-            replace(
-                schedule,
-                bridges={name: gated[bridge] for name, bridge in schedule.bridges.items()},
-                adapter=schedule.adapter or adapter,
-            )
-            for schedule in schedules
-        ]
+    def __init__(self, schedules: Sequence[Schedule], decoder: Decoder, device: torch.device, recipe: Recipe) -> None:
+        """Starts where the schedules are; the decoder has kernels that gradients pass."""
+        self.starts = with_added(schedules, decoder, recipe)
         self._decoder, self._device = decoder, device
         previews = {schedule.head_preview for schedule in schedules}  # to judge by; they are not trained
         with torch.no_grad():
             self._heads = {
                 each: compile_head(each, decoder, Kernels(), torch.float32, device) for each in previews if each
             }
-        self._parts = {part: str(number) for number, part in enumerate(dict.fromkeys(self._all_parts()))}
+        self._parts = {part: str(number) for number, part in enumerate(parts_of(self.starts))}
         self.parameters = {
             f"{name}/{role}": nn.Parameter(tensor.detach().to(device, torch.float32).clone())
             for part, name in self._parts.items()
@@ -94,9 +62,9 @@ class Trainable:
         together = (start.bridges_on(i) for start in self.starts for i in range(len(start.plateaus)))
         return 1 / max((len(bridges) for bridges in together if part in bridges), default=1)
 
-    def compiled(self, schedule: Schedule, kernels: Kernels) -> Compiled:
+    def compiled(self, schedule: Schedule) -> Compiled:
         """What the parts of one of `starts` are to do now; gradients flow to the parameters."""
-        where = kernels, torch.float32, self._device
+        where = Kernels(), torch.float32, self._device
         bridges = {
             bridge: compile_bridge(self._now(bridge, self.parameters), *where) for bridge in schedule.all_bridges
         }
@@ -139,10 +107,37 @@ class Trainable:
         """The same of a prompt bridge, with what prompts skip a block by."""
         return replace(self._now(bridge, values), skips=bridge.skips and self._now(bridge.skips, values))
 
-    def _all_parts(self) -> Iterator[Bridge | PromptBridge | Adapter]:
-        for start in self.starts:
-            yield from start.all_bridges
-            yield from (part for part in (start.prompt_bridge, start.adapter) if part is not None)
+
+def with_added(schedules: Sequence[Schedule], decoder: Decoder, recipe: Recipe) -> list[Schedule]:
+    """Schedules with what a recipe adds to them: gates to bridges without one, an adapter to schedules without one.
+
+    It is of the units that decode tokens of some of them run where the first bridge of each has been passed; where
+    prompts are bridged, of all units that tokens run, for prompts too.
+    """
+    draw = torch.Generator().manual_seed(recipe.seed)
+    gated: dict[Bridge, Bridge] = {}
+    for bridge in (bridge for schedule in schedules for bridge in schedule.bridges.values()):
+        if bridge not in gated:
+            gate = _silent_gate(bridge.hidden, recipe.gate_width, draw) if recipe.gate_width else {}
+            gated[bridge] = replace(bridge, tensors={**gate, **bridge.tensors})
+    bridged = any(schedule.prompt_bridge for schedule in schedules)
+    projections = {unit: decoder.projections(unit) for unit in (_run(schedules) if bridged else _above(schedules))}
+    is_added = recipe.adapter_rank and projections
+    adapter = silent_adapter(projections, recipe.adapter_rank, recipe.seed, bridged) if is_added else None
+    return [
+        replace(
+            schedule,
+            bridges={name: gated[bridge] for name, bridge in schedule.bridges.items()},
+            adapter=schedule.adapter or adapter,
+        )
+        for schedule in schedules
+    ]
+
+
+def parts_of(schedules: Sequence[Schedule]) -> list[Bridge | PromptBridge | Adapter]:
+    """What is trained of them, each once."""
+    parts = (part for each in schedules for part in (*each.all_bridges, each.prompt_bridge, each.adapter))
+    return [part for part in dict.fromkeys(parts) if part is not None]
 
 
 def check_parts(schedules: Sequence[Schedule], adapter_rank: int) -> None:

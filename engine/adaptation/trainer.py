@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from math import isfinite, nan
 from pathlib import Path
@@ -20,11 +20,10 @@ from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainable import Trainable, check_parts
 from engine.engine import Engine
 from engine.errors import ScheduleError
-from engine.forward.packing import packs
+from engine.forward.packing import Progress, packs, told_packs
 from engine.forward.prompt_pass import PROMPT_TOKENS
 from engine.forward.quality import Judge, Quality
 from engine.forward.teacher_forcing import Answer, AnswerPass
-from engine.kernels import Kernels
 from engine.parts.part import are_finite, rounded
 from engine.schedules.schedule import Schedule
 
@@ -40,18 +39,12 @@ class _Part:
         forced = engine.teacher_forced(answers)
         self.answers = answers
         self.first = forced.first_hidden  # [A, hidden] after all layers
-        states: list[Tensor] = []
-
-        def keep(at: int, x: Tensor) -> None:
-            if at == place:
-                states.append(x.clone())
-
-        self.final = forced.full_depth(keep)
+        self.final, states = forced.full_depth_at({place})
         # What schedules that leave prompts alone go on from: (prompts' keys and values, the state below every change).
         self.whole: tuple[AnswerPass, Tensor] | None = None
         if any(schedule.prompt_plan.is_full_depth for schedule in schedules):
             forced.prompts.forget_all_but(attended_layers(schedules, place))
-            self.whole = forced, states[0]
+            self.whole = forced, states[place].clone()
 
     def tokens(self, schedule: Schedule) -> int:
         """That a schedule is taught by: where it changes prompts, the first ones of the answers too."""
@@ -75,12 +68,12 @@ class Trainer:
         train: Sequence[Answer],
         held_out: Sequence[Answer],
         recipe: Recipe,
-        progress: Callable[[str, int, int], None],
+        progress: Progress,
     ) -> None:
         """Runs all answers at full depth once.
 
         Args:
-            engine: with kernels that gradients pass (`Engine.load(..., kernels=training_kernels_for(...))`).
+            engine: with kernels that gradients pass (`Engine.load(..., kernels=training_kernels_for(device))`).
             schedules: as calibration makes them, or any others that skip something.
             train, held_out: full-depth answers to learn from and to judge by, the same in all processes.
 
@@ -94,9 +87,7 @@ class Trainer:
                 raise ScheduleError("the schedule skips nothing, so there is nothing to learn")
         check_parts(schedules, recipe.adapter_rank)
         self._engine, self._recipe, self._progress = engine, recipe, progress
-        self._kernels = Kernels()
-        added = (recipe.gate_width, recipe.adapter_rank, recipe.seed)
-        self._trainable = Trainable(schedules, engine.decoder, engine.device, *added)
+        self._trainable = Trainable(schedules, engine.decoder, engine.device, recipe)
         self._schedules = self._trainable.starts
         self._identity = training_identity(recipe, self._schedules, train, held_out)
         groups = [{"params": parameters, "share": share} for share, parameters in self._trainable.paced().items()]
@@ -179,15 +170,8 @@ class Trainer:
 
     def _qualities(self) -> list[Quality]:
         """Of each schedule on the held-out answers, as it is now."""
-        found = []
         with torch.no_grad():
-            for schedule in self._schedules:
-                compiled = self._trainable.compiled(schedule, self._kernels)
-                passed = None
-                if not schedule.prompt_plan.is_full_depth:
-                    passed = self._engine.teacher_forced(self._judge.answers.answers, schedule, compiled)
-                found.append(self._judge.judge(schedule, compiled, passed))
-        return found
+            return [self._judge.judge(each, self._trainable.compiled(each)) for each in self._schedules]
 
     def _step(self, step: int) -> float:
         """One update; the lesson's mean loss in nats per token, over the schedules too.
@@ -207,11 +191,12 @@ class Trainer:
         for schedule, tokens in zip(self._schedules, counts, strict=True):
             share = 1 / tokens / len(self._schedules)
             losses.append(sum(self._learn(part, schedule, share) for part in lesson) / tokens)
+        gradients = []
         for parameter in self._trainable.parameters.values():
             if parameter.grad is None:  # no answer of this lesson reaches its plateau
                 parameter.grad = torch.zeros_like(parameter)
-        self._peers.mean_gradients(self._trainable.parameters.values())
-        gradients = [parameter.grad for parameter in self._trainable.parameters.values() if parameter.grad is not None]
+            gradients.append(parameter.grad)
+        self._peers.mean(gradients)
         if not are_finite(gradients):
             return nan  # the parameters stay what they were
         self._optimizer.step()
@@ -219,13 +204,13 @@ class Trainer:
 
     def _learn(self, part: _Part, schedule: Schedule, share: float) -> float:
         """Add up the gradients of some answers under one of the schedules, times a share; their summed loss in nats."""
-        compiled = self._trainable.compiled(schedule, self._kernels)
+        compiled = self._trainable.compiled(schedule)
         if schedule.prompt_plan.is_full_depth:
             assert part.whole is not None
             answers, start = part.whole
             x, full, tokens = answers.hidden(schedule, compiled, (self._place, start)), part.final, answers.next_token
         else:  # prompts learn too, and the first tokens, which they give
-            answers = self._engine.teacher_forced(part.answers, schedule, compiled)
+            answers = self._engine.teacher_forced(part.answers, schedule.prompt_plan, compiled)
             x = torch.cat([answers.hidden(schedule, compiled), answers.first_hidden])
             full = torch.cat([part.final, part.first])
             tokens = torch.cat([answers.next_token, torch.tensor([answer.tokens[0] for answer in part.answers])])
@@ -255,17 +240,16 @@ class Trainer:
 
     def _prepare(self, answers: Sequence[Answer]) -> list[list[_Part]]:
         """The lessons, one for each step of an epoch."""
-        lessons, done = [], 0
+        lessons, size = [], self._recipe.tokens_per_step
         changed = any(not schedule.prompt_plan.is_full_depth for schedule in self._schedules)
-        for pack in packs(answers, lambda answer: answer.passes, self._recipe.tokens_per_step):
+        what = "full depth on the answers"
+        for pack in told_packs(answers, lambda answer: answer.passes, size, what, self._progress):
             together: Iterable[list[list[Answer]]] = [[pack]]
             if changed:  # gradients through prompts take the memory of all they compute: so many tokens at a time
                 of_prompts = [list(group) for _, group in groupby(pack, key=lambda answer: answer.prompt)]
                 together = packs(of_prompts, lambda group: len(group[0].prompt), PROMPT_TOKENS)
             parts = [list(chain.from_iterable(groups)) for groups in together]
             lessons.append([_Part(self._engine, part, self._schedules, self._place) for part in parts])
-            done += len(pack)
-            self._progress("full depth on the answers", done, len(answers))
         return lessons
 
 

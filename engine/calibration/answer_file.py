@@ -15,11 +15,7 @@ from engine.json_text import check_is_file
 
 
 def write_answers(path: Path, answers: Sequence[Answer], drawn_as: str) -> None:
-    """Replace the file at once.
-
-    Args:
-        drawn_as: stands for all that decides them.
-    """
+    """Replace the file at once; `drawn_as` stands for all that decides the answers."""
     texts = [text for answer in answers for text in (answer.prompt, answer.tokens)]
     lengths = torch.tensor([len(text) for text in texts], dtype=torch.int64)
     tokens = torch.tensor([token for text in texts for token in text], dtype=torch.int64)

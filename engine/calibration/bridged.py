@@ -9,10 +9,10 @@ from typing import Self
 
 import torch
 
-from engine.calibration.growth import Growth, Lengths
+from engine.calibration.growth import Growth
 from engine.calibration.moments import Moments
 from engine.calibration.own_states import OwnStates
-from engine.forward.target import decode_flop_speedup
+from engine.forward.target import Lengths, decode_flop_speedup
 from engine.parts.bridge import Bridge
 from engine.parts.head_preview import HeadPreview
 from engine.parts.unit import Block

@@ -12,16 +12,16 @@ from typing import Any, TypeVar
 import torch
 
 from engine.calibration.bridged import Bridges, Candidate
-from engine.calibration.collect import Progress, collect_moments
-from engine.calibration.growth import Lengths
+from engine.calibration.collect import collect_moments
 from engine.calibration.head import HeadStates, counted_preview, ranks_of
 from engine.calibration.own_states import OwnStates
 from engine.calibration.prompts import PromptCut, check_prompt_layers, fit_prompt_bridge, prompt_cut, prompt_cut_for
 from engine.calibration.search import DEEPER, DEPTH_STEP, FIRST, MOST_APART, WARMUPS, Found, Search
 from engine.engine import Engine
 from engine.errors import ScheduleError
+from engine.forward.packing import Progress
 from engine.forward.quality import Judge, Quality
-from engine.forward.target import decode_flop_speedup, sample_flop_speedup
+from engine.forward.target import Lengths, decode_flop_speedup, sample_flop_speedup
 from engine.forward.teacher_forcing import Answer
 from engine.parts.head_preview import HeadPreview
 from engine.parts.prompt_bridge import PromptBridge
@@ -210,11 +210,8 @@ class Calibration:
                 yield target, candidate
 
     def _judged(self, judge: Judge, schedule: Schedule) -> Quality:
-        """By answers whose prompts run under the schedule too."""
         with torch.inference_mode():
-            answers = judge.answers.answers
-            passed = self._engine.teacher_forced(answers, schedule) if schedule.prompt_bridge else None
-            return judge.judge(schedule, self._engine.compiled(schedule), passed)
+            return judge.judge(schedule, self._engine.compiled(schedule))
 
     def _calibrated(self, target: float, decode_target: float, candidate: Candidate, schedule: Schedule) -> Calibrated:
         """With provenance: what was predicted, on how much data, what one bridge and no growth would have given."""
@@ -317,7 +314,7 @@ def _fewest_layers(
     return least
 
 
-def _speedups(shape: ModelShape, lengths: Lengths, preview: HeadPreview | None = None) -> Iterator[float]:
+def _speedups(shape: ModelShape, lengths: Lengths, preview: HeadPreview | None) -> Iterator[float]:
     """Decode FLOP speed-ups with 1, 2, ... layers skipped at every step, behind one bridge as low as possible."""
     warmup = min(WARMUPS)
     for depth in range(1, shape.layers - warmup):

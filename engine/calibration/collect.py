@@ -1,20 +1,18 @@
 """Let the full model answer, and pass its answers through the layers to collect their states."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from engine.calibration.head import HeadStates
 from engine.calibration.moments import Moments, relative
 from engine.calibration.own_states import OwnStates
 from engine.decoding.sampling import Sampling
 from engine.engine import Engine
-from engine.forward.packing import packs
+from engine.forward.packing import Progress, told_packs
 from engine.forward.teacher_forcing import Answer
 
 CHUNK_TOKENS = 2048  # prompt and answer tokens passed at a time: bounds the memory of their keys and values
-Progress = Callable[[str, int, int], None]  # what is being done, how much of it is done, how much there is
 
 
 def answer_prompts(
@@ -58,28 +56,18 @@ def collect_moments(
         for warmup, up_to in ends.items()
     }
     wanted = {place for each in moments.values() for place in (each.start, *each.ends)} | (own.places if own else set())
-    done = 0
-    for chunk in chunks(answers):
-        states: dict[int, Tensor] = {}
-
-        def keep(place: int, x: Tensor, states: dict[int, Tensor] = states) -> None:
-            if place in wanted:
-                states[place] = x
-
+    for chunk in told_packs(answers, _tokens, CHUNK_TOKENS, "collecting states", progress):
         with torch.inference_mode():
             forced = engine.teacher_forced(chunk)
-            final = forced.full_depth(keep)
+            final, states = forced.full_depth_at(wanted)
             if head is not None:
                 head.add(final)
             for each in moments.values():
                 each.add(states[each.start], states, relative(states[each.ends[-1]]))
         if own is not None:
             own.keep(forced, states)
-        done += len(chunk)
-        progress("collecting states", done, len(answers))
     return moments
 
 
-def chunks(answers: Sequence[Answer]) -> Iterator[list[Answer]]:
-    """Neighbouring answers of `CHUNK_TOKENS` tokens together, or a longer one alone."""
-    return packs(answers, lambda answer: len(answer.prompt) + len(answer.tokens), CHUNK_TOKENS)
+def _tokens(answer: Answer) -> int:
+    return len(answer.prompt) + len(answer.tokens)

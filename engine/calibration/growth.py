@@ -7,13 +7,13 @@ import numpy as np
 
 from engine.forward.ledger import Ledger
 from engine.forward.quality import Quality
+from engine.forward.target import Lengths
 
 STARTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # steps at which a plateau may start
 LEAST_TOKENS = 30  # held-out tokens from a step on, below which nothing can be said about it
 PLATEAUS = 4  # at most: each is a graph to capture and a bridge to keep
 
 Growth = tuple[tuple[int, int], ...]  # (first step, layers skipped from there on), both increasing
-Lengths = Sequence[tuple[int, int]]  # (prompt tokens, generated tokens) of samples
 
 
 def best_growths(

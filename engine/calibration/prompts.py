@@ -3,7 +3,7 @@
 Where prompts skip a block, its bridge is fitted first, and these on the states that it leaves.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -11,13 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.calibration.collect import Progress
 from engine.calibration.moments import RidgeSums
 from engine.engine import Engine
 from engine.errors import ScheduleError
-from engine.forward.packing import packs
+from engine.forward.packing import Progress, told_packs
 from engine.forward.prompt_pass import PROMPT_TOKENS
-from engine.forward.target import DEFAULT_WARMUP, sample_flop_speedup
+from engine.forward.target import DEFAULT_WARMUP, Lengths, sample_flop_speedup
 from engine.parts.bridge import Bridge
 from engine.parts.part import rounded
 from engine.parts.prompt_bridge import ROLES, WITHIN, PromptBridge
@@ -83,7 +82,7 @@ def fit_prompt_bridge(
     with torch.inference_mode():
         skips, within = _fit_skip(engine, prompts, cut, progress) if cut.skipped else (None, {})
         sums = _PromptSums(engine, range(cut.first, engine.shape.layers))
-        for pack in _packs(prompts, "collecting keys and values", progress):
+        for pack in told_packs(prompts, len, PROMPT_TOKENS, "collecting keys and values", progress):
             stopped = engine.stop_prompts(pack, cut.first, skips)
             if len(stopped.others):
                 sums.add_inputs(stopped.states)
@@ -105,7 +104,7 @@ def counted_prompt_bridge(shape: ModelShape, cut: PromptCut) -> PromptBridge:
 
 
 def prompt_cut_for(
-    shape: ModelShape, schedule: Schedule, lengths: Sequence[tuple[int, int]], target: float, shared: int = 0
+    shape: ModelShape, schedule: Schedule, lengths: Lengths, target: float, shared: int
 ) -> PromptCut | None:
     """The cut with the most layers on prompts with which a schedule without a prompt bridge reaches a whole-sample FLOP
     speed-up, as `sample_flop_speedup` has it of these lengths; None where one layer is too many.
@@ -118,21 +117,13 @@ def prompt_cut_for(
     return None
 
 
-def _packs(prompts: Sequence[Sequence[int]], what: str, progress: Progress) -> Iterator[Sequence[Sequence[int]]]:
-    done = 0
-    for pack in packs(prompts, len, PROMPT_TOKENS):
-        yield pack
-        done += len(pack)
-        progress(what, done, len(prompts))
-
-
 def _fit_skip(
     engine: Engine, prompts: Sequence[Sequence[int]], cut: PromptCut, progress: Progress
 ) -> tuple[Bridge, dict[str, Tensor]]:
     """The affine bridge over the skipped layers for prompt tokens, and what gives their keys and values if need be."""
     start, end = cut.skipped.start, cut.skipped.stop
     sums = _PromptSums(engine, cut.skipped if cut.keeps_skipped else range(0), {STATES: engine.shape.hidden})
-    for pack in _packs(prompts, "collecting states", progress):
+    for pack in told_packs(prompts, len, PROMPT_TOKENS, "collecting states", progress):
         states: dict[int, Tensor] = {}
         stopped = engine.stop_prompts(pack, end, observe=states.__setitem__)
         if not len(stopped.others):

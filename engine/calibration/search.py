@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from engine.calibration.bridged import Bridges, Candidate
-from engine.calibration.collect import Progress
-from engine.calibration.growth import Growth, Lengths, best_growths
+from engine.calibration.growth import Growth, best_growths
 from engine.calibration.moments import Moments
 from engine.engine import Engine
 from engine.errors import ScheduleError
 from engine.forward.ledger import Ledger
+from engine.forward.packing import Progress
 from engine.forward.quality import Judge, Quality
+from engine.forward.target import Lengths
 from engine.parts.head_preview import HeadPreview
 from engine.parts.unit import Block, Unit
 from engine.schedules.schedule import Plateau, Schedule

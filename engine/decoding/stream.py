@@ -124,8 +124,7 @@ class Stream:
             raise ValueError(f"batch_size must be >= 1, got {batch_size}")
         self._context, self._ledger, self._seats, self._cache_bytes = context, ledger, batch_size, cache_bytes
         self._decoder, device, stopping = context.prompts.decoder, context.prompts.device, context.stopping
-        self._plans, bridge = Plans(ledger.schedule), ledger.schedule.prompt_bridge
-        self._maps = None if bridge is None else context.compiled.prompt_maps[bridge]
+        self._plans = Plans(ledger.schedule)
         self._cache = KVCache(self._decoder.shape, self._plans.spans, context.dtype, device)
         self._sampler = Sampler(stopping.sampling, stopping.eos_ids, self._decoder.shape.vocab, batch_size, device)
         self._free = list(reversed(range(batch_size)))
@@ -222,7 +221,7 @@ class Stream:
         free = min(free, share - len(self.rows))
         while self._queue and len(copies := self._queue.first) <= free:
             first = copies[0]
-            shared = self._prefix.shared(first.prompt) if self._prefix else 0
+            shared = self._prefix.shared(first.prompt)
             tokens += len(first.prompt) - shared
             if (entering and tokens > PROMPT_TOKENS // self._queue.lanes) or not self._fits(copies):
                 break
@@ -270,7 +269,7 @@ class Stream:
         self._cache.enter({row.seat: row.longest for row, *_ in entering})
         prompts = [EnteringPrompt(row.prompt, row.shared_prefix, row.seat) for row, *_ in entering]
         one = self._kind_of_pass(
-            context.prompts, context.compiled, self._plans, self._cache, prompts, newest, self._prefix, self._maps
+            context.prompts, context.compiled, self._plans, self._cache, prompts, newest, self._prefix
         )
         x = self._run(one)
         self.held_bytes = self._cache.bytes

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from engine.forward.cache import KVCache, RowBlock
 from engine.forward.compiled_parts import PromptMaps
-from engine.forward.operations import ApplyBridge, Compiled, Operation, RunUnit, unit_plans
+from engine.forward.operations import Compiled, Operation, RunUnit, unit_plans
 from engine.forward.prompt_pass import Prefix, PromptPass
 from engine.kernels import attended_alone
 from engine.models.decoder import Attend, Rotations
+from engine.parts.bridge import Bridge
 from engine.schedules.schedule import Schedule
 
 
@@ -59,9 +60,8 @@ class Attending:
     places: Tensor  # [n]
     positions: Tensor  # [n]
     longest: int
-    masks: dict[
-        int | None, tuple[Tensor, int]
-    ]  # window -> [n, 1, 1, longest]: 0 where one is seen, else -inf; their number
+    # By window [n, 1, 1, longest], 0 where a token is seen, else -inf; and how many are seen.
+    masks: dict[int | None, tuple[Tensor, int]]
 
 
 class Plans:
@@ -72,6 +72,7 @@ class Plans:
         bridge = schedule.prompt_bridge
         self.stop = schedule.layers if bridge is None else bridge.first  # layer before which prompts stop
         self.skips = None if bridge is None else bridge.skips  # what they skip a block by
+        self._skipped = frozenset(() if bridge is None else bridge.skipped_units)
         self.plateaus = len(schedule.plateaus)
         self._units = unit_plans(schedule)
         attended = {run.unit.layer: count for run, count, _ in self._units if run.unit.kind == "a"}
@@ -82,7 +83,6 @@ class Plans:
         """What a pass does, in order: over so many last tokens of prompts, `whole` first ones that run every layer,
         `bulk` others, and decode tokens of each plateau.
         """
-        skipped = frozenset() if self.skips is None else frozenset(self.skips.block.units)
         first = bulk + whole + last
         ends = list(accumulate(decoding, initial=first))  # [p]: where the tokens of plateaus before p end
         for run, count, before in self._units:
@@ -93,9 +93,9 @@ class Plans:
                 if bridge is not None and span[0] < span[1]:
                     yield Slice(bridge, *span)
             if self.skips is not None and unit == self.skips.block.first:
-                yield Slice(ApplyBridge(self.skips), 0, bulk)
-                yield Slice(ApplyBridge(self.skips), bulk + whole, first)
-            if unit in skipped:
+                yield Slice(self.skips, 0, bulk)
+                yield Slice(self.skips, bulk + whole, first)
+            if unit in self._skipped:
                 parts = [(bulk, bulk + whole), (first, ends[count])]
             else:
                 parts = [(bulk if unit.layer >= self.stop else 0, ends[count])]
@@ -118,22 +118,22 @@ class OnePass:
         cache: KVCache,
         entering: Sequence[EnteringPrompt],
         newest: Sequence[NewestToken],
-        prefix: Prefix | None,
-        maps: PromptMaps | None,
+        prefix: Prefix,
     ) -> None:
         """Rows have their places in the cache, in the layers that they still attend in.
 
         Args:
-            model, compiled, plans, maps: the model, what the schedule and its prompt bridge bring along.
+            model, compiled, plans: the model, and what the schedule brings along.
             cache: of all rows of the pass and no others; changed.
             entering: prompts to compute, some of which begin with the prefix.
             newest: tokens of the others, by plateau.
         """
         self._decoder, self._kernels, self._device = model.decoder, model.kernels, model.device
         self._compiled, self._plans, self._cache = compiled, plans, cache
-        self._prompts, self._maps = entering, maps
+        bridge = plans.schedule.prompt_bridge
+        self._prompts, self._maps = entering, None if bridge is None else compiled.prompt_maps[bridge]
         # By prompt, whether its first token runs every layer, in a place of its own.
-        whole = [maps is not None and not prompt.shared and len(prompt.tokens) > 1 for prompt in entering]
+        whole = [bridge is not None and not prompt.shared and len(prompt.tokens) > 1 for prompt in entering]
         self._begins = [prompt.shared + alone for prompt, alone in zip(entering, whole, strict=True)]
         counts = [len(prompt.tokens) - 1 - begin for prompt, begin in zip(entering, self._begins, strict=True)]
         spans = list(pairwise(accumulate(counts, initial=0)))
@@ -161,7 +161,6 @@ class OnePass:
         self._stopped: Tensor | None = None
         for prompt in entering:
             if prompt.shared:
-                assert prefix is not None
                 for layer, pair in enumerate(prefix.layers):
                     for row, kept in zip(cache.row(prompt.seat, layer), pair, strict=True):
                         row[:, : prompt.shared] = kept.transpose(0, 1)
@@ -193,15 +192,15 @@ class OnePass:
                 x = done
             else:
                 x[start:end] = done
-        return x[self.bulk + self.whole :]
+        return x[self._single :]
 
     def apply(self, operation: Operation, x: Tensor, start: int, end: int) -> Tensor:
         """An operation on the tokens from `start` to `end`, with hidden states x [end - start, hidden]."""
-        if isinstance(operation, ApplyBridge):
+        if isinstance(operation, Bridge):
             if self._maps is not None and start < self.bulk + self.whole + self.last:  # of prompts
                 self._keep_skipped(x, start, end, self._maps)
-            return self._compiled.bridges[operation.bridge](x)
-        model, layer = self._compiled.model(operation, self._decoder), operation.unit.layer
+            return self._compiled.bridges[operation](x)
+        model, layer = self._compiled.model(operation.adapter, self._decoder), operation.unit.layer
         if operation.unit.kind == "m":
             return model.mlp(layer, x)
         return model.attention(layer, x, self._rotated(start, end), self._attend_between(start, end))

@@ -23,13 +23,7 @@ class RunUnit(NamedTuple):
     adapter: Adapter | None = None  # changes its matrices
 
 
-class ApplyBridge(NamedTuple):
-    """Map the hidden state in place of the bridge's block, or between units where that is empty."""
-
-    bridge: Bridge
-
-
-Operation = RunUnit | ApplyBridge
+Operation = RunUnit | Bridge  # which maps the hidden state in place of its block, or between units where that is empty
 
 
 class UnitPlan(NamedTuple):
@@ -37,7 +31,7 @@ class UnitPlan(NamedTuple):
 
     run: RunUnit
     plateaus: int  # that run it: the first ones
-    before: Sequence[ApplyBridge | None]  # what tokens of each plateau go through first
+    before: Sequence[Bridge | None]  # what tokens of each plateau go through first
 
 
 def unit_plans(schedule: Schedule) -> list[UnitPlan]:
@@ -45,7 +39,7 @@ def unit_plans(schedule: Schedule) -> list[UnitPlan]:
     plateaus = range(len(schedule.plateaus))
     skipped = [schedule.skipped_units(plateau) for plateau in plateaus]
     changed = schedule.adapter.changes if schedule.adapter else {}
-    starts = [{each.block.first: ApplyBridge(each) for each in schedule.bridges_on(plateau)} for plateau in plateaus]
+    starts = [{each.block.first: each for each in schedule.bridges_on(plateau)} for plateau in plateaus]
     return [
         UnitPlan(
             RunUnit(unit, schedule.adapter if unit in changed else None),
@@ -65,9 +59,9 @@ class Compiled:
     heads: Mapping[HeadPreview, Head] = field(default_factory=dict)
     prompt_maps: Mapping[PromptBridge, PromptMaps] = field(default_factory=dict)
 
-    def model(self, operation: RunUnit, base: Decoder) -> Decoder:
-        """The one to run a unit of."""
-        return base if operation.adapter is None else self.adapted[operation.adapter]
+    def model(self, adapter: Adapter | None, base: Decoder) -> Decoder:
+        """The one with an adapter's changes."""
+        return base if adapter is None else self.adapted[adapter]
 
     def head(self, schedule: Schedule, base: Decoder) -> Head:
         """What gives decode tokens their logits."""

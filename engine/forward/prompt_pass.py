@@ -32,6 +32,9 @@ class Prefix:
         return shared_tokens(self.tokens, prompt)
 
 
+NO_PREFIX = Prefix((), ())
+
+
 def shared_tokens(prefix: Sequence[int], prompt: Sequence[int]) -> int:
     """How many tokens a prompt takes from a prefix: all or none, and never the prompt's last one."""
     length = len(prefix)
@@ -43,7 +46,7 @@ class PromptPass:
 
     def __init__(self, decoder: Decoder, kernels: Kernels, device: torch.device) -> None:
         self.decoder, self.kernels, self.device = decoder, kernels, device
-        self.prefix: Prefix | None = None
+        self.prefix = NO_PREFIX
 
     def share(self, tokens: Sequence[int]) -> bool:
         """Compute a prefix for the prompts to come; none forgets the last.
@@ -51,7 +54,7 @@ class PromptPass:
         Returns False where there is none, it fills the context, or its keys would depend on what follows it; and where
         it has tokens that the model has not: each prompt that begins with it is refused then.
         """
-        self.prefix = None
+        self.prefix = NO_PREFIX
         context, vocab = self.decoder.shape.context, self.decoder.shape.vocab
         if not 0 < len(tokens) < context or not 0 <= min(tokens) <= max(tokens) < vocab:
             return False
@@ -84,7 +87,7 @@ class PromptPass:
                 computed, prompt after prompt.
         """
         compiled = compiled or Compiled()
-        ours = _Pass(self, prompts, keep, compiled.adapted[plan.adapter] if plan.adapter else self.decoder)
+        ours = _Pass(self, prompts, keep, compiled.model(plan.adapter, self.decoder))
         if plan.bridge is None:
             return ours.run(observe)
         skips, maps = plan.bridge.skips, compiled.prompt_maps[plan.bridge]
@@ -118,7 +121,7 @@ class _Pass:
     def __init__(self, passes: PromptPass, prompts: Sequence[Sequence[int]], keep: Keep, decoder: Decoder) -> None:
         self._decoder, self._kernels, self._keep, self._prefix = decoder, passes.kernels, keep, passes.prefix
         device = passes.device
-        self._shared = [self._prefix.shared(prompt) if self._prefix else 0 for prompt in prompts]
+        self._shared = [self._prefix.shared(prompt) for prompt in prompts]
         starts = list(zip(prompts, self._shared, strict=True))
         lengths = torch.tensor([len(prompt) - start for prompt, start in starts])
         self._lengths = lengths.tolist()  # of what is computed of each prompt
@@ -220,7 +223,7 @@ class _Pass:
         whole = []
         computed = zip(k.split(self._lengths), v.split(self._lengths), strict=True)
         for index, (keys, values) in enumerate(computed):
-            if self._prefix and self._shared[index]:
+            if self._shared[index]:
                 before, ours = self._prefix.layers[layer], (keys, values)
                 keys, values = (torch.cat(pair) for pair in zip(before, ours, strict=True))
             self._keep(layer, index, keys, values)

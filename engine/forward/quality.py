@@ -41,11 +41,11 @@ class Quality:
     def agreement(self) -> float:
         return float(self.agrees.double().mean())
 
-    def figures(self, seed: int = 0) -> dict[str, float | list[float]]:
+    def figures(self) -> dict[str, float | list[float]]:
         """Means over tokens with 95 % bootstrap intervals; answers are drawn, as tokens of one are not independent."""
         figures: dict[str, float | list[float]] = {}
         tokens = torch.bincount(self.sample).double().numpy()
-        bootstrap = Bootstrap(len(tokens), seed)
+        bootstrap = Bootstrap(len(tokens))
         for name, values in (("kl", self.kl.double()), ("agreement", self.agrees.double())):
             estimate = bootstrap.ratio(torch.bincount(self.sample, weights=values).numpy(), tokens)
             assert estimate is not None
@@ -80,13 +80,8 @@ class Judge:
         alone start there.
         """
         self.answers = answers
-        self._states: dict[int, Tensor] = {}
-
-        def keep(place: int, x: Tensor) -> None:
-            if place in places:
-                self._states[place] = x
-
-        self._full, self._first = (self._distributions(x) for x in (answers.full_depth(keep), answers.first_hidden))
+        final, self._states = answers.full_depth_at(places)
+        self._full, self._first = self._distributions(final), self._distributions(answers.first_hidden)
 
     def _distributions(self, x: Tensor) -> Tensor:
         """Log-probabilities [N, vocab] of hidden states [N, hidden], in half precision: a probability is then off by a
@@ -97,18 +92,21 @@ class Judge:
             found[part] = logits.float().log_softmax(-1)
         return found
 
-    def judge(self, schedule: Schedule, compiled: Compiled, answers: AnswerPass | None = None) -> Quality:
-        """Teacher-forced quality of a schedule; `answers` are the same after their prompts ran under it, where it
-        changes prompts.
-        """
-        passed = answers or self.answers
+    def judge(self, schedule: Schedule, compiled: Compiled) -> Quality:
+        """Teacher-forced quality of a schedule. Where it changes prompts they run anew, and first tokens count too."""
+        passed = self.answers
+        if not schedule.prompt_plan.is_full_depth:
+            prompts = [answer.prompt for answer in passed.answers]
+            passed = AnswerPass(
+                KeptPrompts(passed.prompts.model, prompts, schedule.prompt_plan, compiled), passed.answers
+            )
         place = max((place for place in self._states if place <= schedule.changed_from), default=0)
         start = (place, self._states[place]) if place else None
         x = passed.hidden(schedule, compiled, start)
         kl, agrees = divergences(self._full, passed.scheduled_logits(x, schedule, compiled))
         sample = self.answers.sample
-        if answers is not None:  # a prompt's last state gives the first token, by the whole head
-            first_kl, first_agrees = divergences(self._first, answers.logits(answers.first_hidden))
+        if passed is not self.answers:  # a prompt's last state gives the first token, by the whole head
+            first_kl, first_agrees = divergences(self._first, passed.logits(passed.first_hidden))
             kl, agrees = torch.cat([kl, first_kl]), torch.cat([agrees, first_agrees])
             sample = torch.cat([sample, torch.arange(len(first_kl))])
         return Quality(kl.cpu(), agrees.cpu(), sample)

@@ -13,20 +13,17 @@ from engine.shape import ModelShape
 DEFAULT_WARMUP = 4  # layers; bare skipping right above layer 0 destroys the text, above layer 3 it does least harm
 
 
-def decode_flop_speedup(shape: ModelShape, schedule: Schedule, lengths: Sequence[tuple[int, int]]) -> float:
-    """Full-depth decode FLOPs / scheduled decode FLOPs of the same tokens; 1.0 when there are no decode passes.
+Lengths = Sequence[tuple[int, int]]  # of each sample, prompt tokens and generated tokens
 
-    Args:
-        lengths: (prompt tokens, generated tokens) of each sample.
-    """
+
+def decode_flop_speedup(shape: ModelShape, schedule: Schedule, lengths: Lengths) -> float:
+    """Full-depth decode FLOPs / scheduled decode FLOPs of the same tokens; 1.0 when there are no decode passes."""
     ledger = Ledger(shape, schedule)
     scheduled, full = (sum(each.decode(*length) for length in lengths) for each in (ledger, ledger.full_depth))
     return full / scheduled if scheduled else 1.0
 
 
-def sample_flop_speedup(
-    shape: ModelShape, schedule: Schedule, lengths: Sequence[tuple[int, int]], shared: int = 0
-) -> float:
+def sample_flop_speedup(shape: ModelShape, schedule: Schedule, lengths: Lengths, shared: int = 0) -> float:
     """The same for whole samples, prompts included but for the tokens that they all begin with, where they are longer:
     those are computed once, and at full depth (`Engine.share_prefix`).
     """
@@ -43,7 +40,7 @@ def sample_flop_speedup(
 
 def for_target_speedup(
     target: float,
-    lengths: Sequence[tuple[int, int]],
+    lengths: Lengths,
     shape: ModelShape,
     order: Order | None = None,
     decay: Callable[[int], Decay] = constant,
@@ -53,8 +50,8 @@ def for_target_speedup(
 
     Args:
         target: decode FLOP speed-up, 1.0 or more.
-        lengths: (prompt tokens, generated tokens) of the samples to expect. Outputs end early: a ramp solved for
-            its horizon instead of the real lengths saves far less than it says.
+        lengths: of the samples to expect. Outputs end early: a ramp solved for its horizon instead of the real lengths
+            saves far less than it says.
         shape: the model's.
         order: default SkipDecode's, lowest first above `DEFAULT_WARMUP` layers.
         decay: from a floor (groups skipped at the horizon) to a decay, as in

@@ -4,16 +4,17 @@ Active sets only shrink along an answer, so the tokens of an answer that run a u
 to all that came before it. One pass is therefore exactly what decoding under the schedule computes, without its steps.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine.forward.compiled_parts import Head
-from engine.forward.operations import ApplyBridge, Compiled, Observe, Operation, run_units, unit_plans
+from engine.forward.operations import Compiled, Observe, Operation, run_units, unit_plans
 from engine.forward.packing import packs
 from engine.forward.prompt_pass import FULL_DEPTH, PROMPT_TOKENS, PromptPass
+from engine.parts.bridge import Bridge
 from engine.schedules.schedule import PromptPlan, Schedule
 
 LOGIT_TOKENS = 512  # tokens whose logits are computed at a time: bounds memory
@@ -120,6 +121,16 @@ class AnswerPass:
         """`hidden` of the model as it is."""
         return self.hidden(Schedule.full_depth(self._decoder.shape.layers), Compiled(), observe=observe)
 
+    def full_depth_at(self, places: Container[int]) -> tuple[Tensor, dict[int, Tensor]]:
+        """The same, and hidden states [N, hidden] before the units at some places; 2L is behind the last unit."""
+        states: dict[int, Tensor] = {}
+
+        def keep(place: int, x: Tensor) -> None:
+            if place in places:
+                states[place] = x
+
+        return self.full_depth(keep), states
+
     def logits(self, x: Tensor, head: Head | None = None) -> Iterator[tuple[slice, Tensor]]:
         """Logits [n, vocab] of hidden states [N, hidden], a slice of the tokens at a time, by default exactly."""
         head = head or self._decoder.logits
@@ -138,8 +149,8 @@ class AnswerPass:
         # To index by what lies on a CPU, a GPU is waited for.
         rows = None if bool(which.all()) else which.nonzero()[:, 0].to(self._device)
         part, positions = (x, self._positions) if rows is None else (x[rows], self._positions[rows])
-        if isinstance(operation, ApplyBridge):
-            part = compiled.bridges[operation.bridge](part)
+        if isinstance(operation, Bridge):
+            part = compiled.bridges[operation](part)
         else:
             counts = torch.bincount(self.sample[which], minlength=len(self._prompt_of)).tolist()
 
@@ -152,5 +163,6 @@ class AnswerPass:
                 return self._kernels.packed_attention(q, counts, seen, self._decoder.shape.attention_kind(layer))
 
             rotations = self._decoder.rotations(positions, positions + 1)
-            part = run_units(compiled.model(operation, self._decoder), [operation.unit], part, rotations, attend)
+            model = compiled.model(operation.adapter, self._decoder)
+            part = run_units(model, [operation.unit], part, rotations, attend)
         return part if rows is None else x.index_copy(0, rows, part)

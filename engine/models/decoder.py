@@ -69,13 +69,11 @@ class Decoder(ABC):
         embedding = f"{self.prefix}.embed_tokens.weight"
         tied, is_alone = config.tie_word_embeddings, HEAD in weights and embedding not in weights
         self._embedding = self._take(HEAD if tied and is_alone else embedding)
-        # Whether the embedding is the head's matrix too.
-        self._tied = tied and not has_own_head(weights, embedding)
-        self._own_head: Tensor | None = None  # where it is one, and kept as it is
-        head = self.head_weight()
+        is_head = tied and not has_own_head(weights, embedding)  # the embedding too
+        head = self._embedding if is_head else self._take(HEAD)
         self._head = kernels.linear(head)
-        if kernels.keeps_weights and not self._tied:
-            self._own_head = head
+        # None where kernels keep it in a layout of their own, and it is nothing else.
+        self._head_weight = head if is_head or kernels.keeps_weights else None
         self._read(config)
 
     @abstractmethod
@@ -119,9 +117,7 @@ class Decoder(ABC):
 
     def head_weight(self) -> Tensor:
         """The head's matrix [vocab, w]; read again where it is its own and kernels keep it in another layout."""
-        if self._own_head is not None:
-            return self._own_head
-        return self._embedding if self._tied else self._take(HEAD)
+        return self._take(HEAD) if self._head_weight is None else self._head_weight
 
     def capped(self, products: Tensor) -> Tensor:
         """Logits, of their products with the head's matrix; may change them in place. Order is kept."""

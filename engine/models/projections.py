@@ -65,14 +65,8 @@ class Projections:
         return found
 
     def adapted(self, adapter: Adapter, merge: bool) -> Self:
-        """A copy with an adapter's changes, which shares what they leave alone.
-
-        Args:
-            adapter: whose changes.
-            merge: into copies of the matrices; else they stay products of their own, through which gradients flow.
-
-        Raises:
-            ScheduleError: the adapter does not fit the model.
+        """A copy with an adapter's changes, which shares what they leave alone. They are merged into copies of the
+        matrices, or stay products of their own, through which gradients flow. Raises ScheduleError if it does not fit.
         """
         twin = copy.copy(self)
         twin.attention, twin.mlp = list(self.attention), list(self.mlp)

@@ -195,12 +195,12 @@ class VllmEngine:
         running = self._running
         if running is not None and not running.broken and schedule.is_full_depth and not running.schedule.is_full_depth:
             batch_size = min(batch_size, running.seats)  # beside rows under a schedule: no reason to start anew
-        if self._running is None or not self._running.can(schedule, batch_size):
+        if running is None or not running.can(schedule, batch_size):
             self.close()
-            self._running = _Running(self._started(schedule, batch_size), schedule, batch_size)
+            running = self._running = _Running(self._started(schedule, batch_size), schedule, batch_size)
         stopping = Stopping(sampling or Sampling(), self.tokenizer)
         ledger, context = Ledger(self.shape, schedule), self._options["max_model_len"]
-        return VllmDecoding(self._running, stopping, ledger, context, self._prefix)
+        return VllmDecoding(running, stopping, ledger, context, self._prefix)
 
     def fitting_batch_size(
         self, prompt_tokens: int, sampling: Sampling | None = None, schedule: Schedule | None = None
@@ -409,10 +409,10 @@ class VllmDecoding:
             sample.ended = self._stopping.ends(sample.tokens)
             if sample.finished:
                 break
-        if not sample.finished and not output.finished:
-            return False
         if not sample.finished:
-            raise RuntimeError(f"vLLM has ended a row before its end: {output.outputs[0].finish_reason}")
+            if output.finished:
+                raise RuntimeError(f"vLLM has ended a row before its end: {output.outputs[0].finish_reason}")
+            return False
         again = self._again(sample, output.num_cached_tokens or 0)
         self._stats += BatchStats(flops_padding=again + self._too_far(sample))
         del self._samples[output.request_id], self._running.whose[output.request_id]

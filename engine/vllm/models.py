@@ -19,7 +19,7 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from engine.errors import ScheduleError
-from engine.forward.compiled_parts import PromptMaps, compile_bridge, compile_prompt_bridge
+from engine.forward.compiled_parts import compile_bridge, compile_prompt_bridge
 from engine.forward.operations import unit_plans
 from engine.kernels import Kernels
 from engine.models.families import family_of
@@ -69,15 +69,13 @@ class Skipping:
         # How many plateaus, the first ones, run each unit; and which bridges stand before it, on which plateau.
         self._running = {run.unit: plateaus for run, plateaus, _ in plans}
         self._standing = {
-            run.unit: [(plateau, self._bridges[each.bridge]) for plateau, each in enumerate(before) if each]
+            run.unit: [(plateau, self._bridges[each]) for plateau, each in enumerate(before) if each]
             for run, _, before in plans
         }
-        self._maps: PromptMaps | None = None
-        self._skips: Bridge | None = None  # what prompts skip a block by
-        if schedule.prompt_bridge is not None:
-            self._maps = compile_prompt_bridge(schedule.prompt_bridge, self.shape, *where)
-            self._skips = schedule.prompt_bridge.skips
-        self._skipped_by_prompts = frozenset(self._skips.block.units if self._skips else ())
+        stop = schedule.prompt_bridge
+        self._maps = None if stop is None else compile_prompt_bridge(stop, self.shape, *where)
+        self._skips = None if stop is None else stop.skips  # what prompts skip a block by
+        self._skipped_by_prompts = frozenset(() if stop is None else stop.skipped_units)
         self.graphs = Graphs(vllm_config, self.shape.hidden, model.dtype, self._device)
         self._segments = [self._segment(units, vllm_config) for units in self._alike()]
         # Registered, so that vLLM finds what it has compiled when the model is to be freed.
@@ -87,8 +85,8 @@ class Skipping:
         """As vLLM's, and the adapter's copies of what it changes."""
         loaded: set[str] = super().load_weights(weights)  # type: ignore[misc]
         if self.schedule.adapter is not None:
-            self._adapted, copies = adapted_layers(self.schedule.adapter, self.decoder_layers)
-            self.adapted_modules = copies  # registered, so that vLLM prepares them as it does its own
+            # Copies are registered, so that vLLM prepares them as it does its own.
+            self._adapted, self.adapted_modules = adapted_layers(self.schedule.adapter, self.decoder_layers)
         return loaded
 
     def begin_pass(self, groups: Sequence[int], counts: Sequence[int]) -> Pass:

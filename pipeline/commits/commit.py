@@ -160,7 +160,8 @@ def commit_unit(
     if storage.write_if_absent(name, record):
         return commit
     # The record may be this attempt's own, its answer lost: then it names this attempt.
-    held = _read_commit(storage, name)
+    if (held := _read_commit(storage, name)) is None:
+        raise _vanished(storage, name)
     if held.run != run:
         raise _foreign(storage, held, run)
     return held
@@ -180,8 +181,11 @@ def read_commits(storage: Storage, run: str | None = None, keep: bool = False) -
     names = [name for name in stamps if name not in held]
     with ThreadPoolExecutor(LISTING_THREADS) as pool:
         found = dict(zip(names, pool.map(lambda name: _read_commit(storage, name), names), strict=True))
-    found |= held
-    commits = [found[name] for name in stamps]
+    absent = [name for name, commit in found.items() if commit is None]
+    # A nightly job takes out those of versions that were replaced: they are listed no more.
+    if absent and (still := sorted({*absent} & storage.stamps(COMMITS, ".json").keys())):
+        raise _vanished(storage, still[0])
+    commits = [commit for name in stamps if (commit := held.get(name) or found[name]) is not None]
     for commit in commits:
         if run is not None and commit.run != run:
             raise _foreign(storage, commit, run)
@@ -227,13 +231,15 @@ def _record_name(unit: str) -> str:
     return f"{COMMITS}/{unit}.json"
 
 
-def _read_commit(storage: Storage, name: str) -> Commit:
+def _read_commit(storage: Storage, name: str) -> Commit | None:
     commit = _COMMIT.read(storage, name)
-    if commit is None:
-        raise JobError(f"{name} of {storage.url!r} was just seen, yet is not there: who deletes it?")
-    if not _is_of(name, commit):
+    if commit is not None and not _is_of(name, commit):
         raise _COMMIT.damaged(storage, name, f"it is of unit {commit.unit} and names {commit.file}")
     return commit
+
+
+def _vanished(storage: Storage, name: str) -> JobError:
+    return JobError(f"{name} of {storage.url!r} was just seen, yet is not there: who deletes it?")
 
 
 def damaged(storage: Storage, commit: Commit, why: str) -> RecordDamaged:
@@ -263,14 +269,9 @@ def _foreign(storage: Storage, commit: Commit, run: str) -> JobError:
     )
 
 
-def sweep_orphans(
-    storage: Storage,
-    commits: Collection[Commit],
-    check: Callable[[], None],
-    is_over: Callable[[str], bool] | None = None,
-) -> int:
+def sweep_orphans(storage: Storage, commits: Collection[Commit], is_over: Callable[[str], bool] | None = None) -> int:
     """Remove data files of ours that no commit names: what attempts left that died, also while they wrote it, or came
-    second. Returns how many. `check` raises where the output has become another's by the time that they are found.
+    second. Returns how many. `storage` is guarded: the output may have become another's by the time they are found.
 
     With `is_over`, only those of units that are committed, so that no other attempt can be any more, and those of which
     it says that they never will be.
@@ -281,7 +282,6 @@ def sweep_orphans(
         named = ((name, name.removeprefix(f"{DATA}/").rpartition("-")[0]) for name in orphans)
         orphans = [name for name, unit in named if unit in units or is_over(unit)]
     orphans += unfinished(storage)
-    check()
     remove(storage, Kind.RUN, orphans)
     return len(orphans)
 

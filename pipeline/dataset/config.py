@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import re2
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -61,6 +61,8 @@ class FilterConfig(BaseModel):
 class DatasetConfig(JobConfig, FilterConfig):
     """Generate a data set: several samples per prompt, filtered, in shards that `datasets.load_dataset` reads."""
 
+    reserved: ClassVar = (SAMPLE,)
+
     samples_per_prompt: int = Field(1, ge=1, le=1000, description="generations per row, each on a stream of its own")
     input_format: Literal["parquet", "openai-batch"] = Field(
         "parquet", description="openai-batch: a JSONL file of requests, whose parameters replace those given here"
@@ -76,10 +78,6 @@ class DatasetConfig(JobConfig, FilterConfig):
     @property
     def samples_per_row(self) -> int:
         return self.samples_per_prompt
-
-    @property
-    def reserved(self) -> tuple[str, ...]:
-        return (SAMPLE,)
 
     @property
     def duplicate_rule(self) -> str:

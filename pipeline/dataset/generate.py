@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -21,7 +21,7 @@ from pipeline.errors import JobError
 from pipeline.preparing.backend import Backend
 from pipeline.rows.rows import chosen
 from pipeline.run import RunResult, leased, run_leased
-from pipeline.storage.ownership import Kind, check_place, own, remove
+from pipeline.storage.ownership import Kind, check_place, own, remove, unfinished
 from pipeline.storage.records import LARGE, Count, Fingerprint, OpenRecord, PublishedFile, Record
 from pipeline.storage.storage import Storage
 from pipeline.storage.stores import Unfit
@@ -110,29 +110,21 @@ def generate_dataset(config: DatasetConfig, backend: Backend | None = None) -> D
     job = generation_config(config)
     with leased(job) as lease:
         storage = config.output_storage()
+        if lease is not None:  # publishing may take longer than it lasts
+            storage = storage.guarded(lease.check)
         result = run_leased(job, backend, lease)
-        check = (lambda: None) if lease is None else lease.check  # publishing may take longer than a lease lasts
-        check()
         if config.fresh:
             remove(storage, Kind.DATA_SET, [MANIFEST])  # until now it stood for what the run before had made
-        manifest = _publish(config, job, storage, filters, result, check)
+        manifest = _publish(config, job, storage, filters, result)
     return DatasetResult(
         config.output, result, manifest["rows"], manifest["dropped"], [entry["file"] for entry in manifest["files"]]
     )
 
 
 def _publish(
-    config: DatasetConfig,
-    job: DatasetConfig,
-    storage: Storage,
-    filters: Filters,
-    result: RunResult,
-    check: Callable[[], None],
+    config: DatasetConfig, job: DatasetConfig, storage: Storage, filters: Filters, result: RunResult
 ) -> dict[str, Any]:
-    """The data set's manifest; what it lists is written unless it is there as it should be.
-
-    `check` raises if the output is another job's by now; it is called before anything is replaced.
-    """
+    """The data set's manifest; what it lists is written unless it is there as it should be."""
     success = read_manifest(job.output_storage())
     if success is None:
         raise JobError(f"{SUCCESS_FILE} of {job.output!r} vanished while its data set was made: who deletes it?")
@@ -146,23 +138,21 @@ def _publish(
         remove(storage, Kind.DATA_SET, [MANIFEST])  # what it lists is about to be replaced
         tables = _committed(job.output_storage(), success)
         if config.output_format == "openai-batch":
-            files = _write_responses(config, storage, tables, filters, success["fingerprint"], check)
+            files = _write_responses(config, storage, tables, filters, success["fingerprint"])
         else:
             kept = _kept(tables, filters)
             first = next(kept, None)
             if first is None:
                 raise JobError(f"input {config.input!r} has no rows: there is no data set to make")
-            files = _write_shards(storage, chain([first], kept), config.rows_per_shard, check)
+            files = _write_shards(storage, chain([first], kept), config.rows_per_shard)
             card = write_card(job.model_copy(update={"output": config.output}), success, result.totals, filters,
                               first.schema)  # fmt: skip
-            check()
             storage.write(CARD if _may_write_card(storage) else CARD_BESIDE, card.encode())
         # Shards of an earlier, longer data set, or what was published in another format.
         stale = {*own(Kind.DATA_SET, _there(storage))} - {entry["file"] for entry in files}
-        check()
+        stale |= {*unfinished(storage, Kind.DATA_SET)}
         remove(storage, Kind.DATA_SET, sorted(stale - {MANIFEST, CARD, CARD_BESIDE}))
         manifest = {**wanted, "rows": filters.kept, "dropped": dict(filters.dropped), "files": files}
-        check()
         storage.write(MANIFEST, json.dumps(manifest, indent=1).encode())
     return manifest
 
@@ -222,22 +212,17 @@ def _kept(tables: Iterable[pa.Table], filters: Filters) -> Iterator[pa.Table]:
         yield chosen(table, keep).drop_columns(list(LEFT_OUT))
 
 
-def _write_shards(
-    storage: Storage, tables: Iterable[pa.Table], rows_per_shard: int, check: Callable[[], None]
-) -> list[dict[str, Any]]:
+def _write_shards(storage: Storage, tables: Iterable[pa.Table], rows_per_shard: int) -> list[dict[str, Any]]:
     """Write the rows of one or more tables. What the manifest lists.
 
-    Each is written whole under its number, so that writing again replaces the same objects.
-
-    Raises StorageGone, StorageRefused.
+    Each is written whole under its number, so that writing again replaces the same objects. Raises StorageGone,
+    StorageRefused.
     """
     shards = []
     for number, table in enumerate(_cut(tables, rows_per_shard)):
         content, name = to_parquet(table), f"{FOLDER}/{SPLIT}-{number:05d}.parquet"
-        check()
         storage.write(name, content)
-        entry = {"file": name, "rows": table.num_rows, "size": len(content), "checksum": checksum(content)}
-        shards.append(entry)
+        shards.append({"file": name, "rows": table.num_rows, "size": len(content), "checksum": checksum(content)})
     return shards
 
 
@@ -275,12 +260,7 @@ def _may_write_card(storage: Storage) -> bool:
 
 
 def _write_responses(
-    config: DatasetConfig,
-    storage: Storage,
-    tables: Iterable[pa.Table],
-    filters: Filters,
-    run: str,
-    check: Callable[[], None],
+    config: DatasetConfig, storage: Storage, tables: Iterable[pa.Table], filters: Filters, run: str
 ) -> list[dict[str, Any]]:
     rows = [
         {**row, "dropped": filters.reason_to_drop(row)}
@@ -290,6 +270,5 @@ def _write_responses(
     answers, errors = openai_batch.responses(rows, run, config.model, int(time.time()))
     files = {openai_batch.OUTPUT_FILE: answers, openai_batch.ERRORS_FILE: errors}
     for name, content in files.items():
-        check()
         storage.write(name, content.encode())
     return [{"file": name, "rows": content.count("\n")} for name, content in files.items()]

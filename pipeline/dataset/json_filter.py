@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import jsonschema_rs
 
 from engine import parse_json, read_json
-from pipeline.errors import JobError, one_line
+from pipeline.errors import JobError, described, one_line
 from pipeline.storage.records import LARGE
 
 log = logging.getLogger(__name__)
@@ -63,8 +63,8 @@ class JsonFilter:
             self._failed += 1
             if self._failed <= MOST_SAID:
                 log.warning(
-                    "a generation is dropped under json_schema, for it could not be validated (%s: %s): %.80r",
-                    type(error).__name__, one_line(error), text,
+                    "a generation is dropped under json_schema, for it could not be validated (%s): %.80r",
+                    described(error), text,
                 )  # fmt: skip
             return False
 

@@ -55,7 +55,7 @@ class Requests:
 def read_requests(storage: Storage) -> Requests:
     """Read a JSONL file. Raises JobError naming the line that cannot be answered; StorageGone, StorageRefused."""
     rows: list[dict[str, str]] = []
-    options: dict[str, Any] | None = None
+    options: dict[str, Any] = {}
     seen: set[str] = set()
     for number, line in _lines_of(storage):
         where = f"line {number} of {storage.url!r}"
@@ -65,7 +65,7 @@ def read_requests(storage: Storage) -> Requests:
         seen.add(request[ID])
         body = request["body"]
         asked = _options(body, where)
-        if options is not None and asked != options:
+        if rows and asked != options:
             raise JobError(
                 f"{where} asks for {asked}, the lines before for {options}: put requests of other parameters into "
                 "another file"
@@ -75,7 +75,7 @@ def read_requests(storage: Storage) -> Requests:
         rows.append({ID: request[ID], MESSAGES: messages})
     if not rows:
         raise JobError(f"input {storage.url!r} holds no requests")
-    return Requests(pa.Table.from_pylist(rows, SCHEMA), options or {})
+    return Requests(pa.Table.from_pylist(rows, SCHEMA), options)
 
 
 def _lines_of(storage: Storage) -> Iterator[tuple[int, bytes]]:

@@ -184,12 +184,9 @@ def attach(schedule: Schedule, bridge: Callable[[Layers], Bridge]) -> Schedule:
     named: dict[str, Bridge] = {}
     plateaus = []
     for index, plateau in enumerate(schedule.plateaus):
-        names = []
-        for block in _skipped_blocks(schedule, index):
-            name = f"{block[0]}-{block[1]}"
-            names.append(name)
-            named.setdefault(name, bridge(block))
-        plateaus.append(plateau._replace(bridges=tuple(names)))
+        blocks = {f"{first}-{end}": (first, end) for first, end in _skipped_blocks(schedule, index)}
+        named |= {name: bridge(block) for name, block in blocks.items() if name not in named}
+        plateaus.append(plateau._replace(bridges=tuple(blocks)))
     return replace(schedule, plateaus=tuple(plateaus), bridges=named)
 
 

@@ -21,24 +21,22 @@ RIVAL_COLORS = (
 OWN_COLORS = (ACCENT, "#66a61e", "#86c5a4", "#1b4d3e")
 MARKERS = "sD^vP*Xh<>pd"
 _HEAT = mpl.colors.LinearSegmentedColormap.from_list("quality", ["#8fc7a8", "#ffffff", "#f4d9c6"])
+_OWN = {"linewidth": 2.2, "markersize": 7, "zorder": 3}
+_RIVAL = {"linewidth": 1.1, "markersize": 5, "zorder": 2}
 MOST_EXCESS = 2.0  # nats a token that are drawn: beyond them texts are broken, one as another
 
+Styles = dict[str, dict[str, object]]  # keywords of a line, by method
 
-class Styles:
-    """Colour and marker of every method, the same in all figures."""
 
-    def __init__(self, found: Sequence[Figures]) -> None:
-        own, rivals, markers = cycle(OWN_COLORS), cycle(RIVAL_COLORS), cycle(MARKERS)
-        self._styles: dict[str, tuple[str, str, bool]] = {FULL_DEPTH: (INK, "o", False)}
-        for each in found:
-            if each.name not in self._styles:
-                self._styles[each.name] = (next(rivals if each.is_rival else own), next(markers), each.is_rival)
-
-    def of(self, name: str) -> dict[str, object]:
-        """Keywords of a line."""
-        color, marker, is_rival = self._styles[name]
-        width, size = (1.1, 5) if is_rival else (2.2, 7)
-        return {"color": color, "marker": marker, "linewidth": width, "markersize": size, "zorder": 2 + (not is_rival)}
+def line_styles(found: Sequence[Figures]) -> Styles:
+    """Of every method, the same in all figures."""
+    own, rivals, markers = cycle(OWN_COLORS), cycle(RIVAL_COLORS), cycle(MARKERS)
+    styles: Styles = {FULL_DEPTH: {"color": INK, "marker": "o", **_OWN}}
+    for each in found:
+        if each.name not in styles:
+            color, line = (next(rivals), _RIVAL) if each.is_rival else (next(own), _OWN)
+            styles[each.name] = {"color": color, "marker": next(markers), **line}
+    return styles
 
 
 def frontier(found: Sequence[Figures], styles: Styles, whole_sample: bool) -> str:
@@ -65,7 +63,7 @@ def frontier(found: Sequence[Figures], styles: Styles, whole_sample: bool) -> st
     left.set_ylim(top=min(left.get_ylim()[1], MOST_EXCESS))
     for each, speed in zip(found, speeds, strict=True):
         if each.excess_nll is not None and speed is not None and each.excess_nll.value > MOST_EXCESS:
-            style = styles.of(each.name) | {"marker": 6, "linestyle": ""}  # a triangle that stands for what is above
+            style = styles[each.name] | {"marker": 6, "linestyle": ""}  # a triangle that stands for what is above
             left.plot(speed.value, MOST_EXCESS, clip_on=False, **style)  # type: ignore[arg-type]
     right.axhline(1, color=PALE, linewidth=1, zorder=1)
     right.set_ylim(-0.03, max(1.12, right.get_ylim()[1]))
@@ -110,7 +108,7 @@ def agreement_by_step(found: Sequence[Figures], styles: Styles) -> str:
                 # Few answers are that long: the tail would be noise.
                 shown = [(step, share) for step, share, tokens in each.agreement_by_step if tokens >= 10]
                 steps, shares = (list(part) for part in zip(*shown, strict=True)) if shown else ([], [])
-                axes.plot(steps, shares, label=each.name, **(styles.of(each.name) | {"marker": ""}))  # type: ignore[arg-type]
+                axes.plot(steps, shares, label=each.name, **(styles[each.name] | {"marker": ""}))  # type: ignore[arg-type]
         axes.set_ylim(-0.03, 1.03)
         axes.set_xlabel("decode step")
     all_axes[0].set_ylabel("agreement")
@@ -146,4 +144,4 @@ def _line(axes: Axes, name: str, points: Sequence[tuple[Estimate, Estimate]], st
     below = [quality.value - quality.low for _, quality in points]
     # A percentile interval may, by rounding, leave out a value that has no spread at all.
     error = np.clip([below, above], 0, None) if points else None
-    axes.errorbar(x, y, error, label=name, capsize=2, elinewidth=0.9, **styles.of(name))  # type: ignore[arg-type]
+    axes.errorbar(x, y, error, label=name, capsize=2, elinewidth=0.9, **styles[name])  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ Judged = Sequence[tuple[Contender, Figures]]
 
 def render(outputs: Sequence[Outputs], found: Sequence[Figures], config: Mapping[str, Any]) -> str:
     """The report as HTML, of contenders' outputs and their figures; the first are full depth's."""
-    styles = charts.Styles(found)
+    styles = charts.line_styles(found)
     judged = [(each.contender, figures) for each, figures in zip(outputs, found, strict=True)]
     schedules = [(one.label, one.method) for one, _ in judged[1:] if isinstance(one.method, Schedule)]
     savings = savings_maps(judged)

@@ -21,6 +21,7 @@ from engine import EarlyExit, Engine, ModelShape, Sampling, Schedule, ScheduleEr
 from engine.decoding.early_exit import Kind, cheapest_check
 from engine.schedules import decays, orders
 from pipeline.evaluation.contender import Contender
+from pipeline.evaluation.study import in_order
 from pipeline.storage.records import LARGE, Record
 from pipeline.storage.storage import Storage
 
@@ -43,7 +44,7 @@ class RivalCalibration:
     @classmethod
     def measure(cls, engine: Engine, sampling: Sampling, prompts: Sequence[Sequence[int]]) -> Self:
         """Let full depth answer the prompts."""
-        found = sorted(engine.generate(prompts, sampling), key=lambda generation: generation.index)
+        found = in_order(engine.generate(prompts, sampling))
         return cls(engine, sampling, prompts, [generation.tokens for generation in found])
 
     @property

@@ -125,7 +125,7 @@ class Study:
         found: list[tuple[Contender, list[Generation], BatchTiming]] = []
         for (contender, _), each, time_taken in zip(scheduled, generations, seconds, strict=True):
             passes = sum(generation.generated_tokens - 1 for generation in each)
-            found.append((contender, _in_order(each), BatchTiming(session, passes, time_taken)))
+            found.append((contender, in_order(each), BatchTiming(session, passes, time_taken)))
         for contender in missing:
             if isinstance(contender.method, EarlyExit):
                 each = []
@@ -134,7 +134,7 @@ class Study:
                 ):
                     each.append(generation)
                     yield
-                found.append((contender, _in_order(each), BatchTiming(session, 0, 0.0)))
+                found.append((contender, in_order(each), BatchTiming(session, 0, 0.0)))
         written = [[generation.tokens for generation in each] for _, each, _ in found]
         ours = int(full in missing)  # then full depth is the first
         answers = written[0] if ours else self._read(full, batch)["tokens"].to_pylist()
@@ -194,7 +194,7 @@ class Study:
         return self.directory / contender.slug / f"{name}.parquet"
 
 
-def _in_order(generations: Iterable[Generation]) -> list[Generation]:
+def in_order(generations: Iterable[Generation]) -> list[Generation]:
     """As their prompts are."""
     return sorted(generations, key=lambda generation: generation.index)
 

@@ -7,6 +7,7 @@ from pipeline.execution.wire import Failure
 
 SUSPECT_DEATHS = 2  # processes a unit may take with it before its rows are looked at one by one
 SUSPECT_LOSSES = 3  # times a unit may vanish unseen, with its reader or its node, before the same
+MOST_BESIDE_LOST = (1 << 30, 64, 4)  # units that are read together, by how often one of them was lost
 
 
 class Next(Enum):
@@ -24,6 +25,11 @@ class Attempts:
     losses: int = 0
     refused: bool = False
     error: str = ""  # the last one
+
+    @property
+    def longest_span(self) -> int:
+        """How many units may be read with it: the more often it was lost, the fewer are lost with it."""
+        return MOST_BESIDE_LOST[min(self.losses, len(MOST_BESIDE_LOST) - 1)]
 
     @property
     def count(self) -> int:

@@ -1,6 +1,7 @@
 """Connect to Ray and decide how many replicas it carries and what each may use."""
 
 import logging
+import os
 import signal
 import socket
 import threading
@@ -35,6 +36,8 @@ ONE_MACHINE = {
 # Of a read or commit task. Three decimals, unlike a replica's: with equal claims Ray would fuse reading into the
 # replica, and nothing would overlap.
 TASK_CPUS = 0.475
+# Of a read or commit task whose process died; with Ray's default, endless, a bad row would loop.
+TASK_RETRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,8 @@ def _join(address: str | None, log_to_driver: bool) -> None:
     log.info("starting a Ray of its own" if address == "local" else f"joining {joined}")
     quiet = {"logging_level": logging.WARNING, "log_to_driver": log_to_driver}
     on_sigterm = signal.getsignal(signal.SIGTERM)
+    # Of those that its memory monitor kills, which it counts apart, also without end. Who starts tasks reads it.
+    os.environ.setdefault("RAY_task_oom_retries", str(TASK_RETRIES))
     try:
         if address == "local":
             # It says how to turn tokens off, which nobody needs who has not heard of them.
@@ -108,10 +113,10 @@ def check_shared(files: Mapping[str, str]) -> None:
         return
     expected = {path: head_of(path) for path in files.values()}
     looks = {}
-    for node in nodes:
+    for node, address in nodes.items():
         there = NodeAffinitySchedulingStrategy(node, soft=False)
         look = ray.remote(_lacking).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
-        looks[look.remote(expected)] = nodes[node]
+        looks[look.remote(expected)] = address
     done, late = ray.wait(list(looks), num_returns=len(looks), timeout=LOOK_S)
     silent = [looks[look] for look in late]
     for look in late:

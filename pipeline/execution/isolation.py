@@ -16,7 +16,7 @@ from pipeline.errors import one_line
 from pipeline.execution.cluster import TASK_CPUS, ReplicaResources
 from pipeline.execution.stages import Task, UnitGenerator, committed, refusal
 from pipeline.execution.wire import Failure, Parcel, from_bytes
-from pipeline.logs import about, set_up_worker
+from pipeline.logs import set_up_worker
 from pipeline.monitoring.board import Board
 from pipeline.rows.read import read_units
 from pipeline.rows.row_generator import TooManyRowsFailed
@@ -50,7 +50,7 @@ class _Cell:
 
 
 class Isolation:
-    """Does single units in actors of their own, one after the other."""
+    """Does single units in actors of their own, one after the other; who ends well serves the next unit too."""
 
     def __init__(self, task: Task, resources: ReplicaResources, board: Board, on_wait: Callable[[], None]) -> None:
         """`on_wait` is called every second or so; what it raises ends the isolation."""
@@ -73,12 +73,12 @@ class Isolation:
             self._wait(answer)
             return ray.get(answer)  # type: ignore[no-any-return]
         except RayTaskError as error:
+            self.close()  # what it says may be of the process, not of the unit
             cause = error.cause if isinstance(error.cause, Exception) else error
             return Parcel(unit, failure=Failure.of("generate", cause))
         except (TooManyDeaths, RayError) as error:
+            self.close()
             return Parcel(unit, failure=Failure("generate", "unit", one_line(error)))
-        finally:
-            self._end_cell()
 
     def _bisect(self, unit: WorkUnit) -> tuple[list[Any], dict[int, str]]:
         """References to the parcels of ranges that live, and the rows that don't with their errors."""
@@ -106,13 +106,13 @@ class Isolation:
                 if (told := refusal(error)) is not None:
                     raise told from None  # by an engine that does not start, whatever the rows
                 death = _detail(error)
-            self._end_cell()
+            self.close()
             self._board.read([unit.id])  # rows of ranges that lived too: too few on show are better than some twice
             deaths += 1
             if deaths > MOST_DEATHS:
                 raise TooManyDeaths(f"unit {unit.id} has killed {deaths} processes, the last with {death}")
-            with about(unit=unit.id):
-                log.warning("a process died with rows %d to %d: %s", part.start, part.start + part.rows - 1, death)
+            where, end = {"unit": unit.id}, part.start + part.rows - 1
+            log.warning("a process died with rows %d to %d: %s", part.start, end, death, extra=where)
             lone[part.start] += part.rows == 1
             if lone[part.start] < LONE_DEATHS:
                 ranges += _halves(part)
@@ -130,7 +130,8 @@ class Isolation:
         while not ray.wait([reference], timeout=POLL_S, fetch_local=False)[0]:
             self._on_wait()
 
-    def _end_cell(self) -> None:
+    def close(self) -> None:
+        """End its actor."""
         if self._cell is not None:
             ray.kill(self._cell)
             self._cell = None

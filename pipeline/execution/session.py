@@ -15,7 +15,7 @@ from ray.exceptions import RayError, UserCodeException
 
 from pipeline.commits.commit import SNAPSHOT_EVERY, Commit, total, write_snapshot
 from pipeline.commits.failed import FailedUnit, record_failure
-from pipeline.errors import JobError, JobStopped
+from pipeline.errors import JobError, JobStopped, last_line
 from pipeline.execution.attempts import Attempts, Next
 from pipeline.execution.cluster import ReplicaResources, replica_resources
 from pipeline.execution.interruption import Interruption
@@ -73,6 +73,7 @@ class Session:
         self._stop_deadline = 0.0
         self._spent = False  # a cost ceiling is reached
         self._counted_at = 0.0
+        self._copied = len(before)  # commits that a snapshot holds, or that who read them has made one of
         self._received = 0  # parcels: a failure is a sign of life too
 
     def run(self, pending: list[WorkUnit]) -> Done:
@@ -93,13 +94,15 @@ class Session:
         """All pending units once."""
         begun = list(self._pending.values())
         self._resources = replica_resources(self._task.config, self._resources)  # nodes may have come or gone
-        units = stream(list(self._plan.spans(begun)), self._task, self._resources, self._board)
+        spans = list(self._plan.spans(begun, lambda unit: self._attempts[unit].longest_span))
+        units = stream(spans, self._task, self._resources, self._board)
         seen = set()
         try:
             while not units.ended:
                 parcel = units.next(POLL_S)
                 if parcel is not None:
-                    seen.add(self._receive(parcel))
+                    seen.add(parcel.unit.id)
+                    self._receive(parcel)
                 self._check()
         except (RayError, UserCodeException) as error:
             raise self._stop_reason or _ended(error) from error
@@ -109,13 +112,15 @@ class Session:
         self._end_if_stopping()
         self._account_for([unit.id for unit in begun if unit.id not in seen])
 
-    def _receive(self, parcel: Parcel) -> str:
+    def _receive(self, parcel: Parcel) -> None:
         self._received += 1
         unit, commit = parcel.unit, parcel.commit
         if commit is not None:
             self._done.commits.append(commit)
-            if len(self._done.commits) % SNAPSHOT_EVERY == 0:
+            done, copied = len(self._before) + len(self._done.commits), self._copied
+            if done - copied >= max(SNAPSHOT_EVERY, copied // 2):  # each copies all: the more there are, the rarer
                 write_snapshot(self._storage, [*self._before, *self._done.commits])
+                self._copied = done
             self._totals += commit.totals
             self._progress.committed(commit, self._totals)
             self._meter.committed(commit, self._totals)
@@ -128,7 +133,6 @@ class Session:
                 self._board.stop()
         elif parcel.failure is not None:
             self._failed(unit, parcel.failure)
-        return unit.id
 
     def _failed(self, unit: WorkUnit, failure: Failure) -> None:
         if failure.kind == "storage":
@@ -158,16 +162,18 @@ class Session:
 
     def _triage(self) -> None:
         """Isolate the units that a pass has made suspects, and record those that are given up."""
-        for unit in list(self._pending.values()):
-            fate = self._attempts[unit.id].next(self._task.config.unit_attempts)
-            if fate is Next.ISOLATE:
-                extra = {"unit": unit.id}
-                log.warning("unit %s keeps losing its process: looking for the row that kills it", unit.id, extra=extra)
-                parcel = Isolation(self._task, self._resources, self._board, self._check_isolation).run(unit)
-                self._receive(parcel)
-                self._check_isolation()
-            if fate is not Next.AGAIN and unit.id in self._pending:
-                self._give_up(unit)
+        with closing(Isolation(self._task, self._resources, self._board, self._check_isolation)) as isolation:
+            for unit in list(self._pending.values()):
+                fate = self._attempts[unit.id].next(self._task.config.unit_attempts)
+                if fate is Next.ISOLATE:
+                    which = {"unit": unit.id}
+                    log.warning(
+                        "unit %s keeps losing its process: looking for the row that kills it", unit.id, extra=which
+                    )
+                    self._receive(isolation.run(unit))
+                    self._check_isolation()
+                if fate is not Next.AGAIN and unit.id in self._pending:
+                    self._give_up(unit)
 
     def _give_up(self, unit: WorkUnit) -> None:
         attempts = self._attempts[unit.id]
@@ -265,5 +271,4 @@ def _ended(error: Exception) -> Exception:
     """What the user is told when Ray ends a pass: a replica that can't load its model, or a cluster that is gone."""
     if (told := refusal(error)) is not None:
         return told
-    last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-    return JobStopped(f"Ray ended the job ({last}): start it again to resume; Ray's logs say more")
+    return JobStopped(f"Ray ended the job ({last_line(error)}): start it again to resume; Ray's logs say more")

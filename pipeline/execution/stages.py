@@ -18,7 +18,7 @@ import pyarrow as pa
 from engine import BatchStats, Generation, ModelError, Schedule, ScheduleError
 from pipeline.commits.commit import Commit, commit_unit
 from pipeline.config import JobConfig
-from pipeline.errors import JobError, JobStopped
+from pipeline.errors import JobError, JobStopped, last_line
 from pipeline.execution.cluster import ReplicaResources
 from pipeline.execution.wire import Failure, Parcel, from_bytes, to_bytes
 from pipeline.logs import LogFormat, about, set_up_worker
@@ -185,7 +185,7 @@ def refusal(error: Exception) -> Exception | None:
         if isinstance(inner, kinds):
             return inner
         cause = inner if isinstance(inner, BaseException) else cause.__cause__
-    last = (str(error).strip().splitlines() or [""])[-1]
+    last = last_line(error)
     for kind in kinds:  # of what ends an actor as it starts, Ray keeps the text alone
         name = f"{kind.__module__}.{kind.__name__}: "
         if last.startswith(name):

@@ -14,18 +14,13 @@ from ray.util.annotations import RayDeprecationWarning
 
 from engine.memory import GPU_ROWS
 from pipeline.config import JobConfig
-from pipeline.execution.cluster import TASK_CPUS, ReplicaResources
+from pipeline.execution.cluster import TASK_CPUS, TASK_RETRIES, ReplicaResources
 from pipeline.execution.stages import Replica, Task, commit, read, span_row
 from pipeline.execution.wire import Parcel
 from pipeline.monitoring.board import Board
 from pipeline.rows.unit import WorkUnit
 
-TASK_RETRIES = 3  # of a read or commit task whose process died; with Ray's default, endless, a bad row would loop
-
-AUTO_SEATS = GPU_ROWS  # rows of a batch, where only the replica can tell
 MOST_BESIDE = 8  # units that fill the batch while another ends: each is a thread, and is lost if the replica is
-
-End = Exception | None
 
 
 class UnitStream:
@@ -34,7 +29,7 @@ class UnitStream:
     def __init__(self, dataset: Dataset, replicas: list[str]) -> None:
         self._dataset = dataset
         self._replicas = replicas
-        self._parcels: queue.SimpleQueue[Parcel | End] = queue.SimpleQueue()
+        self._parcels: queue.SimpleQueue[Parcel | Exception | None] = queue.SimpleQueue()
         self.ended = False
         # A thread, because a wait inside Ray Data can't be interrupted; a daemon, because an abandoned pass may hang.
         threading.Thread(target=self._consume, name="stream", daemon=True).start()
@@ -129,7 +124,7 @@ def stream(spans: Sequence[list[WorkUnit]], task: Task, resources: ReplicaResour
 
 def units_together(config: JobConfig) -> int:
     """Units that a replica has under way: while one of them ends, the others fill its batch."""
-    seats = AUTO_SEATS if config.batch_size == "auto" else config.batch_size
+    seats = GPU_ROWS if config.batch_size == "auto" else config.batch_size  # of "auto" only the replica can tell
     return 1 + min(MOST_BESIDE, -(-seats // config.rows_per_unit))
 
 

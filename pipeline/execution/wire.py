@@ -11,25 +11,27 @@ from typing import Any, Literal, Self
 import pyarrow as pa
 
 from pipeline.commits.commit import Commit
-from pipeline.errors import JobError, one_line
+from pipeline.errors import JobError, described, one_line
 from pipeline.rows.unit import WorkUnit
 from pipeline.storage.storage import StorageGone
+
+Stage = Literal["read", "generate", "commit"]
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
     """A unit that a stage could not do."""
 
-    stage: Literal["read", "generate", "commit"]
+    stage: Stage
     # What a retry may expect: "unit" may work next time, "storage" once the storage is back, "refused" never.
     kind: Literal["unit", "storage", "refused"]
     error: str
 
     @classmethod
-    def of(cls, stage: Literal["read", "generate", "commit"], error: Exception) -> Self:
+    def of(cls, stage: Stage, error: Exception) -> Self:
         if isinstance(error, StorageGone | JobError):
             return cls(stage, "storage" if isinstance(error, StorageGone) else "refused", one_line(error))
-        return cls(stage, "unit", f"{type(error).__name__}: {one_line(error)}")
+        return cls(stage, "unit", described(error))
 
 
 @dataclass(frozen=True, slots=True)

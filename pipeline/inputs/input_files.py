@@ -138,14 +138,12 @@ class _Listing:
 
     def _escaped(self, pattern: str) -> str:
         """A pattern in which directories are named that exist with brackets in them."""
-        parts = pattern.split("/")
-        for place, part in enumerate(parts[:-1]):
-            if re.search(r"[*?]", part):
+        named = pattern.split("/")
+        parts = list(named)
+        for place, part in enumerate(named[:-1]):
+            if re.search(r"[*?]", part) or ("[" in part and not self._kind("/".join(named[: place + 1]))):
                 break
-            if "[" in part:
-                if not self._kind("/".join([*pattern.split("/")[:place], part])):
-                    break
-                parts[place] = part.replace("[", "[[]")
+            parts[place] = part.replace("[", "[[]")
         return "/".join(parts)
 
 

@@ -116,10 +116,7 @@ class Plan:
     def with_done(self, rows: Mapping[str, int], done: Container[str], config: JobConfig) -> Self:
         """The same plan, where files that can't be read any more, but of which all units are done, are as they were.
 
-        Args:
-            rows: of each file when it could be read, by its name.
-            done: ids of units.
-            config: what the plan was made of.
+        `rows` are those of each file when it could be read, by name; `done` are ids of units.
         """
         whole = tuple(
             replace(file, problem="", row_groups=(rows[file.name],))
@@ -135,19 +132,23 @@ class Plan:
         unreadable = {file.path for file in files if file.problem}
         return replace(self, files=files, units=tuple(unit for unit in units if unit.path not in unreadable))
 
-    def spans(self, units: Collection[WorkUnit]) -> Iterator[list[WorkUnit]]:
+    def spans(
+        self, units: Collection[WorkUnit], longest: Callable[[str], int] = lambda _: MOST_UNITS
+    ) -> Iterator[list[WorkUnit]]:
         """Runs of neighbouring units of one file and sample, each for one read task to stream.
 
-        A run ends at the first row group boundary after SPAN_ROWS rows, so that no row group is decoded by many tasks.
+        A run ends at the first row group boundary after SPAN_ROWS rows, so that no row group is decoded by many tasks;
+        or earlier, if a unit has to be in a run of so many units at the most, told its id.
         """
         boundaries = {file.path: list(accumulate(file.row_groups)) for file in self.files}
         span: list[WorkUnit] = []
-        end = 0
+        end, most = 0, MOST_UNITS
         for unit in units:
+            most = min(most, longest(unit.id))
             other = span and (unit.path, unit.sample) != (span[0].path, span[0].sample)
-            if span and (other or unit.start >= end):
+            if span and (other or unit.start >= end or len(span) >= most):
                 yield span
-                span = []
+                span, most = [], longest(unit.id)
             if not span:
                 wanted = unit.start + SPAN_ROWS
                 edges = boundaries[unit.path]
@@ -227,9 +228,10 @@ def input_columns(storage: Storage) -> list[str]:
 def _read_footers(storage: Storage, known: Mapping[str, KnownFile] | None) -> tuple[InputFile, ...]:
     paths = find_input_files(storage)
     found: list[InputFile] = []
+    schemas: dict[pa.Schema, pa.Schema] = {}
     said = time.monotonic()
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-        for file in pool.map(lambda path: _read_footer(storage, path, known), paths):
+        for file in pool.map(lambda path: _read_footer(storage, path, known, schemas), paths):
             found.append(file)
             if time.monotonic() - said >= SAY_EVERY_S:
                 said = time.monotonic()
@@ -249,7 +251,10 @@ def _read_footers(storage: Storage, known: Mapping[str, KnownFile] | None) -> tu
     return tuple(replace(file, version=versions[file.name]) for file in files)
 
 
-def _read_footer(storage: Storage, path: str, known: Mapping[str, KnownFile] | None) -> InputFile:
+def _read_footer(
+    storage: Storage, path: str, known: Mapping[str, KnownFile] | None, schemas: dict[pa.Schema, pa.Schema]
+) -> InputFile:
+    """`schemas` are those met so far, which files share: 100,000 with one each would take a gigabyte."""
     name, checksum, identity = redacted(storage.relative(path)), None, ""
     try:
         info = storage.info(path)
@@ -258,7 +263,8 @@ def _read_footer(storage: Storage, path: str, known: Mapping[str, KnownFile] | N
             raise OSError(f"it is no file but a {info['type']}")
         with storage.open_path(path, identity) as stream:
             footer = open_parquet(stream)
-            groups, schema = _row_groups(footer, info["size"]), footer.schema_arrow
+            groups, schema = _row_groups(footer, info["size"]), footer.schema_arrow.remove_metadata()
+            schema = schemas.setdefault(schema, schema)
         if known is not None:
             checksum = _checksum(storage, path, info, known.get(name))
     except JobStopped:

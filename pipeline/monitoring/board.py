@@ -1,6 +1,5 @@
 """Where a job's processes say what they are doing, and hear that they should stop: an actor beside the driver."""
 
-import logging
 import os
 import time
 from dataclasses import dataclass, field, replace
@@ -9,8 +8,6 @@ from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

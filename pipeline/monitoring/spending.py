@@ -60,11 +60,7 @@ class EnergyMeter:
     """
 
     def __init__(self, gpus: Sequence[str], share: float = 1.0) -> None:
-        """
-        Args:
-            gpus: each an index, or a UUID such as "GPU-..." or "MIG-...".
-            share: of their energy that is counted, for a replica that has a fraction of a GPU.
-        """
+        """GPUs by index or UUID, such as "GPU-..." or "MIG-..."; of a GPU a replica may have a `share`."""
         self._share = share
         self._devices: list[Any] = []
         if not gpus:

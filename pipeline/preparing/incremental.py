@@ -3,7 +3,7 @@
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from pipeline.commits.commit import COMMITS, SUCCESS_FILE, Commit, read_commits
@@ -29,11 +29,9 @@ log = logging.getLogger(__name__)
 class History:
     """What an output holds of each input file, over all jobs that have written to it."""
 
-    def __init__(
-        self, storage: Storage, job: Preparation, known: Mapping[str, KnownFile], check: Callable[[], None]
-    ) -> None:
-        """`known` is the output's record; `check` raises if the output has become another job's."""
-        self._storage, self._check = storage, check
+    def __init__(self, storage: Storage, job: Preparation, known: Mapping[str, KnownFile]) -> None:
+        """`storage` is guarded by the output's lease, `known` is the output's record."""
+        self._storage = storage
         self._input = job.config.input_storage()
         self._files = [file for file in job.plan.files if not file.problem]
         self._unreadable = {file.name for file in job.plan.files if file.problem}
@@ -50,10 +48,10 @@ class History:
         """Record what these commits, all there are, have done, and retire those of versions that were replaced.
 
         A file's old version counts until every unit of the new one is committed. Dying anywhere in here is harmless:
-        the next job comes to the same result. Returns the commits that stay. Raises what `check` does, before anything
-        is written; StorageGone, StorageRefused.
+        the next job comes to the same result. Returns the commits that stay. Raises JobStopped, before anything is
+        written, if the output has become another job's; StorageGone, StorageRefused.
         """
-        self._committed = committed = _rows_by_version(commits)
+        self._committed = _rows_by_version(commits)
         known = with_unknown(self._known, commits, self._input)
         # Of a file that can't be read nothing new is known: what there is of it stays.
         there = {name: file for name, file in known.items() if name in self._unreadable}
@@ -61,24 +59,21 @@ class History:
         renamed = {version: name for name, file in gone.items() for version in file.counting if version in self._held}
         for file in self._files:
             # A renamed file brings along what was known of it.
-            names = [renamed[file.version]] if file.version in renamed else []
-            before = [known[name] for name in [*names, file.name] if name in known]
-            there[file.name] = self._found(file, before, committed)
+            before = [known[name] for name in (renamed.get(file.version), file.name) if name in known]
+            there[file.name] = self._found(file, before)
         for name in sorted(gone.keys() - set(renamed.values())):
-            there[name] = self._vanished(name, gone[name], committed)
+            there[name] = self._vanished(name, gone[name])
         if there != self._known:
             if renamed:
                 now = {file.version: file.name for file in self._files}
                 version, name = min(renamed.items(), key=lambda item: item[1])
                 log.info("%d input files were renamed, such as %r, which is %r now", len(renamed), name, now[version])
             self._known = there
-            self._check()
             write_known_files(self._storage, self._known)
         self._replaced = {version for file in self._known.values() for version in file.replaced}
         stale = [commit for commit in commits if self.is_replaced(commit.unit)]
         if stale:
             log.info("%d units are of versions of files that were replaced since: taken out", len(stale))
-            self._check()
             # The manifest lists them; their data is swept at the end.
             remove(self._storage, Kind.RUN, [SUCCESS_FILE])
             remove(self._storage, Kind.RUN, [f"{COMMITS}/{commit.unit}.json" for commit in stale])
@@ -88,7 +83,6 @@ class History:
         """Once neither commits nor data of replaced versions are there: else every night would add to the record."""
         if self._replaced:
             self._known = {name: replace(file, replaced=()) for name, file in self._known.items()}
-            self._check()
             write_known_files(self._storage, self._known)
 
     def is_done(self, file: InputFile) -> bool:
@@ -111,9 +105,9 @@ class History:
         """
         return version_of(unit) in self._replaced
 
-    def _found(self, file: InputFile, before: Sequence[KnownFile], committed: Mapping[str, int]) -> KnownFile:
+    def _found(self, file: InputFile, before: Sequence[KnownFile]) -> KnownFile:
         """`before` is what was known of it, and of a file in whose place it has come."""
-        rows = self._rows[file.version]
+        rows, committed = self._rows[file.version], self._committed
         if committed[file.version] == rows:
             done: str | None = file.version
         else:
@@ -122,8 +116,9 @@ class History:
         past = self._past(before, done)
         return KnownFile(file.identity, file.checksum, file.version, rows, done, past)
 
-    def _vanished(self, name: str, before: KnownFile, committed: Mapping[str, int]) -> KnownFile:
+    def _vanished(self, name: str, before: KnownFile) -> KnownFile:
         """A file that is gone from the input keeps its output: its last version that is whole, else what there is."""
+        committed = self._committed
         done = _done(before, committed)
         version, partial = done or before.version, before.partial or done is None
         if version == before.version and not partial and committed[version] < before.rows:

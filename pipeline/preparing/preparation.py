@@ -1,7 +1,7 @@
 """All that is known of a run before a model is loaded."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from pipeline.inputs.known_files import KnownFile, recall_files
 from pipeline.inputs.work import Plan, make_plan
 from pipeline.preparing.backend import Backend, ModelIdentity
 from pipeline.preparing.fit import choose_schedule, longest_prompt, warn_of_another_model
-from pipeline.preparing.run_record import as_recorded, begun_columns, describe_run, fingerprint, run_of_same_input
+from pipeline.preparing.run_record import as_recorded, begun_columns, describe_run, fingerprint, read_run
+from pipeline.redaction import redacted
 from pipeline.rows.rows import output_schema
 from pipeline.rows.template import PromptTemplate
 from pipeline.storage.ownership import Kind, check_files, check_place
@@ -36,7 +37,7 @@ class Preparation:
     longest_prompt: int
     description: dict[str, Any]  # for the run record
     model: ModelIdentity
-    known: dict[str, KnownFile] = field(default_factory=dict)  # what the output of an incremental run says of its input
+    known: dict[str, KnownFile]  # what the output of an incremental run says of its input
 
     @property
     def fingerprint(self) -> str:
@@ -79,7 +80,9 @@ def prepare_run(config: JobConfig, backend: Backend | None = None) -> Preparatio
 
 def _is_emptied(config: JobConfig, output: Storage, source: Storage) -> bool:
     """Whether an input without files is that of the finished run that is there; on a disk, its directory is left."""
-    finished = run_of_same_input(output, config) is not None and SUCCESS_FILE in output.entries()
+    record = read_run(output)
+    is_its = record is not None and record["input"].get("root") == redacted(config.input)
+    finished = is_its and SUCCESS_FILE in output.entries()
     return finished and (not source.is_local or os.path.isdir(fixed_part(source.root)))
 
 

@@ -21,7 +21,7 @@ from pipeline.errors import JobError, one_line
 from pipeline.inputs.work import Plan
 from pipeline.preparing.backend import ModelIdentity
 from pipeline.redaction import redacted
-from pipeline.storage.records import LARGE, Count, Fingerprint, OpenRecord, Record, RecordDamaged
+from pipeline.storage.records import LARGE, Count, Fingerprint, OpenRecord, Record
 from pipeline.storage.storage import Storage, absolute
 
 RUN_FILE = "_run.json"
@@ -150,7 +150,7 @@ def read_run(storage: Storage) -> dict[str, Any] | None:
 
 def claim_name(record: dict[str, Any]) -> str:
     """What the commits of a run are signed with."""
-    return f"{record.get('fingerprint')}-{record.get('claim')}"
+    return f"{record['fingerprint']}-{record.get('claim')}"
 
 
 def as_recorded(storage: Storage, config: JobConfig) -> JobConfig:
@@ -161,12 +161,6 @@ def as_recorded(storage: Storage, config: JobConfig) -> JobConfig:
     root = str(record["input"].get("root")) if record is not None else ""
     same = root.startswith("/") and absolute(root) == config.input
     return config.model_copy(update={"input": root}) if same else config
-
-
-def run_of_same_input(storage: Storage, config: JobConfig) -> dict[str, Any] | None:
-    """The record of the run here, if it is of the input that a job names. Raises as `read_run`."""
-    record = read_run(storage)
-    return record if record is not None and record["input"].get("root") == redacted(config.input) else None
 
 
 def check_incremental(storage: Storage) -> None:
@@ -183,11 +177,8 @@ def begun_columns(storage: Storage, config: JobConfig) -> Kept | None:
     """Those of a run of the same input that is here; None if there is none, or one of an earlier version, and for a
     damaged record, of which claiming the output says so.
     """
-    try:
-        record = run_of_same_input(storage, config)
-    except RecordDamaged:
-        return None
-    if record is None or "kept_schema" not in record:
+    record = _RECORD.sound(storage, RUN_FILE)
+    if record is None or record["input"].get("root") != redacted(config.input) or "kept_schema" not in record:
         return None
     schema, described = _decoded(record["kept_schema"]), record["input"].get("kept")
     begins = [f"{name}: " for name in schema.names]
@@ -246,7 +237,7 @@ def _differences(was: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], s
 
 def _changes(was: Any, now: Any, name: str = "") -> list[tuple[str, Any, Any]]:
     """(dotted name, old value, new value) of every leaf that differs."""
-    if isinstance(was, dict) and isinstance(now, dict) and (not name or "." not in name):
+    if isinstance(was, dict) and isinstance(now, dict) and "." not in name:
         names = [key for key in now if was.get(key) != now[key]] + [key for key in was if key not in now]
         return [c for key in names for c in _changes(was.get(key), now.get(key), f"{name}.{key}" if name else key)]
     return [(name, was, now)] if was != now else []

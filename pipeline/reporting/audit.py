@@ -4,7 +4,6 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from math import sqrt
 from typing import Literal
 
 import numpy as np
@@ -185,7 +184,7 @@ def fails_audit(totals: Totals, minimum: float) -> bool:
     count = totals.audited + 1
     mean = (totals.audit_rouge + 1) / count
     variance = max(0.0, (totals.audit_rouge_squares + 1) / count - mean**2)
-    return mean + CONFIDENCE * sqrt(variance / count) < minimum
+    return mean + CONFIDENCE * math.sqrt(variance / count) < minimum
 
 
 def failed_audit(config: JobConfig, totals: Totals, rows: int) -> str:

@@ -38,7 +38,7 @@ def write_report(
     totals: Totals,
     planned: Sequence[Line],
     stats: Sequence[str],
-    failed: Sequence[FailedUnit] = (),
+    failed: Sequence[FailedUnit],
 ) -> None:
     """The report of a run that has come to its end, with units that failed or without; `stats` is what Ray Data says of
     each pass of this session.

@@ -20,6 +20,10 @@ class Unreadable(JobError):
         said = one_line(error) if isinstance(error, OSError | pa.ArrowException) else repr(error)
         super().__init__(f"input file {path!r} cannot be read ({said}): repair it or take it out")
         self.end = end
+        self._made_of = path, error, end
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Unreadable, self._made_of  # not of its message, as other errors are
 
 
 def read_units(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from engine import BatchStats, Generation, ModelError, Sampling, Schedule, ScheduleError
-from pipeline.errors import one_line
+from pipeline.errors import described
 from pipeline.rows.shared_engine import SharedEngine, Streaming
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class RowGenerator:
                 raise  # of the engine, not of any row
             except Exception as raised:
                 if is_device_broken(raised):
-                    raise DeviceBroken(_named(raised)) from raised
+                    raise DeviceBroken(described(raised)) from raised
                 # The traceback holds the failed batch's tensors, the memory that the next try needs.
                 error = raised.with_traceback(None)
             if is_out_of_memory(error):
@@ -104,8 +104,8 @@ class RowGenerator:
                 quarantined, streak = quarantined + 1, streak + 1
                 many = quarantined > max(MOST_QUARANTINED, SHARE_QUARANTINED * len(found))
                 if many or streak > MOST_QUARANTINED or 1 < len(prompts) == quarantined:
-                    raise TooManyRowsFailed(f"{quarantined} rows fail, the last of them with {_named(error)}")
-                found[left[0]] = _named(error)
+                    raise TooManyRowsFailed(f"{quarantined} rows fail, the last of them with {described(error)}")
+                found[left[0]] = described(error)
         return [found[row] for row in range(len(prompts))]
 
 
@@ -122,7 +122,3 @@ def is_device_broken(error: BaseException) -> bool:
 
 def _says(error: BaseException, texts: Sequence[str]) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in texts)
-
-
-def _named(error: BaseException) -> str:
-    return f"{type(error).__name__}: {one_line(error)}"

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from engine import BatchStats, Generation, Tokenizer
-from pipeline.errors import JobError, one_line
+from pipeline.errors import JobError, described
 from pipeline.rows.row_generator import RowGenerator
 from pipeline.rows.template import PromptTemplate, RowError
 from pipeline.values.column_types import holds_text
@@ -64,7 +64,7 @@ def prepare(
                 _check_text(name, row[name])
             tokens[index], truncated[index] = template.encode(row, tokenizer, longest)
         except Exception as error:  # whatever a tokenizer makes of odd text is that row's affair
-            errors[index] = str(error) if isinstance(error, RowError) else f"{type(error).__name__}: {one_line(error)}"
+            errors[index] = str(error) if isinstance(error, RowError) else described(error)
     prepared = {
         TOKENS: pa.array(tokens, pa.list_(pa.int32())),
         TRUNCATED: pa.array(truncated, pa.bool_()),
@@ -148,7 +148,7 @@ def _check_text(name: str, value: object) -> None:
     if isinstance(value, RowError):
         raise value
     if isinstance(value, Exception):
-        raise RowError(f"{name} has no text ({type(value).__name__}: {one_line(value)})")
+        raise RowError(f"{name} has no text ({described(value)})")
 
 
 def _kept(table: pa.Table, field: pa.Field) -> pa.ChunkedArray | pa.Array:

@@ -75,12 +75,8 @@ class PromptTemplate:
             raise JobError(f"the prompt names column {missing[0]!r}, the input has {', '.join(sorted(columns))}")
 
     def encode(self, row: Mapping[str, object], tokenizer: Tokenizer, longest: int) -> EncodedPrompt:
-        """Prompt tokens of a row, at most `longest`. Raises RowError.
-
-        Args:
-            row: field -> value; "text" holds the text column.
-            tokenizer: the model's.
-            longest: in tokens; a longer prompt is rejected, or its text is cut at the end until it fits.
+        """Prompt tokens of a row, by field, where "text" is the text column's; one of more than `longest` tokens is
+        rejected, or its text cut at the end until it fits. Raises RowError.
         """
         text = row["text"]
         if not isinstance(text, str):

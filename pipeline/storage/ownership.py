@@ -48,8 +48,8 @@ class Kind(Enum):
         r"_lease/|_plan\.json|_probe-[0-9a-f]{12}\.json",
     )
     DATA_SET = (
-        r"_DATASET\.json|_?README\.md|data/train-[0-9]{5,}\.parquet|(output|errors)\.jsonl|"
-        r"_requests/[0-9a-f]{16}\.parquet",
+        r"_DATASET\.json|_?README\.md|data/train-[0-9]{5,}\.parquet|data/\.train-[0-9]{5,}\.parquet\.[0-9a-f]{32}|"
+        r"(output|errors)\.jsonl|_requests/[0-9a-f]{16}\.parquet",
         ("_DATASET.json", f"_generation/{_RUN_FILE}"),
         r"_generation/|_requests/",
     )
@@ -118,9 +118,9 @@ def discard_run(storage: "Storage") -> None:
     remove(storage, Kind.RUN, ["report.html", "_inputs.json", _RUN_FILE])
 
 
-def unfinished(storage: "Storage") -> list[str]:
-    """Data files of a run that writers on a disk began and did not live to finish."""
-    return own(Kind.RUN, storage.hidden("data", DEAD_S))
+def unfinished(storage: "Storage", kind: Kind = Kind.RUN) -> list[str]:
+    """Data files that writers on a disk began and did not live to finish."""
+    return own(kind, storage.hidden("data", DEAD_S))
 
 
 def claim_directory(

@@ -29,6 +29,10 @@ _NEVER = {501, 505}  # what was asked for is not offered
 _CODES = {
     "BadDigest", "IncompleteBody", "InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown",
     "XAmzContentSHA256Mismatch",
+    # Of an upload in parts whose end was answered to nobody: s3fs would abandon it then, and it is whole.
+    "NoSuchUpload",
+    # Of what gives a role its credentials.
+    "IDPCommunicationError", "Throttling", "ThrottlingException",
 }  # fmt: skip
 _PERMANENT = (PermissionError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 _CONNECTION = (
@@ -37,8 +41,10 @@ _CONNECTION = (
     aiohttp.ClientError,
     http.client.IncompleteRead,
     botocore.exceptions.ConnectionError,
+    botocore.exceptions.CredentialRetrievalError,
     botocore.exceptions.HTTPClientError,
     botocore.exceptions.IncompleteReadError,
+    botocore.exceptions.MetadataRetrievalError,
 )
 # Of libraries that need not be installed, so by name.
 _LIBRARIES = {"aiohttp", "azure", "botocore", "gcsfs", "google", "huggingface_hub", "requests"}

@@ -39,8 +39,7 @@ def absolute(url: str) -> str:
         return plain if os.path.realpath(plain) == os.path.realpath(storage.root) else str(storage.root)
     if "@" in url.partition("://")[2].partition("/")[0]:
         return url.rstrip("/")  # of Azure, whose file system would leave out the account
-    full: str = storage.fs.unstrip_protocol(storage.root)
-    return full
+    return str(storage.fs.unstrip_protocol(storage.root))
 
 
 class Storage:
@@ -56,6 +55,7 @@ class Storage:
         self.settings = settings or StorageConfig.model_validate({})
         self._anonymous = anonymous
         self._patience_s = self.settings.storage_patience_s
+        self._check: Callable[[], None] = lambda: None
         options = file_system_options(self.settings, url, anonymous)
         if "::" in url or "?versionId=" in url:
             raise JobError(f"storage {url!r} cannot be used: file systems would not take its name for one name")
@@ -80,7 +80,20 @@ class Storage:
     def hurried(self, patience_s: float) -> "Storage":
         """The same storage with at most so much patience."""
         patience = {"storage_patience_s": min(self._patience_s, patience_s)}
-        return Storage(self.url, self.settings.model_copy(update=patience), self._anonymous)
+        return Storage(self.url, self.settings.model_copy(update=patience), self._anonymous).guarded(self._check)
+
+    def guarded(self, check: Callable[[], None]) -> "Storage":
+        """The same storage, in this process, whose every try to write or to remove comes after a call of `check`, which
+        raises if the output has become another's: tries that storage has to be waited for may be minutes apart.
+        """
+
+        def checks(before: Callable[[], None] = self._check) -> None:
+            before()
+            check()
+
+        guarded = Storage(self.url, self.settings, self._anonymous)
+        guarded._check = checks
+        return guarded
 
     def path(self, name: str) -> str:
         """Full path of an object, for `self.fs`."""
@@ -194,7 +207,7 @@ class Storage:
         """Remove objects, those that are gone already included."""
         for start in range(0, len(names), MOST_REMOVED):
             paths = [self.path(name) for name in names[start : start + MOST_REMOVED]]
-            self.attempt("removing", partial(self._store.remove, paths))
+            self.attempt("removing", partial(self._guarded, partial(self._store.remove, paths)))
 
     def open(self, name: str) -> Any:
         """A readable file object."""
@@ -230,9 +243,13 @@ class Storage:
         below = f"{self.path(folder)}/"
         return {i["name"].removeprefix(below): i for i in found if i["type"] != "directory" and below in i["name"]}
 
+    def _guarded(self, operation: Callable[[], Result]) -> Result:
+        self._check()
+        return operation()
+
     def _write(self, operation: Callable[[], Result]) -> Result:
         try:
-            return self.attempt("writing", operation)
+            return self.attempt("writing", partial(self._guarded, operation))
         except (FileNotFoundError, FileExistsError) as error:
             raise StorageRefused(
                 f"storage {self.url!r} cannot be written to ({one_line(error)}): is its bucket there?"

@@ -207,7 +207,7 @@ class LocalStore(Store):
                 stream.write(content)
                 stream.flush()
                 os.fsync(stream.fileno())  # a commit must not outlive its data when the machine goes down
-        except OSError:
+        except BaseException:  # Ctrl-C too
             with suppress(FileNotFoundError):
                 os.unlink(scratch)
             raise
@@ -285,8 +285,7 @@ class AzureStore(PinningStore):
             stream = await client.download_blob(
                 offset=start, length=end - start, etag=f'"{tag}"', match_condition=MatchConditions.IfNotModified
             )
-            content: bytes = await stream.readall()
-            return content
+            return bytes(await stream.readall())
 
 
 class GoogleStore(PinningStore):

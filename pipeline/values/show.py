@@ -110,7 +110,8 @@ def _text(value: pa.Scalar, errors: str, limit: int | None) -> str | None:
     """Of a value that holds no others; None for one that does."""
     type_ = value.type
     if is_text(type_):
-        return _decoded(value, errors, limit)
+        head, is_cut = _head(value, limit)
+        return head.decode(errors="replace" if is_cut else errors)
     if any(test(type_) for test in BYTES):
         return _bytes(value, limit)
     if pa.types.is_decimal(type_):
@@ -159,11 +160,6 @@ def _list(values: pa.Array | pa.ChunkedArray, errors: str, limit: int | None) ->
         yield ", " if index else ""
         yield from _pieces(item, errors, limit, inside=True)
     yield "]"
-
-
-def _decoded(value: pa.Scalar, errors: str, limit: int | None) -> str:
-    head, is_cut = _head(value, limit)
-    return head.decode(errors="replace" if is_cut else errors)
 
 
 def _bytes(value: pa.Scalar, limit: int | None) -> str:

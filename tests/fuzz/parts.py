@@ -140,7 +140,7 @@ def a_checkpoint(draw: random.Random, folder: Path, canary: Path) -> tuple[str, 
     whole = schedule()
     schedules = [replace(whole, head_preview=None)]
     nothing = cast(Decoder, SimpleNamespace(projections=lambda unit: {}))  # nothing is added
-    trainables = [Trainable(schedules, nothing, torch.device("cpu"), 0, 0, 0) for _ in range(2)]
+    trainables = [Trainable(schedules, nothing, torch.device("cpu"), Recipe(adapter_rank=0)) for _ in range(2)]
     first, second = (torch.optim.AdamW(trainable.parameters.values()) for trainable in trainables)
     for parameter in trainables[0].parameters.values():
         parameter.grad = torch.ones_like(parameter)

@@ -129,7 +129,7 @@ def test_the_bucket_refuses_plain_connections_and_commits_that_could_replace_oth
     assert statements["EncryptedConnectionsOnly"]["Condition"] == {"Bool": {"aws:SecureTransport": "false"}}
     assert statements["CommitsAreWrittenOnce"]["Resource"] == [
         "arn:aws:s3:::OUTPUT-BUCKET/summaries/_commits/*",
-        "arn:aws:s3:::OUTPUT-BUCKET/summaries/_generation/_commits/*",  # of the run behind a data set
+        "arn:aws:s3:::OUTPUT-BUCKET/summaries/*/_commits/*",  # of runs below, such as the one behind a data set
     ]
     # Deny where the header is absent: "Null": "true" matches requests without it.
     assert statements["CommitsAreWrittenOnce"]["Condition"] == {"Null": {"s3:if-none-match": "true"}}

@@ -399,8 +399,7 @@ def test_prompts_are_cut_short_in_training_as_in_a_job(common: list[str], tmp_pa
     schedule = Schedule.read(tmp_path / "1.1x")
     with torch.inference_mode():
         judge = Judge(model.teacher_forced(held_out))
-        passed = model.teacher_forced(held_out, schedule)
-        quality = judge.judge(schedule, model.compiled(schedule), passed)
+        quality = judge.judge(schedule, model.compiled(schedule))
     curve = json.loads((tmp_path / "adapted" / adapt_model.CURVE_FILE).read_text())
     assert curve[0]["kl"] == pytest.approx(quality.mean_kl, rel=1e-3)
 

@@ -58,8 +58,7 @@ def test_where_prompts_run_fewer_layers_much_is_saved_and_most_tokens_stay(
     packaged.share_prefix(instruction)  # computed in full, as where it was trained
     with torch.inference_mode():
         judge = Judge(packaged.teacher_forced(answers))
-        passed = packaged.teacher_forced(answers, schedule)
-        quality = judge.judge(schedule, packaged.compiled(schedule), passed)
+        quality = judge.judge(schedule, packaged.compiled(schedule))
     packaged.share_prefix(())
     assert quality.agreement > agreement
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine_double import Echo, EchoBackend
+from engine_double import ByteTokenizer, Echo, EchoBackend
 
 from pipeline.config import GenerationConfig
 
@@ -36,6 +36,17 @@ class Trap(Echo):
             raise RuntimeError("CUDA error: device-side assert triggered")
 
 
+class TrapTokenizer(ByteTokenizer):
+    """Kills who tokenises what it is told to kill at: a reader, long before any engine."""
+
+    def encode(self, text: str) -> list[int]:
+        if "POISON" in text:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().encode(text)
+
+    encode_plain = encode
+
+
 @dataclass(frozen=True)
 class Company(Echo):
     """Begins nothing before `replicas` processes have something to begin: on a busy machine one may come much later."""
@@ -58,6 +69,9 @@ class TrapBackend(EchoBackend):
     """Dies while it loads, if told to."""
 
     dies_loading: bool = False
+
+    def tokenizer(self, config: GenerationConfig) -> ByteTokenizer:
+        return TrapTokenizer()
 
     def engine(self, config: GenerationConfig, threads: int | None) -> Echo:
         if self.dies_loading:

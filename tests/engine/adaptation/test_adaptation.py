@@ -40,7 +40,7 @@ def quiet(stage: str, done: int, total: int) -> None:
 
 @pytest.fixture(scope="module")
 def engine(make_checkpoint: Callable[..., Path]) -> Engine:
-    return Engine.load(str(make_checkpoint()), device="cpu", kernels=training_kernels_for(CPU, torch.float32))
+    return Engine.load(str(make_checkpoint()), device="cpu", kernels=training_kernels_for(CPU))
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_gradients_pass_frozen_weights_as_plain_ones(rows: int, half: bool, monk
     draw = torch.Generator().manual_seed(rows)
     weight, bias, x, pull = (torch.randn(size, generator=draw) for size in ((48, 32), (48,), (rows, 32), (rows, 48)))
     found = []
-    for kernels in (Kernels(), training_kernels_for(CPU, torch.float32)):
+    for kernels in (Kernels(), training_kernels_for(CPU)):
         linear, leaf = kernels.linear(weight, bias), x.clone().requires_grad_()
         out = linear(leaf)
         (out * pull).sum().backward()
@@ -373,7 +373,7 @@ def test_a_prompt_bridge_learns_through_the_answers(
     with torch.no_grad():
         held_out = answers[:6]
         judge = Judge(engine.teacher_forced(held_out))
-        again = judge.judge(best, engine.compiled(best), engine.teacher_forced(held_out, best))
+        again = judge.judge(best, engine.compiled(best))
     assert again.mean_kl == pytest.approx(quality.mean_kl, rel=1e-3)
 
 
@@ -549,7 +549,7 @@ def test_gradients_pass_capped_logits(make_checkpoint: Callable[..., Path], sche
     """Of Gemma 2."""
     family = {"sliding_window": 6, "head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 5.0}
     path = make_checkpoint(family="gemma2", num_hidden_layers=schedule.layers, **family)
-    gemma = Engine.load(str(path), device="cpu", kernels=training_kernels_for(CPU, torch.float32))
+    gemma = Engine.load(str(path), device="cpu", kernels=training_kernels_for(CPU))
     answers = answer_prompts(gemma, random_prompts([9] * 24), Sampling(max_new_tokens=8, min_new_tokens=6), 8, quiet)
     _, points = train(gemma, schedule, answers, replace(RECIPE, steps=20))
     assert points[-1].loss < points[0].loss

@@ -8,8 +8,17 @@ import pytest
 import torch
 
 from engine import Block, Bridge, Engine, ModelShape, Plateau, Sampling, Schedule, ScheduleError
-from engine.adaptation.memory import LOGITS, SCATTERED, kept_bytes, model_bytes, teacher_bytes, working_bytes
+from engine.adaptation.memory import (
+    LOGITS,
+    SCATTERED,
+    kept_bytes,
+    model_bytes,
+    teacher_bytes,
+    trained_bytes,
+    working_bytes,
+)
 from engine.adaptation.recipe import Recipe
+from engine.adaptation.trainable import Trainable
 from engine.adaptation.trainer import Trainer, attended_layers
 from engine.calibration.prompts import counted_prompt_bridge, prompt_cut
 from engine.forward.prompt_pass import PROMPT_TOKENS
@@ -70,6 +79,23 @@ def test_the_model_is_counted_as_kernels_keep_it_on_a_cpu_with_what_gradients_pa
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     units = 4 * shape.layers * shape.layer_parameters
     assert once - model_bytes(shape, torch.device("cuda")) == units // 2 - 2 * shape.head_parameters
+
+
+@pytest.mark.parametrize("prompt_layers", [None, 4])
+def test_what_is_trained_is_counted_with_its_optimizers_moments(engine: Engine, prompt_layers: int | None) -> None:
+    shape, recipe = engine.shape, Recipe(adapter_rank=3, gate_width=5)
+    schedule = bridged(shape, 3)
+    if prompt_layers is not None:
+        found = counted_prompt_bridge(shape, prompt_cut(shape, prompt_layers, [schedule]))
+        schedule = replace(schedule, prompt_bridge=found)
+    trained = Trainable([schedule], engine.decoder, torch.device("cpu"), recipe).parameters.values()
+    optimizer = torch.optim.AdamW(trained)
+    sum((each**2).sum() for each in trained).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    moments = [each for state in optimizer.state.values() for each in state.values() if each.dim()]
+    gradients = [each.grad for each in trained if each.grad is not None]
+    counted = trained_bytes([schedule], engine.decoder, recipe)
+    assert counted == sum(each.nbytes for each in (*trained, *trained, *trained, *gradients, *moments))
 
 
 def test_where_prompts_learn_the_longest_may_need_more_than_a_pass_of_others(engine: Engine) -> None:

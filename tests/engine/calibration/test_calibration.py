@@ -15,7 +15,7 @@ from engine import Block, Engine, Ledger, Plateau, Sampling, Schedule, ScheduleE
 from engine.calibration import bridged, calibrate, own_states
 from engine.calibration.bridged import Bridges, Candidate
 from engine.calibration.calibrate import Calibration, check_targets
-from engine.calibration.collect import answer_prompts, chunks, collect_moments
+from engine.calibration.collect import answer_prompts, collect_moments
 from engine.calibration.growth import best_growths
 from engine.calibration.moments import Moments
 from engine.calibration.own_states import OwnStates
@@ -131,7 +131,6 @@ def test_answers_are_the_full_models_and_those_without_a_decode_pass_are_left_ou
 
 
 def test_states_are_collected_whatever_the_chunks(tiny: Engine, answers: list[Answer]) -> None:
-    assert [answer for chunk in chunks(answers) for answer in chunk] == answers
     moments = collect_moments(tiny, answers, {2: [4, 6]}, quiet)[2]
     kept: dict[int, Tensor] = {}
     with torch.inference_mode():

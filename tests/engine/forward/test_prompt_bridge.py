@@ -368,9 +368,8 @@ def test_a_judge_goes_on_from_where_prompts_begin_to_differ(tiny: Engine, skippe
     draw = torch.Generator().manual_seed(3)
     answers = [Answer(*torch.randint(1, 96, (2, 9), generator=draw).tolist()) for _ in range(4)]
     with torch.inference_mode():
-        passed, compiled = tiny.teacher_forced(answers, schedule), tiny.compiled(schedule)
         found = [
-            Judge(tiny.teacher_forced(answers), places).judge(schedule, compiled, passed)
+            Judge(tiny.teacher_forced(answers), places).judge(schedule, tiny.compiled(schedule))
             for places in ((), tuple(range(2, 2 * LAYERS)))
         ]
     assert found[0].mean_kl > 1e-3
@@ -382,9 +381,10 @@ def test_a_judge_hears_the_first_tokens_that_bridged_prompts_give(tiny: Engine) 
     schedule, prompts = bridged(tiny), random_prompts([9, 14, 20], seed=4)
     answers = [Answer(prompt, [7, 3]) for prompt in prompts]
     with torch.inference_mode():
-        passed, compiled = tiny.teacher_forced(answers, schedule), tiny.compiled(schedule)
-        found = Judge(tiny.teacher_forced(answers)).judge(schedule, compiled, passed)
-        logits = [tiny.decoder.logits(tiny.teacher_forced(answers, one).first_hidden) for one in (None, schedule)]
+        compiled = tiny.compiled(schedule)
+        found = Judge(tiny.teacher_forced(answers)).judge(schedule, compiled)
+        passes = tiny.teacher_forced(answers), tiny.teacher_forced(answers, schedule.prompt_plan, compiled)
+        logits = [tiny.decoder.logits(each.first_hidden) for each in passes]
     full, ours = (each.log_softmax(-1) for each in logits)
     assert found.sample.tolist() == [0, 1, 2, 0, 1, 2]
     torch.testing.assert_close(found.kl[3:], (full.exp() * (full - ours)).sum(-1), rtol=1e-2, atol=1e-4)

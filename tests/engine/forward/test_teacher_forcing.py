@@ -72,8 +72,9 @@ def test_teacher_forcing_is_decoding(
             answers.append(Answer(prompt, generation.tokens))
             decoded += KeptLogits.kept[1 : len(generation.tokens)]
     with torch.inference_mode():
-        forced = model.teacher_forced(answers, schedule)
-        hidden = forced.hidden(schedule, model.compiled(schedule))
+        compiled = model.compiled(schedule)
+        forced = model.teacher_forced(answers, schedule.prompt_plan, compiled)
+        hidden = forced.hidden(schedule, compiled)
         logits = torch.cat([part for _, part in forced.logits(hidden)])
     expected = torch.stack(decoded)
     assert len(forced.step) == len(expected)
@@ -100,7 +101,8 @@ def test_first_tokens_are_those_that_prompts_give(model: Engine) -> None:
     answers = [Answer(prompts[index], torch.randint(1, 96, (5,), generator=draw).tolist()) for index in (0, 0, 1, 2)]
     schedule = Schedule(LAYERS, prompt_bridge=random_prompt_bridge(model.shape, 2))
     with torch.inference_mode():
-        bridged, deep = model.teacher_forced(answers, schedule), model.teacher_forced(answers)
+        bridged = model.teacher_forced(answers, schedule.prompt_plan, model.compiled(schedule))
+        deep = model.teacher_forced(answers)
         assert not torch.allclose(bridged.first_hidden, deep.first_hidden)
         first = next(logits.argmax(-1) for _, logits in bridged.logits(bridged.first_hidden)).tolist()
     generated = {g.index: g.tokens[0] for g in model.generate(prompts, Sampling(max_new_tokens=1), schedule)}

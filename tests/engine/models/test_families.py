@@ -232,7 +232,8 @@ def test_where_a_cpu_multiplies_bfloat16_numbers_it_says_nearly_the_same(
     # What decoding chose is what a pass over the whole answers finds likeliest: in float32 in all but a few places.
     ours = [Answer(prompt, tokens) for prompt, tokens in zip(prompts, found[1], strict=True)]
     half.share_prefix(prompts[-1][:12])  # behind which prompts are bridged
-    forced, compiled = half.teacher_forced(ours, schedule), half.compiled(schedule)
+    compiled = half.compiled(schedule)
+    forced = half.teacher_forced(ours, schedule.prompt_plan, compiled)
     with torch.inference_mode():
         logits = forced.scheduled_logits(forced.hidden(schedule, compiled), schedule, compiled)
         likeliest = torch.cat([part[:, 1:].argmax(-1) + 1 for _, part in logits])  # 0 ends a text, and was held back

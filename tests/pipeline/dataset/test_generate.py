@@ -1,6 +1,7 @@
 """Data sets from their input to what `datasets` loads."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -191,6 +192,21 @@ def test_another_title_or_licence_makes_another_card(
         generate_dataset(config(**options), NoEngineBackend())
         front = yaml.safe_load((tmp_path / "set/README.md").read_text().split("---\n")[1])
         assert (front["pretty_name"], front.get("license")) == ("Echoes", options.get("dataset_license"))
+
+
+def test_shards_whose_writers_died_are_swept_and_strangers_are_not(
+    config: Callable[..., DatasetConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_ray(monkeypatch)
+    generate_dataset(config(), EchoBackend())
+    data = tmp_path / "set/data"
+    names = [f".train-00000.parquet.{'0' * 32}", ".train-00000.parquet.swp", f".train-00001.parquet.{'1' * 32}"]
+    for name in names:
+        (data / name).write_bytes(b"half")
+    for name in names[:2]:
+        os.utime(data / name, (0, 0))
+    generate_dataset(config(dataset_name="Echoes"), NoEngineBackend())
+    assert [name for name in names if (data / name).exists()] == names[1:]  # one may still be written
 
 
 @pytest.mark.parametrize("lost", ["README.md", "data/train-00001.parquet"])

@@ -1,21 +1,20 @@
 """A study keeps what it has computed, and its figures are those of the outputs."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from engine import EarlyExit, Engine, Generation, Sampling, Schedule
+from engine import EarlyExit, Engine, Sampling, Schedule
 from engine.bootstrap import Bootstrap, Estimate
 from engine.schedules import decays, orders, recipes
 from pipeline.errors import JobError
 from pipeline.evaluation.contender import Contender
 from pipeline.evaluation.figures import Outputs, combined, figures, read_outputs, worst
 from pipeline.evaluation.report import headline
-from pipeline.evaluation.study import Prompt, Study
+from pipeline.evaluation.study import Prompt, Study, in_order
 
 SAMPLING = Sampling(max_new_tokens=10)
 
@@ -49,10 +48,6 @@ def study(tmp_path_factory: pytest.TempPathFactory, packaged: Engine, prompts: l
     made = Study(tmp_path_factory.mktemp("study"), "packaged", SAMPLING, 3, prompts)
     made.run(packaged, contenders())
     return made
-
-
-def in_order(found: Sequence[Generation]) -> list[Generation]:
-    return sorted(found, key=lambda generation: generation.index)
 
 
 def test_outputs_are_those_of_the_engine(study: Study, packaged: Engine, prompts: list[Prompt]) -> None:

@@ -55,6 +55,30 @@ def test_rows_that_kill_raise_or_break_the_device_cost_nobody_else_a_generation(
     assert json.loads((tmp_path / "out/_SUCCESS.json").read_text())["totals"]["errors"] == 2
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_row_that_kills_its_reader_costs_few_units_more_than_their_reading(
+    tmp_path: Path, job: Job, write_parquet: WriteParquet, read_output: ReadOutput, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Though 160 of them are read together: those before it come out, those behind it do not."""
+    texts = [f"row {row}" for row in range(320)]
+    texts[101] += " POISON"
+    write_parquet(tmp_path / "in/a.parquet", {"id": range(320), "text": texts})
+    config = job(rows_per_unit=2, max_new_tokens=20)
+    caplog.set_level("WARNING")
+    totals = run_job(config, trap_backend(tmp_path)).totals
+    rows = read_output(config.output).to_pylist()
+    assert [row["id"] for row in rows if row["error"]] == [101]
+    assert rows[101]["error"].startswith("its process died 2 times with this row alone (")
+    assert (totals.rows, totals.errors) == (320, 1)
+    lost = [int(record.message.split()[0]) for record in caplog.records if "were lost" in record.message]
+    assert 110 <= lost[0] <= 160
+    assert lost[1] <= 64
+    assert lost[2] <= 4
+    assert len(lost) == 3
+    assert sum("keeps losing its process" in record.message for record in caplog.records) <= 4
+
+
 def test_replicas_join_a_run_that_began_with_fewer(tmp_path: Path, job: Job, write_parquet: WriteParquet) -> None:
     """Neither would end its first unit without the other."""
     write_parquet(tmp_path / "in/a.parquet", {"id": range(12), "text": ["row"] * 12})

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.config import JobConfig
 from pipeline.errors import JobError
+from pipeline.execution.attempts import Attempts
 from pipeline.inputs import work as plan
 from pipeline.inputs.work import InputFile, Plan, make_plan
 from pipeline.rows.template import PromptTemplate
@@ -76,6 +77,28 @@ def test_spans_cover_the_pending_units_and_end_at_row_groups(
 def test_a_file_of_one_row_group_is_read_by_one_task(input_file: MakeFile) -> None:
     whole = planned([input_file("big.parquet", [100_000])], 256)
     assert len(list(whole.spans(whole.units))) == 1
+
+
+def test_of_what_was_lost_before_less_is_read_together(input_file: MakeFile) -> None:
+    whole = planned([input_file("big.parquet", [256 * 200])], 256)
+    attempts = [Attempts(losses=times) for times in (0, 1, 2)]
+    lost = [2 if place in (70, 71) else 1 if 50 <= place < 130 else 0 for place in range(len(whole.units))]
+    times = {unit.id: count for unit, count in zip(whole.units, lost, strict=True)}
+    spans = list(whole.spans(whole.units, lambda unit: attempts[times[unit]].longest_span))
+    assert [unit for span in spans for unit in span] == list(whole.units)
+    for span in spans:
+        assert all(len(span) <= attempts[times[unit.id]].longest_span for unit in span)
+    assert len(spans) < 12
+
+
+def test_files_of_one_kind_share_what_says_how(tmp_path: Path, job: Job, write_parquet: WriteParquet) -> None:
+    for number in range(3):
+        table = pa.table({"text": ["x"]}).replace_schema_metadata({"pandas": f"of file {number}"})
+        (tmp_path / "in").mkdir(exist_ok=True)
+        pq.write_table(table, tmp_path / f"in/{number}.parquet")
+    files = make_plan(job(), TEMPLATE).files
+    assert len(files) == 3
+    assert len({id(file.schema) for file in files}) == 1
 
 
 def test_samples_are_units_of_their_own_and_spans_never_mix_them(input_file: MakeFile) -> None:

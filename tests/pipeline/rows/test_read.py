@@ -1,5 +1,6 @@
 """Reading work units: each gets exactly its rows, wherever row groups and decode batches end."""
 
+import pickle
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +48,13 @@ def test_a_unit_reads_exactly_its_rows(
     assert [unit for unit, _ in found] == pending
     for unit, table in found:
         assert table["row"].to_pylist() == list(range(unit.start, unit.start + unit.rows))
+
+
+def test_what_cannot_be_read_says_so_in_other_processes_too() -> None:
+    error = read.Unreadable("s3://in/a.parquet", OSError("page 3 is damaged"), 512)
+    there = pickle.loads(pickle.dumps(error))
+    assert (str(there), there.end) == (str(error), 512)
+    assert "(page 3 is damaged)" in str(there)
 
 
 def test_only_the_named_columns_that_the_file_has_are_read(tmp_path: Path, write_parquet: WriteParquet) -> None:

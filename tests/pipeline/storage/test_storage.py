@@ -13,7 +13,7 @@ from threading import Barrier
 
 import pytest
 
-from pipeline.errors import JobError
+from pipeline.errors import JobError, JobStopped
 from pipeline.storage.settings import StorageConfig, refuse_credentials
 from pipeline.storage.storage import Storage, StorageGone, StorageRefused, absolute
 
@@ -249,6 +249,50 @@ def test_of_hidden_files_those_are_told_that_have_not_changed_for_long(tmp_path:
         os.utime(tmp_path / "data" / name, (0, 0))
     assert storage.hidden("data", 60.0) == ["data/.old"]
     assert storage.hidden("elsewhere", 60.0) == []
+
+
+def test_a_write_whose_writer_was_interrupted_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Storage(str(tmp_path)).write("data/a.parquet", b"whole")
+    assert list((tmp_path / "data").iterdir()) == []
+
+
+@pytest.mark.parametrize("at_first", [False, True])
+def test_a_guarded_storage_asks_before_every_try(tmp_path: Path, at_first: bool) -> None:
+    """Between two of them another job may have written what the first was to."""
+    storage, file = Storage(str(tmp_path)), tmp_path / "a"
+    asked: list[str] = []
+
+    def check() -> None:
+        asked.append(file.read_text() if file.exists() else "")
+        if asked[-1] == "theirs":
+            raise JobStopped("it is another job's")
+
+    ours = storage.guarded(lambda: asked.append("before")).guarded(check)
+    ours = ours.at_first() if at_first else ours
+    put = ours._store.put
+
+    def lost(path: str, content: bytes) -> None:
+        put(path, b"theirs")
+        raise ConnectionResetError
+
+    ours.write("b", b"ours")
+    assert (tmp_path / "b").read_bytes() == b"ours"
+    ours._store.put = lost  # type: ignore[method-assign]
+    with pytest.raises(JobStopped, match="another job's"):
+        ours.write("a", b"ours")
+    assert asked == ["before", "", "before", "", "before", "theirs"]
+    for refused in (lambda: ours.remove(["a"]), lambda: ours.write_if_absent("c", b"ours")):
+        with pytest.raises(JobStopped, match="another job's"):
+            refused()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+    assert file.read_bytes() == b"theirs"
 
 
 def test_everything_in_a_folder_is_found_however_deep_and_hidden(tmp_path: Path) -> None:

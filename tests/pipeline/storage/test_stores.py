@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError, ConnectionClosedError
+from s3fs.errors import translate_boto_error
 from servers import BUCKET, S3Server
 
 from pipeline.errors import JobError
@@ -142,3 +144,27 @@ def test_an_upload_in_parts_has_one_stamp_and_is_written_once(on_s3: Callable[[s
     assert storage.write_if_absent("data/a", content)
     assert not storage.write_if_absent("data/a", content)
     assert storage.stamps("data")["data/a"] == stamp(storage.info(storage.path("data/a")))
+
+
+def test_an_upload_in_parts_whose_end_is_answered_to_nobody_is_made_again(
+    on_s3: Callable[[str], Storage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The upload that s3fs abandons then is no more: it is whole."""
+    storage = on_s3("out")
+    call, lost = storage.fs._call_s3, []
+
+    async def cut(method: str, *given: Any, **options: Any) -> Any:
+        if method == "abort_multipart_upload":
+            error = {"Error": {"Code": "NoSuchUpload", "Message": "The specified upload does not exist."}}
+            raise translate_boto_error(ClientError(error, "AbortMultipartUpload"))  # type: ignore[arg-type]
+        answer = await call(method, *given, **options)
+        if method == "complete_multipart_upload" and not lost:
+            lost.append(answer)
+            raise ConnectionClosedError(endpoint_url="http://127.0.0.1")
+        return answer
+
+    monkeypatch.setattr(storage.fs, "_call_s3", cut)
+    content = bytes(101 << 20)
+    storage.write("data/a", content)
+    assert lost
+    assert storage.info(storage.path("data/a"))["size"] == len(content)

@@ -6,7 +6,7 @@ import time
 
 import aiohttp
 import pytest
-from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError
+from botocore.exceptions import ClientError, CredentialRetrievalError, EndpointConnectionError, NoCredentialsError
 from multidict import CIMultiDict, CIMultiDictProxy
 from s3fs.errors import translate_boto_error
 from yarl import URL
@@ -50,6 +50,9 @@ REQUEST = aiohttp.RequestInfo(URL("http://127.0.0.1"), "GET", CIMultiDictProxy(C
         answered("TooManyRequests", 429),
         answered("RequestTimeout", 400),
         answered("ConditionalRequestConflict", 409),
+        answered("NoSuchUpload", 404),
+        answered("Throttling", 400),
+        CredentialRetrievalError(provider="iam-role", error_msg="timed out"),
         ConnectionResetError(),
         TimeoutError(),
         EndpointConnectionError(endpoint_url="http://127.0.0.1"),
