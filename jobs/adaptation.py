@@ -26,7 +26,7 @@ from engine.forward.packing import packs
 from engine.forward.quality import Quality
 from engine.kernels import training_kernels_for
 from engine.memory import check_memory, free_bytes
-from jobs.answers import ANSWERS_FILE, PART, AnswersConfig, answer_corpus, with_more_answers
+from jobs.answers import ANSWERS_FILE, AnswersConfig, answer_corpus, with_more_answers
 from pipeline import logs
 from pipeline.errors import JobError, JobStopped, last_line
 from pipeline.inputs.sample_prompts import Part
@@ -68,7 +68,7 @@ class AdaptModel(AnswersConfig):
     output: Place = Field(
         description="local directory for what is trained, like that of schedule; a rerun goes on there"
     )
-    part: Part = Field("train", description=PART)
+    part: Part = "train"
     prompts: int = Field(1500, ge=20, description="prompts to draw, by the seed; the model answers each of them")
     answers_per_prompt: int = Field(
         1, ge=1, description="answers to learn from for each prompt; those beyond the first are drawn at temperature 1"

@@ -23,11 +23,6 @@ from pipeline.inputs.sample_prompts import CorpusConfig, Part, sample_prompts
 from pipeline.preparing.fit import longest_prompt
 from pipeline.rows.rows import TOKENS
 
-PART = (
-    "of the input's rows, to draw from; a hash of each row's id, or of its text where there is no id column, says to "
-    "which one it belongs: test and calibrate are an eighth each, train is the rest"
-)
-
 log = logging.getLogger(__name__)
 
 ANSWERS_FILE = "answers.safetensors"  # of an output, that a rerun finds
@@ -41,7 +36,7 @@ class AnswersConfig(CorpusConfig):
     prompt: str = Field(SUMMARIZE, description="user text, with {text} and {column} fields; {{ and }} are plain braces")
     max_new_tokens: int = Field(64, ge=2, description="longest answer")
     prompts: int = Field(500, ge=1, description="prompts to draw, by the seed")
-    part: Part = Field("all", description=PART)
+    part: Part = "all"
     threads: int | None = Field(None, ge=1, description="CPU threads; default torch's own choice")
 
     def load_engine(self, now: datetime | None = None) -> Engine:

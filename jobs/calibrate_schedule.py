@@ -22,7 +22,7 @@ from engine.calibration.memory import kept_bytes, kept_of, working_bytes
 from engine.calibration.prompts import check_prompt_layers
 from engine.memory import check_memory, free_bytes
 from jobs import command_line
-from jobs.answers import ANSWERS_FILE, PART, AnswersConfig, TargetSpeedup, answer_corpus
+from jobs.answers import ANSWERS_FILE, AnswersConfig, TargetSpeedup, answer_corpus
 from pipeline.errors import JobError
 from pipeline.inputs.sample_prompts import Part
 from pipeline.monitoring.stage_progress import StageProgress
@@ -43,7 +43,7 @@ log = logging.getLogger("jobs.calibrate_schedule")
 class CalibrateSchedule(AnswersConfig):
     """Fit and choose bridged schedules on a sample of your prompts; writes a directory for each, and draws them."""
 
-    part: Part = Field("calibrate", description=PART)
+    part: Part = "calibrate"
     output: Place = Field(description="local directory to write the schedules to, one below it for each target")
     prompts: int = Field(500, ge=LEAST_ANSWERS, description="prompts to draw, by the seed")
     target_speedups: list[TargetSpeedup] = Field([1.25, 1.45, 1.65], min_length=1, description="decode FLOP speed-ups")

@@ -28,7 +28,7 @@ from engine.bootstrap import Bootstrap, Estimate
 from engine.calibration.prompts import check_prompt_layers
 from engine.checkpoints.tokenizer import Tokenizer
 from jobs import command_line
-from jobs.answers import PART, TargetSpeedup
+from jobs.answers import TargetSpeedup
 from jobs.prompts import SUMMARIZE
 from pipeline.errors import JobError
 from pipeline.evaluation.bridged_rivals import bridged_rivals, whole_sample_rivals, with_shorter_prompts
@@ -80,7 +80,7 @@ class EvaluateSchedule(CorpusConfig):
     max_new_tokens: int = Field(64, ge=2, description="longest generation")
     batch_size: int = Field(32, ge=1, description="prompts that decode together, and are saved together")
 
-    part: Part = Field("test", description=PART)
+    part: Part = "test"
     rows: int = Field(
         500, ge=2, description="prompts to judge on; raising it later adds to those there, whose full batches are kept"
     )

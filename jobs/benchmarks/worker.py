@@ -21,23 +21,24 @@ class Runner:
     module: str
     label: str
     needs: tuple[str, ...]  # modules
-    remedy: str  # how to get them
     environment: Literal["own", "peers", "vllm"] = "own"
     takes_schedules: bool = False
     variant: str = ""
 
     def missing(self, python: str) -> str | None:
         """Why it can't run under an interpreter, in one sentence; None if it can."""
+        remedy = REMEDIES[self.environment]
         if not Path(python).is_file():
-            return f"{self.label} is left out: there is no {python}; {self.remedy}"
+            return f"{self.label} is left out: there is no {python}; {remedy}"
         search = "import sys, importlib.util as i; print(*(n for n in sys.argv[1:] if not i.find_spec(n)))"
         found = subprocess.run([python, "-c", search, *self.needs], cwd=PROJECT, capture_output=True, text=True)
         if found.returncode:
-            return f"{self.label} is left out: {python} does not run; {self.remedy}"
+            return f"{self.label} is left out: {python} does not run; {remedy}"
         absent = found.stdout.split()
-        return f"{self.label} is left out: {python} has no {', '.join(absent)}; {self.remedy}" if absent else None
+        return f"{self.label} is left out: {python} has no {', '.join(absent)}; {remedy}" if absent else None
 
 
+REMEDIES = {"own": "make install", "peers": "make peers", "vllm": "make vllm-env"}  # by environment
 VARIANTS = {
     "lock-step": " in lock-step",
     "unpacked": ", weights not packed",
@@ -46,16 +47,16 @@ VARIANTS = {
 }
 RUNNERS = {
     **{
-        variant or "engine": Runner("own_engine", f"our engine{how}", ("engine",), "make install", "own", True, variant)
+        variant or "engine": Runner("own_engine", f"our engine{how}", ("engine",), "own", True, variant)
         for variant, how in {"": "", **VARIANTS}.items()
     },
-    "transformers": Runner("transformers", "transformers", ("transformers",), "make peers", "peers"),
-    "ctranslate2": Runner("ctranslate2", "CTranslate2", ("ctranslate2", "transformers"), "make peers", "peers"),
-    "openvino": Runner("openvino", "OpenVINO GenAI", ("openvino_genai", "optimum"), "make peers", "peers"),
-    "vllm": Runner("vllm", "vLLM", ("vllm",), "make vllm-env", "vllm", takes_schedules=True),
+    "transformers": Runner("transformers", "transformers", ("transformers",), "peers"),
+    "ctranslate2": Runner("ctranslate2", "CTranslate2", ("ctranslate2", "transformers"), "peers"),
+    "openvino": Runner("openvino", "OpenVINO GenAI", ("openvino_genai", "optimum"), "peers"),
+    "vllm": Runner("vllm", "vLLM", ("vllm",), "vllm", takes_schedules=True),
 }
 # What vLLM needs beyond itself to run a schedule.
-VLLM_PLUGIN = Runner("vllm", "vLLM under schedules", ("vllm", "engine.vllm"), RUNNERS["vllm"].remedy)
+VLLM_PLUGIN = Runner("vllm", "vLLM under schedules", ("vllm", "engine.vllm"), "vllm")
 
 
 @dataclass

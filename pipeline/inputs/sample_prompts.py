@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby, islice
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import pyarrow as pa
 from pydantic import Field
@@ -35,7 +35,13 @@ MOST_REFUSALS = 3  # of runs of a file, before it is given up
 log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
-Part = Literal["calibrate", "train", "test", "all"]
+Part = Annotated[
+    Literal["calibrate", "train", "test", "all"],
+    Field(
+        description="of the input's rows, to draw from; a hash of each row's id, or of its text where there is no id "
+        "column, says to which one it belongs: test and calibrate are an eighth each, train is the rest"
+    ),
+]
 
 TEST_SHARE, CALIBRATE_SHARE = 1 / 8, 1 / 8  # of all rows; the rest is for training
 

@@ -130,9 +130,7 @@ class SharedEngine:
     def share_prefix(self, tokens: Sequence[int]) -> int:
         return self._thread.submit(self._engine.share_prefix, tokens).result()
 
-    def fitting_batch_size(
-        self, prompt_tokens: int, sampling: Sampling | None = None, schedule: Schedule | None = None
-    ) -> int:
+    def fitting_batch_size(self, prompt_tokens: int, sampling: Sampling, schedule: Schedule | None) -> int:
         return self._thread.submit(self._fitting, prompt_tokens, sampling, schedule).result()
 
     def score(
@@ -147,18 +145,18 @@ class SharedEngine:
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        sampling: Sampling | None = None,
-        schedule: Schedule | None = None,
-        batch_size: int = 32,
-        sample_ids: Sequence[str] | None = None,
+        sampling: Sampling,
+        schedule: Schedule | None,
+        batch_size: int,
+        sample_ids: Sequence[str],
         on_batch: Callable[[BatchStats], None] | None = None,
     ) -> Iterator[Generation]:
         """As `Engine.generate`; `on_batch` is called in the caller's thread, from time to time where no row ends too.
         Raises ValueError for several samples.
         """
-        if sampling is not None and sampling.samples_per_prompt > 1:
+        if sampling.samples_per_prompt > 1:
             raise ValueError(f"samples_per_prompt is {sampling.samples_per_prompt}: a call has one of each prompt")
-        call = _Call(prompts, sample_ids or [str(place) for place in range(len(prompts))])
+        call = _Call(prompts, sample_ids)
         self._thread.submit(self._begin, call, _Terms(sampling, schedule, batch_size))
         try:
             while (told := call.told.get()) is not None:
@@ -220,7 +218,7 @@ class SharedEngine:
         except Exception as error:
             call.told.put(error)
 
-    def _fitting(self, prompt_tokens: int, sampling: Sampling | None, schedule: Schedule | None) -> int:
+    def _fitting(self, prompt_tokens: int, sampling: Sampling, schedule: Schedule | None) -> int:
         """As the stream that it can join has it: that one takes no more rows than fit the memory it began with."""
         if self._shared is not None and self._shared.terms[:2] == (sampling, schedule):
             return self._shared.terms.batch_size

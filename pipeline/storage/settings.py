@@ -16,6 +16,8 @@ AZURE = ("abfs://", "abfss://", "az://")
 # on S3 there is none. Unlike what is looked for in whole texts, of any length and any characters.
 _PASSWORD = re.compile(r"(?!arn:)[^/?#\[]*:(?!\d+[/?#]).*@", re.DOTALL)
 _S3_PASSWORD = re.compile(r"(?!arn:)[^/?#\[]*:.*@", re.DOTALL)
+# botocore asks for an instance's role once, for a second, and takes a busy machine for one that has none.
+_ROLE_PATIENCE = {"AWS_METADATA_SERVICE_TIMEOUT": "3", "AWS_METADATA_SERVICE_NUM_ATTEMPTS": "4"}
 _WHERE = "leave them to the environment, a profile (s3_profile) or the machine's role"
 
 # A URL, or a local path, where ~ is the home directory: in YAML no shell makes it so.
@@ -46,6 +48,8 @@ def file_system_options(settings: StorageConfig, url: str, anonymous: bool) -> d
     options: dict[str, Any] = {"use_listings_cache": False}
     if not url.startswith(S3):
         return options
+    for name, value in _ROLE_PATIENCE.items():  # s3fs has no option for it
+        os.environ.setdefault(name, value)
     client = {"endpoint_url": settings.s3_endpoint, "region_name": settings.s3_region}
     return options | {
         "anon": anonymous,

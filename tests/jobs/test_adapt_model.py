@@ -264,6 +264,7 @@ def test_more_prompts_than_the_memory_holds_are_refused_before_they_are_answered
 
     monkeypatch.setattr("jobs.adaptation.free_bytes", lambda _: 1_000_000 - freed)
     monkeypatch.setattr("jobs.adaptation.teacher_bytes", lambda _: freed)
+    monkeypatch.setattr("jobs.adaptation.trained_bytes", lambda *_: 0)
     refused = said()
     assert "training on 60 answers keeps some" in refused
     assert "what it works in alone does not fit" in refused

@@ -36,7 +36,7 @@ def test_contenders_run_the_same_job_and_who_is_not_installed_or_fails_to_load_i
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setitem(RUNNERS, "openvino", Runner("protocol", "a broken peer", (), ""))
+    monkeypatch.setitem(RUNNERS, "openvino", Runner("protocol", "a broken peer", ()))
     model = make_checkpoint(vocab_size=300)  # any byte
     half_depth().write(tmp_path / "half")
     benchmark(
@@ -145,16 +145,14 @@ def test_a_contender_that_nobody_knows_is_named() -> None:
 
 
 def test_a_contender_that_dies_is_named_with_its_last_words(tmp_path: Path) -> None:
-    worker = Worker(
-        "a peer", Runner("protocol", "a peer", (), ""), sys.executable, job("none", tmp_path), tmp_path / "log"
-    )
+    worker = Worker("a peer", Runner("protocol", "a peer", ()), sys.executable, job("none", tmp_path), tmp_path / "log")
     with pytest.raises(JobError, match="a peer ended: it printed 'nothing' last, the rest is in"):
         worker.load()
     worker.stop()
 
 
 def test_a_runner_without_its_modules_says_how_to_get_them() -> None:
-    runner = Runner("vllm", "vLLM", ("json", "no_such_module"), "make vllm-env")
+    runner = Runner("vllm", "vLLM", ("json", "no_such_module"), "vllm")
     assert runner.missing(sys.executable) == (
         f"vLLM is left out: {sys.executable} has no no_such_module; make vllm-env"
     )

@@ -9,10 +9,14 @@ import random
 import re
 import resource
 import shutil
+import socket
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -20,12 +24,13 @@ import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.errors import HFValidationError, HTTPError, LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 import engine
 from engine import Engine, ModelError, Sampling, Tokenizer, describe
-from engine.checkpoints import checkpoint, digests
+from engine.checkpoints import checkpoint, digests, gguf_tokenizer
 from engine.checkpoints import gguf_file as gguf_header
 from engine.checkpoints.weight_files import Weights
 
@@ -293,7 +298,11 @@ def write_gguf(
     byte_tokenizer: PreTrainedTokenizerFast,
     file: Path,
     more: Callable[[gguf.GGUFWriter], object] = lambda _: None,
+    word: str | None = None,
+    kind: gguf.TokenType = gguf.TokenType.NORMAL,
+    merges: Sequence[str] = ("a b",),
 ) -> Path:
+    """Token 256 is that word, of that kind, if any, in place of a byte; 257 is "ab"."""
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_block_count(5)
     writer.add_context_length(512)
@@ -306,10 +315,12 @@ def write_gguf(
     writer.add_rope_dimension_count(8)
     writer.add_vocab_size(258)
     vocab = byte_tokenizer.get_vocab() | {"ab": 257}
+    words = sorted(vocab, key=vocab.__getitem__)
+    words[256] = word or words[256]
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(sorted(vocab, key=vocab.__getitem__))
-    writer.add_token_types([gguf.TokenType.CONTROL] + [gguf.TokenType.NORMAL] * 257)
-    writer.add_token_merges(["a b"])
+    writer.add_token_list(words)
+    writer.add_token_types([gguf.TokenType.CONTROL] + [gguf.TokenType.NORMAL] * 255 + [kind, gguf.TokenType.NORMAL])
+    writer.add_token_merges(merges)
     writer.add_eos_token_id(0)
     for name, tensor in load_file(directory / "model.safetensors").items():
         writer.add_tensor(*as_llama_cpp(name, tensor.numpy()))
@@ -363,6 +374,7 @@ def test_a_gguf_file_generates_what_the_checkpoint_it_was_made_from_generates(
         (lambda writer: writer.add_float32("llama.rope.scale_linear", 8.0), "RoPE scaling"),  # as in old files
         (lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(4, np.float32)), "RoPE scaling"),  # Llama 3.1's
         (lambda writer: writer.add_tensor("blk.0.attn_q.bias", np.ones(32, np.float32)), "biases"),
+        (lambda writer: writer.add_tokenizer_pre("viking"), "way of splitting text"),
     ],
 )
 def test_a_gguf_file_that_conversion_would_take_something_from_is_refused(
@@ -470,10 +482,182 @@ def test_all_that_ends_an_answer_of_a_gguf_file_ends_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(gguf_header, "TURN_ENDS", {"ab"})
     directory = make_checkpoint(vocab_size=258, seed=9)
-    file = write_gguf(directory, byte_tokenizer, tmp_path / "chat.gguf", lambda writer: writer.add_eot_token_id(7))
-    assert Tokenizer.load(str(file)).eos_ids == (0, 7, 257)
+
+    def more(writer: gguf.GGUFWriter) -> None:
+        writer.add_eot_token_id(7)
+        writer.add_eom_token_id(5)
+
+    for word in ("<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>"):
+        file = write_gguf(directory, byte_tokenizer, tmp_path / "chat.gguf", more, word)
+        assert Tokenizer.load(str(file)).eos_ids == (0, 7, 5, 256)
+
+
+def test_the_packaged_model_splits_text_as_it_was_trained_to(packaged: Engine) -> None:
+    """As llama.cpp and its own tokenizer.json do: every digit alone, and only then as GPT-2."""
+    tokenizer = packaged.tokenizer
+    assert [tokenizer.decode([token]) for token in tokenizer.encode("Items:\n\n1. b")] == [
+        "Items", ":", "\n\n", "1", ".", " b",
+    ]  # fmt: skip
+    assert tokenizer.eos_ids == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("word", "split", "tokens"),
+    [
+        ("12", "gpt-2", [256]),
+        ("12", "smollm", [17, 18]),
+        ("xy", "gpt-2", [88, 89]),  # no merge leads to the word
+        ("xy", "qwen2", [88, 89]),
+        ("xy", "llama-bpe", [1, 256]),
+        ("xy", "tekken", [1, 256]),
+    ],
+)
+def test_a_gguf_file_splits_text_as_it_says(
+    make_checkpoint: MakeCheckpoint,
+    byte_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    word: str,
+    split: str,
+    tokens: list[int],
+) -> None:
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+
+    def more(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_pre(split)
+        writer.add_bos_token_id(1)
+
+    directory = make_checkpoint(vocab_size=258, seed=9)
+    merges = ["a b", "1 2"] if word == "12" else ["a b"]
+    file = write_gguf(directory, byte_tokenizer, tmp_path / "split.gguf", more, word, merges=merges)
+    assert Tokenizer.load(str(file)).encode(word) == tokens
+
+
+def test_an_old_transformers_is_not_trusted_to_split_text_as_a_gguf_file_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2"}
+    assert gguf_tokenizer.splits(values)
+    monkeypatch.setitem(sys.modules, "transformers.integrations.gguf.gguf_tokenizer_mapping", None)
+    assert not gguf_tokenizer.splits(values)
+    assert gguf_tokenizer.splits(values | {"tokenizer.ggml.pre": "smollm"})
+
+
+def test_a_gguf_file_that_says_so_begins_no_text_with_bos(
+    make_checkpoint: MakeCheckpoint,
+    byte_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+
+    def more(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_pre("llama-bpe")
+        writer.add_bos_token_id(1)
+        writer.add_add_bos_token(False)
+
+    file = write_gguf(make_checkpoint(vocab_size=258, seed=9), byte_tokenizer, tmp_path / "split.gguf", more)
+    assert Tokenizer.load(str(file)).encode("ab") == [257]
+
+
+@pytest.mark.parametrize(("prefix", "first"), [(None, "▁a"), (True, "▁a"), (False, "a")])
+def test_a_sentencepiece_text_begins_with_a_space_unless_the_gguf_file_says_otherwise(
+    make_checkpoint: MakeCheckpoint,
+    byte_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    prefix: bool | None,
+    first: str,
+) -> None:
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    words = ["<unk>", "<s>", "</s>", "▁", "a", "b", "▁a", "▁b"]
+
+    def more(writer: gguf.GGUFWriter) -> None:
+        [values] = writer.kv_data
+        for key in [key for key in values if key.startswith("tokenizer.ggml.")]:
+            del values[key]
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(words)
+        writer.add_token_scores([-float(token) for token in range(len(words))])
+        writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * 5)
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_unk_token_id(0)
+        if prefix is not None:
+            writer.add_add_space_prefix(prefix)
+
+    file = write_gguf(make_checkpoint(vocab_size=258, seed=9), byte_tokenizer, tmp_path / "pieces.gguf", more)
+    tokenizer = Tokenizer.load(str(file))
+    assert tokenizer.encode("a b") == [1, words.index(first), words.index("▁b")]
+    assert tokenizer.decode(tokenizer.encode("a b")) == "a b"
+    assert tokenizer.decode([words.index("▁b")]) == ("b" if first == "▁a" else " b")
+
+
+BAR = "\N{FULLWIDTH VERTICAL LINE}"
+
+
+@pytest.mark.parametrize("kind", [gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED])
+def test_a_gguf_file_whose_control_tokens_would_become_text_is_refused_by_one_of_them(
+    make_checkpoint: MakeCheckpoint,
+    byte_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: gguf.TokenType,
+) -> None:
+    """As DeepSeek's are, whose bars no byte-level alphabet has."""
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    directory, word = make_checkpoint(vocab_size=258, seed=9), f"<{BAR}User{BAR}>"
+    file = write_gguf(directory, byte_tokenizer, tmp_path / "chat.gguf", word=word, kind=kind)
+    with pytest.raises(ModelError, match=rf"would lose its control token '{word}' .* name the safetensors model"):
+        checkpoint.prepare(str(file))
+    kept = write_gguf(directory, byte_tokenizer, tmp_path / "kept.gguf", word="<|User|>", kind=kind)
+    assert Tokenizer.load(str(kept)).encode("a<|User|>b") == [65, 256, 66]
+
+
+def test_a_gguf_file_whose_end_token_would_become_another_is_refused(
+    make_checkpoint: MakeCheckpoint,
+    byte_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Transformers would add it again, beyond the vocabulary."""
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    directory, end = make_checkpoint(vocab_size=258, seed=9), f"<{BAR}end▁of▁sentence{BAR}>"
+
+    def more(writer: gguf.GGUFWriter) -> None:
+        writer.add_pad_token_id(256)
+
+    file = write_gguf(directory, byte_tokenizer, tmp_path / "chat.gguf", more, end)
+    with pytest.raises(ModelError, match=rf"would lose its control token '{end}' .* name the safetensors model"):
+        checkpoint.prepare(str(file))
+
+
+def test_a_part_of_a_gguf_file_is_not_called_damaged(
+    make_checkpoint: MakeCheckpoint, byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    directory = make_checkpoint(vocab_size=258, seed=9)
+    file = tmp_path / "m-00001-of-00003.gguf"
+    write_gguf(directory, byte_tokenizer, file, lambda writer: writer.add_uint16("split.count", 3))
+    said = (
+        r"of-00003\.gguf' is one of the 3 parts of a model: name the whole file, which llama-gguf-split --merge makes"
+    )
+    for read in (describe, checkpoint.check_weights):
+        with pytest.raises(ModelError, match=said):
+            read(str(file))
+    whole = tmp_path / "whole.gguf"
+    write_gguf(directory, byte_tokenizer, whole, lambda writer: writer.add_uint16("split.count", 1))
+    assert describe(str(whole)) == describe(str(directory))
+
+
+@pytest.mark.parametrize("package", ["transformers", "tokenizers"])
+def test_each_version_of_what_reads_a_gguf_file_has_a_conversion_of_its_own(
+    gguf_file: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    file, _ = gguf_file
+    first = checkpoint.prepare(str(file))
+    versions = {name: checkpoint.version(name) for name in ("transformers", "tokenizers")} | {package: "9.9.9"}
+    monkeypatch.setattr(checkpoint, "version", versions.__getitem__)
+    assert checkpoint.prepare(str(file)) != first
 
 
 def test_a_rope_scaling_factor_of_nothing_is_none(
@@ -501,6 +685,104 @@ def test_a_hub_id_out_of_reach_is_refused_at_once(tmp_path: Path, monkeypatch: p
     assert time.monotonic() - start < 10
 
 
+@pytest.fixture
+def waited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds between tries, which no test waits for; the hub's cache is empty."""
+    seconds: list[float] = []
+    monkeypatch.setattr(checkpoint, "time", SimpleNamespace(sleep=seconds.append))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    return seconds
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """A hub that answers everything with the status that it is told."""
+
+    class Hub(BaseHTTPRequestHandler):
+        status = 200
+
+        def do_GET(self) -> None:
+            self.send_response(self.status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    def answer(status: int) -> None:
+        Hub.status = status
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield answer
+        server.shutdown()
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+def test_a_busy_hub_is_asked_again_for_a_minute(
+    hub: Callable[[int], None], waited: list[float], caplog: pytest.LogCaptureFixture, status: int
+) -> None:
+    hub(status)
+    with (
+        caplog.at_level("WARNING", "engine"),
+        pytest.raises(ModelError, match="'somebody/some-model' is no directory and not to be had from the hub"),
+    ):
+        checkpoint.locate("somebody/some-model")
+    assert waited == sorted(waited)
+    assert sum(waited) == 60
+    assert caplog.text.count("model somebody/some-model is not to be had from the hub") == len(waited)
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_hub_that_has_no_such_model_for_us_is_not_asked_again(
+    hub: Callable[[int], None], waited: list[float], status: int
+) -> None:
+    hub(status)
+    with pytest.raises(ModelError, match="'somebody/some-model' is no directory and not to be had from the hub"):
+        checkpoint.locate("somebody/some-model")
+    assert waited == []
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (HTTPError("connection reset in the middle of a file"), True),
+        (TimeoutError("the same, of hf_xet"), True),
+        (LocalEntryNotFoundError("cannot find the requested files in the disk cache"), False),
+        (OSError("no space left on device"), False),
+        (HFValidationError("repo id must be a name"), False),
+    ],
+)
+def test_a_download_that_broke_off_goes_on_unless_it_would_break_off_again(
+    whole: Path, waited: list[float], monkeypatch: pytest.MonkeyPatch, error: Exception, again: bool
+) -> None:
+    outcomes: list[Exception | Path] = [error, error, whole]
+
+    def download(*_: object, **__: object) -> Path:
+        if isinstance(outcome := outcomes.pop(0), Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    if again:
+        assert checkpoint.locate("somebody/some-model") == whole.resolve()
+        assert waited == [1, 2]
+    else:
+        with pytest.raises(ModelError, match="'somebody/some-model' is no directory and not to be had from the hub"):
+            checkpoint.locate("somebody/some-model")
+        assert waited == []
+
+
+def test_a_hub_out_of_reach_is_tried_again(waited: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:  # and not listened at
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(ModelError, match="'somebody/some-model' is no directory and not to be had from the hub"):
+            checkpoint.locate("somebody/some-model")
+    assert sum(waited) == 60
+
+
 def test_a_hub_id_in_the_local_hub_cache_loads(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = "0123456789abcdef0123456789abcdef01234567"
     repository = tmp_path / "models--somebody--some-model"
@@ -525,6 +807,7 @@ def test_the_engine_imports_torch_and_the_hugging_face_stack_and_nothing_else() 
     for file in files:
         here = allowed | {"vllm"} if file.parent.name == "vllm" else allowed
         here = here | {"gguf"} if file.name == "gguf_file.py" else here  # as transformers does for such a file
+        here = here | {"tokenizers"} if file.name == "gguf_tokenizer.py" else here  # what transformers' consist of
         here = here | {"jinja2"} if file.name == "tokenizer.py" else here  # what transformers renders chats by, raises
         for node in ast.walk(ast.parse(file.read_text())):
             names: list[str] = []

@@ -162,7 +162,7 @@ def test_rows_of_a_stream_that_was_lost_are_done_in_another_and_none_of_them_is_
 def test_a_call_has_one_sample_of_each_prompt() -> None:
     several = Sampling(max_new_tokens=9, temperature=1.0, samples_per_prompt=2)
     with pytest.raises(ValueError, match="samples_per_prompt is 2"):
-        next(iter(SharedEngine(lambda: Watched()).generate([[65]], several)))
+        next(iter(SharedEngine(lambda: Watched()).generate([[65]], several, None, 1, ["0"])))
 
 
 def test_what_loading_raises_is_raised() -> None:

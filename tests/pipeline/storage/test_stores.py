@@ -1,9 +1,12 @@
 """Stores say what an object's content is, read just that, and touch no object but the one that was named."""
 
+import json
 import os
 from collections.abc import Callable
 from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from s3fs.errors import translate_boto_error
 from servers import BUCKET, S3Server
 
 from pipeline.errors import JobError
+from pipeline.storage.settings import StorageConfig
 from pipeline.storage.storage import Storage, StorageRefused
 from pipeline.storage.stores import ObjectChanged, stamp
 
@@ -168,3 +172,45 @@ def test_an_upload_in_parts_whose_end_is_answered_to_nobody_is_made_again(
     storage.write("data/a", content)
     assert lost
     assert storage.info(storage.path("data/a"))["size"] == len(content)
+
+
+def test_a_roles_credentials_are_asked_for_again_where_the_machine_is_busy(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its metadata service is a double, which answers the second time."""
+    role = {
+        "Code": "Success", "AccessKeyId": s3.environment["AWS_ACCESS_KEY_ID"], "Token": "",
+        "SecretAccessKey": s3.environment["AWS_SECRET_ACCESS_KEY"], "Expiration": "2199-01-01T00:00:00Z",
+    }  # fmt: skip
+    roles = "/latest/meta-data/iam/security-credentials/"
+    answers = {"/latest/api/token": "token", roles: "role", f"{roles}role": json.dumps(role)}
+    asked: list[str] = []
+
+    class Metadata(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            content = answers[self.path].encode()
+            self.send_response(503 if asked.count(self.path) == 1 else 200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def do_PUT(self) -> None:
+            self.do_GET()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", f"http://127.0.0.1:{server.server_port}/")
+        # Of its own, as a worker process has one: no client that has credentials is kept for this.
+        storage = Storage(f"s3://{BUCKET}/of_a_role", StorageConfig(s3_read_timeout_s=61.0))
+        storage.write("a", b"1")
+        assert storage.read("a") == b"1"
+        server.shutdown()
+    assert asked.count(f"{roles}role") == 2
