@@ -91,8 +91,8 @@ def read_config(model: str) -> Any:
     from transformers import AutoConfig
 
     path = locate(model)
-    if path.is_file() and _converted_directory(path).exists():
-        path = _converted_directory(path)
+    if path.is_file() and (converted := _converted_directory(path)).exists():
+        path = converted
     if path.is_file():
         check_gguf(path)
     try:

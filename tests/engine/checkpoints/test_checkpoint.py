@@ -35,6 +35,7 @@ from engine.checkpoints import gguf_file as gguf_header
 from engine.checkpoints.weight_files import Weights
 
 MakeCheckpoint = Callable[..., Path]
+AGgufFile = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
@@ -332,6 +333,19 @@ def write_gguf(
     return file
 
 
+@pytest.fixture
+def a_gguf_file(
+    make_checkpoint: MakeCheckpoint,
+    byte_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> AGgufFile:
+    """Writes one under a name, else as `write_gguf`; what reads it has a cache of the test's own."""
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    directory = make_checkpoint(vocab_size=258, seed=9)
+    return lambda name, *more, **options: write_gguf(directory, byte_tokenizer, tmp_path / name, *more, **options)
+
+
 def as_llama_cpp(name: str, weight: np.ndarray) -> tuple[str, np.ndarray]:
     """llama.cpp's name of a tensor; the rows of its query and key projections pair neighbours for RoPE."""
     heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])
@@ -378,29 +392,22 @@ def test_a_gguf_file_generates_what_the_checkpoint_it_was_made_from_generates(
     ],
 )
 def test_a_gguf_file_that_conversion_would_take_something_from_is_refused(
-    make_checkpoint: MakeCheckpoint,
-    byte_tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    a_gguf_file: AGgufFile,
     more: Callable[[gguf.GGUFWriter], None],
     lost: str,
 ) -> None:
-    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
-    file = write_gguf(make_checkpoint(vocab_size=258, seed=9), byte_tokenizer, tmp_path / "more.gguf", more)
+    file = a_gguf_file("more.gguf", more)
     for asked in (describe, checkpoint.prepare):
         with pytest.raises(ModelError, match=rf"more.gguf' would lose its {lost} .* name the safetensors model"):
             asked(str(file))
 
 
 def test_a_gguf_file_whose_attention_would_get_another_scale_is_refused(
-    make_checkpoint: MakeCheckpoint,
-    byte_tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
+    a_gguf_file: AGgufFile,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(gguf_header.OF_ANOTHER_SCALE, "llama", 5)  # the layers of this model
-    file = write_gguf(make_checkpoint(vocab_size=258, seed=9), byte_tokenizer, tmp_path / "27b.gguf")
+    file = a_gguf_file("27b.gguf")
     with pytest.raises(ModelError, match=r"27b.gguf' would lose its attention's scale .* name the safetensors model"):
         describe(str(file))
 
@@ -476,20 +483,15 @@ def test_a_tokenizer_beside_a_gguf_file_is_not_taken_for_its_own(
 
 
 def test_all_that_ends_an_answer_of_a_gguf_file_ends_it(
-    make_checkpoint: MakeCheckpoint,
-    byte_tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    a_gguf_file: AGgufFile,
 ) -> None:
-    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
-    directory = make_checkpoint(vocab_size=258, seed=9)
 
     def more(writer: gguf.GGUFWriter) -> None:
         writer.add_eot_token_id(7)
         writer.add_eom_token_id(5)
 
     for word in ("<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>"):
-        file = write_gguf(directory, byte_tokenizer, tmp_path / "chat.gguf", more, word)
+        file = a_gguf_file("chat.gguf", more, word)
         assert Tokenizer.load(str(file)).eos_ids == (0, 7, 5, 256)
 
 
@@ -514,23 +516,18 @@ def test_the_packaged_model_splits_text_as_it_was_trained_to(packaged: Engine) -
     ],
 )
 def test_a_gguf_file_splits_text_as_it_says(
-    make_checkpoint: MakeCheckpoint,
-    byte_tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    a_gguf_file: AGgufFile,
     word: str,
     split: str,
     tokens: list[int],
 ) -> None:
-    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
 
     def more(writer: gguf.GGUFWriter) -> None:
         writer.add_tokenizer_pre(split)
         writer.add_bos_token_id(1)
 
-    directory = make_checkpoint(vocab_size=258, seed=9)
     merges = ["a b", "1 2"] if word == "12" else ["a b"]
-    file = write_gguf(directory, byte_tokenizer, tmp_path / "split.gguf", more, word, merges=merges)
+    file = a_gguf_file("split.gguf", more, word, merges=merges)
     assert Tokenizer.load(str(file)).encode(word) == tokens
 
 
@@ -543,32 +540,24 @@ def test_an_old_transformers_is_not_trusted_to_split_text_as_a_gguf_file_says(mo
 
 
 def test_a_gguf_file_that_says_so_begins_no_text_with_bos(
-    make_checkpoint: MakeCheckpoint,
-    byte_tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    a_gguf_file: AGgufFile,
 ) -> None:
-    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
 
     def more(writer: gguf.GGUFWriter) -> None:
         writer.add_tokenizer_pre("llama-bpe")
         writer.add_bos_token_id(1)
         writer.add_add_bos_token(False)
 
-    file = write_gguf(make_checkpoint(vocab_size=258, seed=9), byte_tokenizer, tmp_path / "split.gguf", more)
+    file = a_gguf_file("split.gguf", more)
     assert Tokenizer.load(str(file)).encode("ab") == [257]
 
 
 @pytest.mark.parametrize(("prefix", "first"), [(None, "▁a"), (True, "▁a"), (False, "a")])
 def test_a_sentencepiece_text_begins_with_a_space_unless_the_gguf_file_says_otherwise(
-    make_checkpoint: MakeCheckpoint,
-    byte_tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    a_gguf_file: AGgufFile,
     prefix: bool | None,
     first: str,
 ) -> None:
-    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
     words = ["<unk>", "<s>", "</s>", "▁", "a", "b", "▁a", "▁b"]
 
     def more(writer: gguf.GGUFWriter) -> None:
@@ -585,7 +574,7 @@ def test_a_sentencepiece_text_begins_with_a_space_unless_the_gguf_file_says_othe
         if prefix is not None:
             writer.add_add_space_prefix(prefix)
 
-    file = write_gguf(make_checkpoint(vocab_size=258, seed=9), byte_tokenizer, tmp_path / "pieces.gguf", more)
+    file = a_gguf_file("pieces.gguf", more)
     tokenizer = Tokenizer.load(str(file))
     assert tokenizer.encode("a b") == [1, words.index(first), words.index("▁b")]
     assert tokenizer.decode(tokenizer.encode("a b")) == "a b"
@@ -597,36 +586,28 @@ BAR = "\N{FULLWIDTH VERTICAL LINE}"
 
 @pytest.mark.parametrize("kind", [gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED])
 def test_a_gguf_file_whose_control_tokens_would_become_text_is_refused_by_one_of_them(
-    make_checkpoint: MakeCheckpoint,
-    byte_tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    a_gguf_file: AGgufFile,
     kind: gguf.TokenType,
 ) -> None:
     """As DeepSeek's are, whose bars no byte-level alphabet has."""
-    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
-    directory, word = make_checkpoint(vocab_size=258, seed=9), f"<{BAR}User{BAR}>"
-    file = write_gguf(directory, byte_tokenizer, tmp_path / "chat.gguf", word=word, kind=kind)
+    word = f"<{BAR}User{BAR}>"
+    file = a_gguf_file("chat.gguf", word=word, kind=kind)
     with pytest.raises(ModelError, match=rf"would lose its control token '{word}' .* name the safetensors model"):
         checkpoint.prepare(str(file))
-    kept = write_gguf(directory, byte_tokenizer, tmp_path / "kept.gguf", word="<|User|>", kind=kind)
+    kept = a_gguf_file("kept.gguf", word="<|User|>", kind=kind)
     assert Tokenizer.load(str(kept)).encode("a<|User|>b") == [65, 256, 66]
 
 
 def test_a_gguf_file_whose_end_token_would_become_another_is_refused(
-    make_checkpoint: MakeCheckpoint,
-    byte_tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    a_gguf_file: AGgufFile,
 ) -> None:
     """Transformers would add it again, beyond the vocabulary."""
-    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
-    directory, end = make_checkpoint(vocab_size=258, seed=9), f"<{BAR}end▁of▁sentence{BAR}>"
+    end = f"<{BAR}end▁of▁sentence{BAR}>"
 
     def more(writer: gguf.GGUFWriter) -> None:
         writer.add_pad_token_id(256)
 
-    file = write_gguf(directory, byte_tokenizer, tmp_path / "chat.gguf", more, end)
+    file = a_gguf_file("chat.gguf", more, end)
     with pytest.raises(ModelError, match=rf"would lose its control token '{end}' .* name the safetensors model"):
         checkpoint.prepare(str(file))
 
