@@ -135,5 +135,6 @@ def _answered(
 
 def _drawn_as(config: AnswersConfig, prompts: Sequence[Sequence[int]], sampling: Sampling) -> str:
     """Of all that decides answers."""
-    decides = [prompts, sampling.to_dict(), engine.model_identity(config.model), config.dtype]
+    dtype = engine.resolve_dtype(config.device, config.dtype)
+    decides = [prompts, sampling.to_dict(), engine.model_identity(config.model), dtype]
     return hashlib.sha256(json.dumps(decides).encode()).hexdigest()

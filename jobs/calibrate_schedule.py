@@ -68,6 +68,9 @@ class CalibrateSchedule(AnswersConfig):
     def _check_targets(self) -> Self:
         if self.target_sample_speedups and self.prompt_layers is not None:
             raise ValueError("target_sample_speedups choose the layers on prompts: leave out prompt_layers")
+        for targets in map(set, (self.target_speedups, self.target_sample_speedups)):
+            if len(set(map(_name, targets))) < len(targets):
+                raise ValueError("two targets are alike to six digits, by which directories are named: leave one out")
         return self
 
 

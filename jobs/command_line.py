@@ -60,7 +60,7 @@ def parse(
         if not mistakes:
             return config
     except ValidationError as error:
-        mistakes += [_mistake(part, options) for part in error.errors()]
+        mistakes += [_mistake(part, options, positional) for part in error.errors()]
     except (OSError, ValueError, yaml.YAMLError) as error:
         mistakes += [f"--config {file!r} cannot be read: {one_line(error)}"]
     for mistake in mistakes:
@@ -146,7 +146,7 @@ def _parser(config_class: type[BaseModel], program: str, positional: str | None)
         elif field.annotation is bool:
             shown["action"] = argparse.BooleanOptionalAction
         if name == positional:
-            group.add_argument(name, metavar=name.upper(), help=_help(field))
+            group.add_argument(name, nargs="?", default=argparse.SUPPRESS, metavar=name.upper(), help=_help(field))
         else:
             group.add_argument(_flag(name), dest=name, default=argparse.SUPPRESS, help=_help(field), **shown)
     return parser
@@ -212,8 +212,9 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _mistake(part: Any, options: Sequence[str]) -> str:
-    name = _flag(str(part["loc"][0])) if part["loc"] else ""
+def _mistake(part: Any, options: Sequence[str], positional: str | None) -> str:
+    field = str(part["loc"][0]) if part["loc"] else ""
+    name = field.upper() if field == positional else _flag(field) if field else ""
     if part["type"] == "missing":
         return f"{name} is required"
     if part["type"] == "extra_forbidden":

@@ -6,18 +6,17 @@ python jobs/evaluate_schedule.py --input corpus.parquet --schedules calibrated/ 
 import hashlib
 import json
 import logging
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Self
+from pathlib import PurePosixPath
+from typing import Any, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -43,7 +42,7 @@ from pipeline.preparing.fit import longest_prompt, made_from, read_schedules, wa
 from pipeline.reporting.page import REPORT_FILE
 from pipeline.rows.rows import TOKENS
 from pipeline.storage.ownership import claim_directory, claimed_at
-from pipeline.storage.settings import Place, StorageConfig
+from pipeline.storage.settings import LocalPlace, Place, StorageConfig
 from pipeline.storage.storage import Storage
 from pipeline.values.show import names, texts
 
@@ -58,9 +57,7 @@ RIVALS_FOLDER = "rivals"  # in the work folder as they were solved, beside it as
 class EvaluateSchedule(CorpusConfig):
     """Judge schedules and rivals against full depth: quality with intervals, FLOPs and speed. Rerun to resume."""
 
-    output: Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))] = Field(
-        description="directory to write to; outputs found there are not computed again"
-    )
+    output: LocalPlace = Field(description="directory to write to; outputs found there are not computed again")
     schedules: list[Place] = Field(
         [],
         description="schedule files, their directories, or directories of such directories (as calibrating writes): "

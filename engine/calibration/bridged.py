@@ -5,6 +5,7 @@ Above it there may be more bridges, over single layers or as corrections.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Self
 
 import torch
@@ -78,7 +79,7 @@ class Bridges:
     def __init__(self, moments: Mapping[int, Moments], own: OwnStates | None = None) -> None:
         """Moments by warm-up depth, and what is needed for bridges above the first."""
         self._moments, self._own = moments, own
-        self._fitted: dict[Candidate, Bridge] = {}  # by the constant candidate that it is the last bridge of
+        self._fitted = lru_cache(MOST_FITTED)(self._last)
 
     def schedule(self, layers: int, candidate: Candidate) -> Schedule:
         """The candidate's schedule with its bridges."""
@@ -86,19 +87,13 @@ class Bridges:
         for end in candidate.ends:
             constant = replace(candidate, growth=((0, end - candidate.warmup),), head=None)
             for count, name in enumerate(candidate.blocks(end)):
-                key = replace(constant, apart=candidate.apart[:count])
-                if key not in self._fitted:
-                    fitted = self._last(layers, key, bridges)
-                    if len(self._fitted) >= MOST_FITTED:
-                        del self._fitted[next(iter(self._fitted))]
-                    self._fitted[key] = fitted
-                bridges[name] = self._fitted[key]
+                bridges[name] = self._fitted(layers, replace(constant, apart=candidate.apart[:count]))
         return candidate.schedule(layers, lambda name, _: bridges[name])
 
-    def _last(self, layers: int, constant: Candidate, below: Mapping[str, Bridge]) -> Bridge:
+    def _last(self, layers: int, constant: Candidate) -> Bridge:
         """The last bridge of a constant candidate, given those below it."""
         if not constant.apart:
             return self._moments[constant.warmup].fit(2 * constant.ends[0], constant.ridge, constant.gain)
         assert self._own is not None
-        so_far = replace(constant, apart=constant.apart[:-1]).schedule(layers, lambda name, _: below[name])
-        return self._own.fit(so_far, constant.apart[-1], APART_RIDGE)
+        below = self.schedule(layers, replace(constant, apart=constant.apart[:-1]))
+        return self._own.fit(below, constant.apart[-1], APART_RIDGE)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.bootstrap import Bootstrap
 from engine.errors import ScheduleError
+from engine.forward.compiled_parts import Head
 from engine.forward.operations import Compiled
 from engine.forward.packing import packs
 from engine.forward.prompt_pass import PromptPass
@@ -158,13 +159,17 @@ def score(
         for plan in {schedule.prompt_plan for schedule in schedules if ours}:
             ran = whole if plan.is_full_depth else KeptPrompts(prompts, [each.prompt for each in ours], plan, compiled)
             forced[plan] = AnswerPass(ran, ours)
-        compared = [_Compared(forced[schedule.prompt_plan], schedule, compiled) for schedule in schedules if ours]
+        compared = [
+            _Compared(forced[each.prompt_plan].hidden(each, compiled), compiled.head(each, prompts.decoder), [])
+            for each in schedules
+            if ours
+        ]
         likelihoods[0] += _likelihoods(whole, firsts, [answers[index] for index in pack], compared)
         for found, other in zip(likelihoods[1:], others, strict=True):
             found += _likelihoods(whole, firsts, [other[index] for index in pack])
         spans = list(pairwise(accumulate((answer.passes for answer in ours), initial=0)))
         for row, theirs in zip(scores, compared, strict=False):  # of none, where no answer has two tokens
-            kl, agrees = theirs.figures
+            kl, agrees = (torch.cat(figures).tolist() for figures in zip(*theirs.slices, strict=True))
             for index, (start, end) in zip(judged, spans, strict=True):
                 row[index] = AnswerScore(tuple(kl[start:end]), tuple(agrees[start:end]))
     return Scores(scores, likelihoods)
@@ -175,24 +180,14 @@ def _size(answers: Sequence[Answer]) -> int:
     return max(len(answers[0].prompt) // PROMPT_SHARE, *(len(answer.tokens) for answer in answers))
 
 
-class _Compared:
+class _Compared(NamedTuple):
     """Answers under a schedule, against full depth, a slice of their tokens at a time: of one long answer the
     distributions of all would take gigabytes.
     """
 
-    def __init__(self, answers: AnswerPass, schedule: Schedule, compiled: Compiled) -> None:
-        self._logits = answers.scheduled_logits(answers.hidden(schedule, compiled), schedule, compiled)
-        self._slices: list[tuple[Tensor, Tensor]] = []
-
-    def take(self, log_full: Tensor) -> None:
-        """Compare the next slice, with full depth's log-probabilities [n, vocab]."""
-        self._slices.append(_divergence(log_full, next(self._logits)[1]))
-
-    @property
-    def figures(self) -> tuple[list[float], list[bool]]:
-        """Of all tokens, as `divergences`."""
-        kl, agrees = zip(*self._slices, strict=True)
-        return torch.cat(kl).tolist(), torch.cat(agrees).tolist()
+    x: Tensor  # hidden states [N, hidden]
+    head: Head
+    slices: list[tuple[Tensor, Tensor]]  # as `divergences`
 
 
 def _likelihoods(
@@ -209,7 +204,7 @@ def _likelihoods(
         for part, logits in forced.logits(forced.full_depth()):
             found = logits.float().log_softmax(-1)
             for each in compared:
-                each.take(found)
+                each.slices.append(_divergence(found, each.head(each.x[part])))
             wanted = found.gather(1, forced.next_token[part, None].to(found.device))[:, 0]
             sums.index_add_(0, forced.sample[part], wanted.double().cpu())
         for index, log_likelihood in zip(going_on, sums.tolist(), strict=True):

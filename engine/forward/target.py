@@ -45,6 +45,7 @@ def for_target_speedup(
     order: Order | None = None,
     decay: Callable[[int], Decay] = constant,
     horizon: int = 0,
+    counted: Callable[[Schedule], Schedule] = lambda schedule: schedule,
 ) -> Schedule:
     """The schedule with the lowest floor whose decode FLOP speed-up over `lengths` is at least `target`.
 
@@ -57,6 +58,7 @@ def for_target_speedup(
         decay: from a floor (groups skipped at the horizon) to a decay, as in
             `lambda floor: decays.linear(0, floor, horizon=64)`.
         horizon: the step from which on the decay stays at its floor.
+        counted: what costs as a schedule will with what it is to be given, such as bridges.
 
     Raises:
         ScheduleError: the target cannot be met: the head and the layers outside the order always run.
@@ -70,14 +72,14 @@ def for_target_speedup(
     def schedule_with(floor: int) -> Schedule:
         return Schedule.build(shape.layers, groups, decay(floor), horizon, name=f"target {target:g}x")
 
-    best = decode_flop_speedup(shape, schedule_with(len(groups)), lengths)
+    def speedup(floor: int) -> float:
+        return decode_flop_speedup(shape, counted(schedule_with(floor)), lengths)
+
+    best = speedup(len(groups))
     if best < target:
         always = shape.layers - len({unit.layer for group in groups for unit in group})
         raise ScheduleError(
             f"a decode FLOP speed-up of {target:g}x cannot be met: the vocabulary head and the {always} layers that "
             f"always run allow at most {best:.2f}x with this order, decay and these lengths; ask for less"
         )
-    floors = range(len(groups))
-    return schedule_with(
-        bisect_left(floors, target, key=lambda floor: decode_flop_speedup(shape, schedule_with(floor), lengths))
-    )
+    return schedule_with(bisect_left(range(len(groups)), target, key=speedup))

@@ -159,7 +159,8 @@ class VllmEngine:
         """As `Engine.share_prefix`, of rows to come. vLLM finds what they share in its cache, but for a last part of a
         block: what is computed again is told beside the ledger (`BatchStats.flops_padding`).
         """
-        self._prefix = tuple(tokens) if len(tokens) < self._options["max_model_len"] else ()
+        fits = len(tokens) < self._options["max_model_len"] and all(0 <= each < self.shape.vocab for each in tokens)
+        self._prefix = tuple(tokens) if fits else ()
         if self._running is not None:
             self._running.has_computed_prefix = False
         if "_beside" in vars(self):

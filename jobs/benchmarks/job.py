@@ -38,6 +38,7 @@ from pipeline.errors import JobError
 from pipeline.preparing.fit import read_schedules
 from pipeline.rows.template import PromptTemplate
 from pipeline.storage.ownership import claim_directory
+from pipeline.storage.settings import LocalPlace
 
 PROGRAM = "jobs.benchmarks.job"
 DEMO = Path("infra/demo")
@@ -57,7 +58,7 @@ class BenchmarkJob(BaseModel):
         f"{', '.join(VARIANTS)}: our engine in batches that nobody enters before all rows have ended, and without one "
         "of its optimisations",
     )
-    schedules: list[Path] = Field(
+    schedules: list[LocalPlace] = Field(
         [DEMO / "adapted", DEMO / "whole_sample_2x"],
         description="directories of schedules, or of several, that the engine and vLLM also run under",
     )
@@ -65,7 +66,7 @@ class BenchmarkJob(BaseModel):
         [], description="decode FLOP speed-ups of schedules without bridges to run too, with the paper's linear ramp"
     )
     model: str = Field("smollm2-135m-instruct", description="as for the jobs")
-    input: list[Path] = Field(
+    input: list[LocalPlace] = Field(
         [DEMO / "package_descriptions.parquet", DEMO / "more_package_descriptions.parquet"],
         description="Parquet files of texts, read in turn",
     )
@@ -91,7 +92,7 @@ class BenchmarkJob(BaseModel):
         ".venv-peers/bin/python", description="interpreter of transformers, CTranslate2 and OpenVINO; make peers"
     )
     vllm_python: str = Field(".venv-vllm/bin/python", description="interpreter of vLLM; make vllm-env")
-    output: Path = Field(Path("out/benchmark-job"), description="directory for job.json, job.svg and logs")
+    output: LocalPlace = Field(Path("out/benchmark-job"), description="directory for job.json, job.svg and logs")
 
     @field_validator("contenders")
     @classmethod

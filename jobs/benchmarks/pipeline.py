@@ -6,7 +6,6 @@ The bare engine gets tokenised prompts and writes nothing. Model load and start-
 clock runs from its first replica being ready to its last commit.
 """
 
-import logging
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ from pipeline.errors import JobError
 from pipeline.preparing.backend import runs_in_vllm
 from pipeline.preparing.fit import choose_schedule, longest_prompt
 from pipeline.run import run_job
+from pipeline.storage.settings import Place
 
 PROGRAM = "jobs.benchmarks.pipeline"
 
@@ -32,17 +32,11 @@ PROGRAM = "jobs.benchmarks.pipeline"
 class BenchmarkPipeline(SummarizeCorpus):
     """Tokens/s of the summarising job over those of a bare engine on the same rows."""
 
-    input: str = Field("infra/demo/package_descriptions.parquet", description="Parquet file of texts")
+    input: Place = Field("infra/demo/package_descriptions.parquet", description="Parquet file of texts")
     output: str = Field("", description="not used: every round writes to a scratch directory")
     batch_size: int = Field(16, ge=1, description="rows that decode together, on both sides")
     rows_per_unit: int = Field(32, ge=1, description="rows per work unit")
     rounds: int = Field(3, ge=1, description="times both sides run, in turn")
-
-
-def main() -> int:
-    logging.basicConfig(level=logging.WARNING)
-    config = command_line.parse(BenchmarkPipeline, PROGRAM)
-    return command_line.run(PROGRAM, lambda: benchmark(config))
 
 
 def benchmark(config: BenchmarkPipeline) -> None:
@@ -75,4 +69,4 @@ def benchmark(config: BenchmarkPipeline) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line.start(BenchmarkPipeline, PROGRAM, benchmark))

@@ -12,7 +12,6 @@ Contenders share the card: look in their logs whether the cache has room for all
 import random
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,6 +25,7 @@ from engine.calibration.prompts import counted_prompt_bridge, prompt_cut
 from engine.models.families import family_of
 from jobs import command_line
 from pipeline.storage.ownership import claim_directory
+from pipeline.storage.settings import LocalPlace
 
 PROGRAM = "jobs.benchmarks.shapes"
 TOKENIZER = "smollm2-135m-instruct"
@@ -52,7 +52,7 @@ class WriteShape(BaseModel):
     prompt_skipped: float = Field(1 / 2, ge=0.05, le=0.8, description="share of the layers that prompts are spared")
     prompt_tokens: int = Field(1024, ge=1, description="tokens of each text")
     rows: int = Field(256, ge=1, description="texts")
-    output: Path = Field(..., description="directory for model, decode, both and texts.parquet")
+    output: LocalPlace = Field(..., description="directory for model, decode, both and texts.parquet")
 
 
 def skipping(shape: ModelShape, decode_skipped: float, prompt_skipped: float) -> tuple[Schedule, Schedule]:

@@ -86,7 +86,7 @@ def generation_config(config: DatasetConfig) -> DatasetConfig:
             "prompt_format": "messages",
             **requests.options,
         }
-        if unused := sorted(config.model_fields_set & {*update} - {"input", "output"}):
+        if unused := sorted(config.model_fields_set & {*update} - {"input", "output", "s3_anonymous_input"}):
             log.warning("the requests say what is generated: %s of this job is not used", ", ".join(unused))
     try:
         job = DatasetConfig(**{**config.model_dump(), **update})

@@ -194,7 +194,10 @@ def _options(body: Mapping[str, Any], where: str) -> dict[str, Any]:
     )
     if unknown:
         raise JobError(f"{where} asks for {unknown[0]}, which cannot be given: leave it out")
-    options = {OPTIONS[name]: value for name, value in body.items() if name in OPTIONS and value is not None}
+    options: dict[str, Any] = {}
+    for name, option in OPTIONS.items():
+        if (value := body.get(name)) is not None and options.setdefault(option, value) != value:
+            raise JobError(f"{where} asks for {option} {options[option]} and {value}, by two names: leave one out")
     if isinstance(options.get("stop"), str):
         options["stop"] = [options["stop"]]
     return {"temperature": 1.0, **options}

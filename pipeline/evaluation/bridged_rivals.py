@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from engine import Block, Bridge, Engine, PromptBridge, Schedule, ScheduleError, decode_flop_speedup
+from engine import Block, Bridge, Engine, PromptBridge, Schedule, ScheduleError, for_target_speedup
 from engine.calibration.collect import collect_moments
 from engine.calibration.head import HeadStates, counted_preview
 from engine.calibration.memory import sums_bytes
@@ -141,8 +141,7 @@ def _solve(targets: Sequence[float], calibration: RivalCalibration, bridges: Riv
 
     Raises ScheduleError for a target out of reach.
     """
-    shape, horizon = calibration.shape, calibration.horizon
-    layers = shape.layers
+    layers, horizon = calibration.shape.layers, calibration.horizon
     kinds: dict[str, tuple[orders.Order, Callable[[int], decays.Decay], int]] = {
         "early termination": (orders.top_first(layers), decays.constant, 0),
         "Unified Layer Skipping": (orders.evenly_spaced(layers), decays.constant, 0),
@@ -152,17 +151,15 @@ def _solve(targets: Sequence[float], calibration: RivalCalibration, bridges: Riv
             horizon,
         ),
     }
-    found: list[Named] = []
-    for target in targets:
-        for name, (order, decay, last) in kinds.items():
-            for floor in range(1, len(order) + 1):
-                schedule = Schedule.build(layers, order, decay(floor), last)
-                if decode_flop_speedup(shape, bridges.counted(schedule), calibration.lengths) >= target:
-                    found.append((f"{name}, bridged", target, schedule))
-                    break
-            else:
-                raise ScheduleError(f"a decode FLOP speed-up of {target:g}x cannot be met with bridges: ask for less")
-    return found
+    return [
+        (
+            f"{name}, bridged",
+            target,
+            for_target_speedup(target, calibration.lengths, calibration.shape, *how, counted=bridges.counted),
+        )
+        for target in targets
+        for name, how in kinds.items()
+    ]
 
 
 def _pruned(target: float, calibration: RivalCalibration, bridges: RivalBridges) -> tuple[Schedule, PromptCut | None]:

@@ -4,7 +4,9 @@ import hashlib
 import json
 import re
 from dataclasses import asdict, dataclass
-from typing import Self
+from typing import Annotated, Self
+
+from pydantic import PlainSerializer, PlainValidator
 
 from engine import EarlyExit, Schedule
 
@@ -18,7 +20,7 @@ class Contender:
 
     name: str  # the same at every target, and whatever is done with prompts
     target: float | None  # decode FLOP speed-up it was made for, where it was made for one
-    method: Schedule | EarlyExit
+    method: Annotated[Schedule, PlainValidator(Schedule.from_dict), PlainSerializer(Schedule.to_dict)] | EarlyExit
     is_rival: bool = False
     note: str = ""  # how it was fitted to its target
 

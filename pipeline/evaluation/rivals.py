@@ -8,14 +8,13 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Annotated, NotRequired, Self
+from typing import Self
 
 import numpy as np
-from pydantic import PlainValidator
-from typing_extensions import TypedDict  # pydantic's demand before Python 3.12
+from pydantic import TypeAdapter
 
 from engine import EarlyExit, Engine, ModelShape, Sampling, Schedule, ScheduleError, __version__, for_target_speedup
 from engine.decoding.early_exit import Kind, cheapest_check
@@ -166,18 +165,9 @@ def solve_rival(name: str, target: float, calibration: RivalCalibration) -> Cont
         return None
 
 
-# With a name that is no identifier.
-_Solved = TypedDict(
-    "_Solved",
-    {
-        "name": str,
-        "target": float,
-        "note": str,
-        "schedule": NotRequired[Annotated[Schedule, PlainValidator(Schedule.from_dict)]],
-        "early exit": NotRequired[EarlyExit],
-    },
-)
-_RECORD: Record[_Solved] = Record(_Solved | None, "delete it, and it is solved again", LARGE)
+# None stands for a target out of reach.
+_KEPT = TypeAdapter[Contender | None](Contender | None)
+_RECORD: Record[Contender] = Record(Contender | None, "delete it, and it is solved again", LARGE)
 
 
 class SolvedRivals:
@@ -202,24 +192,12 @@ class SolvedRivals:
             for name in names:
                 file = self._file(name, target)
                 if is_new := not (self._directory / file).exists():
-                    self._write(file, solve_rival(name, target, calibration()))
+                    self._storage.write(file, _KEPT.dump_json(solve_rival(name, target, calibration()), indent=1))
                 solved = _RECORD.read(self._storage, file)
-                if solved is None and not is_new:
-                    log.warning("%s at %gx is left out: it is out of reach", name, target)
                 if solved is not None:
-                    method = solved.get("schedule") or solved.get("early exit")
-                    if method is None:
-                        raise _RECORD.damaged(self._storage, file, "it has no schedule and no early exit")
-                    yield Contender(solved["name"], solved["target"], method, is_rival=True, note=solved["note"])
-
-    def _write(self, file: str, rival: Contender | None) -> None:
-        """None stands for a target out of reach."""
-        described = None
-        if rival is not None:
-            method = rival.method
-            kept = {"schedule": method.to_dict()} if isinstance(method, Schedule) else {"early exit": asdict(method)}
-            described = {"name": rival.name, "target": rival.target, "note": rival.note, **kept}
-        self._storage.write(file, json.dumps(described, indent=1).encode())
+                    yield solved
+                elif not is_new:
+                    log.warning("%s at %gx is left out: it is out of reach", name, target)
 
     def _file(self, name: str, target: float) -> str:
         decided = json.dumps([name, target, self._basis])

@@ -2,6 +2,7 @@
 
 import os
 import re
+from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -22,6 +23,7 @@ _WHERE = "leave them to the environment, a profile (s3_profile) or the machine's
 
 # A URL, or a local path, where ~ is the home directory: in YAML no shell makes it so.
 Place = Annotated[str, AfterValidator(os.path.expanduser)]
+LocalPlace = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))]
 
 
 class StorageConfig(BaseModel):

@@ -18,6 +18,7 @@ import torch
 import yaml
 from damaged_json import put_instead, values, with_bytes_changed, with_value_changed
 from engine_double import Echo, EchoBackend
+from pydantic import TypeAdapter
 from trials import sentence
 
 from engine import (
@@ -215,7 +216,8 @@ def rivals(draw: random.Random, folder: Path, canary: Path) -> tuple[str, Read]:
     exits = EarlyExit("CALM-DEC", (1, 2), 0.5)
     solved = SolvedRivals(folder, "model", Sampling(max_new_tokens=5), [[1, 2]])
     for name, method in (("one", plain), ("two", exits)):
-        solved._write(solved._file(name, 1.3), Contender(name, 1.3, method, is_rival=True, note="fitted"))
+        rival = Contender(name, 1.3, method, is_rival=True, note="fitted")
+        (folder / solved._file(name, 1.3)).write_bytes(TypeAdapter(Contender).dump_json(rival))
     what = damage(draw, draw.choice(sorted(folder.glob("*.json"))), canary)
 
     def measure() -> RivalCalibration:

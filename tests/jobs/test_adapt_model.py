@@ -121,8 +121,9 @@ def test_without_a_schedule_prompts_alone_run_fewer_layers(
     assert "from full depth" in " ".join((tmp_path / "adapted" / adapt_model.CARD_FILE).read_text().split())
 
     again = [*common, "--schedule", str(tmp_path / "adapted"), "--prompts", "60", "--steps", "1"]
-    assert adapt([*again, "--output", str(tmp_path / "again"), "--adapter-rank", "3"]) == 0
+    assert adapt([*again, "--output", str(tmp_path / "again"), "--adapter-rank", "3", "--gate-width", "4"]) == 0
     assert "goes on with the adapter that it has" in caplog.text
+    assert "--gate-width is for bridges that answers pass, and there are none" in caplog.messages
     assert Schedule.read(tmp_path / "again").provenance["name"] == "adapted"
     further = Schedule.read(tmp_path / "again").adapter
     assert further is not None
@@ -523,3 +524,4 @@ def test_kept_answers_are_of_one_model_sampling_precision_and_prompts(
     known = drawn_as([[1]])
     assert len({known, drawn_as([[2]]), *(drawn_as([[1]], **other) for other in others)}) == 6
     assert drawn_as([[1]], output="elsewhere", batch_size=3) == known
+    assert drawn_as([[1]], device="cpu", dtype="float32") == known, "auto is what it means on this device"

@@ -257,6 +257,14 @@ def test_a_whole_sample_target_out_of_reach_is_said(model: Path, tmp_path: Path)
         calibrate_schedule.calibrate(config)
 
 
+def test_targets_whose_directories_would_be_one_are_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parsed(model, tmp_path, "--target-speedups", "1.25", "1.2500001")
+    assert "two targets are alike to six digits" in capsys.readouterr().err
+
+
 def parsed(model: Path, output: Path, *flags: str) -> calibrate_schedule.CalibrateSchedule:
     given = ["--input", str(ROOT / CORPUS), "--model", str(model), "--output", str(output), "--threads", "1"]
     given += ["--part", "all", "--prompts", "24", "--max-new-tokens", "4", *flags]

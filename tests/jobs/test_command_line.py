@@ -14,8 +14,13 @@ from pydantic import BaseModel
 
 from engine import ModelError, ScheduleError
 from jobs import command_line
+from jobs.adaptation import AdaptModel
 from jobs.benchmarks.job import BenchmarkJob
 from jobs.benchmarks.pipeline import BenchmarkPipeline
+from jobs.benchmarks.shapes import WriteShape
+from jobs.calibrate_schedule import CalibrateSchedule
+from jobs.evaluate_schedule import EvaluateSchedule
+from jobs.inspect_run import InspectRun
 from jobs.summarize_corpus import SummarizeCorpus
 from pipeline.dataset.config import DatasetConfig
 from pipeline.errors import JobError, NothingToDo, UnitsFailed
@@ -155,6 +160,14 @@ def test_flags_win_over_the_config_file_and_the_rest_of_it_holds(tmp_path: Path)
     assert (config.max_new_tokens, config.stop, config.seed) == (6, ["c"], 4)
 
 
+@pytest.mark.parametrize("name", [name for name, value in VALUES.items() if value is True])
+def test_a_switch_that_the_config_file_turns_on_is_turned_off_by_its_no_flag(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(f"input: in/\noutput: out/\n{name}: true\n")
+    assert getattr(parse("--config", str(file)), name) is True
+    assert getattr(parse("--config", str(file), flag(f"no_{name}")), name) is False
+
+
 def test_environment_variables_choose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MODEL", "model", "SEED", "OUTPUT", "CONFIG", "STOP"):
         monkeypatch.setenv(name, "77")
@@ -206,6 +219,19 @@ def test_options_that_contradict_each_other_are_named(capsys: pytest.CaptureFixt
     assert f"{name} 9 exceeds max_new_tokens 8" in said
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--replicas", "2", "--min-replicas", "3"], "min_replicas 3 exceeds replicas 2"),
+        (["--stop", "END", ""], "stop strings must not be empty"),
+    ],
+)
+def test_options_that_no_job_can_follow_are_named(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert f"error: {said}\n" in mistake(capsys, *REQUIRED, *arguments)
+
+
 @pytest.mark.parametrize("engine", [["--engine", "torch"], ["--device", "cpu"]])
 @pytest.mark.parametrize("name", ["quantization", "cache_dtype"])
 def test_options_of_vllm_are_refused_where_it_cannot_run(
@@ -248,17 +274,36 @@ def test_a_config_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[
     assert "--config 'no/such.yaml' cannot be read" in mistake(capsys, "--config", "no/such.yaml")
 
 
-@pytest.mark.parametrize("config_class", [SummarizeCorpus, BenchmarkJob, BenchmarkPipeline])
-def test_help_explains_every_option(capsys: pytest.CaptureFixture[str], config_class: type[BaseModel]) -> None:
+JOBS = [
+    SummarizeCorpus, DatasetConfig, CalibrateSchedule, AdaptModel, EvaluateSchedule, InspectRun, BenchmarkJob,
+    BenchmarkPipeline, WriteShape,
+]  # fmt: skip
+POSITIONAL = {InspectRun: "output"}
+
+
+@pytest.mark.parametrize("config_class", JOBS)
+def test_help_explains_every_option(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, config_class: type[BaseModel]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")  # narrower, lines would break within words that have dashes
+    positional = POSITIONAL.get(config_class)
     with pytest.raises(SystemExit) as ended:
-        command_line.parse(config_class, "job.py", ["--help"])
+        command_line.parse(config_class, "job.py", ["--help"], positional)
     assert ended.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
     for name, field in config_class.model_fields.items():
-        assert flag(name) in shown
+        assert f" {name.upper() if name == positional else flag(name)} " in f"{shown} ".replace(",", " ")
         assert field.description is not None
         assert " ".join(field.description.split()) in shown
     assert "--config" in shown
+
+
+def test_paths_of_benchmarks_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    given = command_line.parse(BenchmarkJob, "job.py", ["--input=~/a.parquet", "--schedules=~/1.5x", "--output=~/out"])
+    assert [*map(str, [*given.input, *given.schedules, given.output])] == [
+        "/home/me/a.parquet", "/home/me/1.5x", "/home/me/out",
+    ]  # fmt: skip
 
 
 def test_help_shows_the_few_values_that_an_option_has(capsys: pytest.CaptureFixture[str]) -> None:

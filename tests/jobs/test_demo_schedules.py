@@ -14,6 +14,7 @@ from jobs.calibrate_schedule import MAPS_FILE
 from pipeline.config import GenerationConfig
 from pipeline.preparing.fit import choose_schedule
 from pipeline.reporting.schedule_maps import schedule_maps
+from tests.engine.prompts import sharing
 
 DEMO = Path(__file__).parent.parent.parent / "infra" / "demo"
 MODEL = "smollm2-135m-instruct"
@@ -55,11 +56,9 @@ def test_where_prompts_run_fewer_layers_much_is_saved_and_most_tokens_stay(
     assert schedule.provenance["adapted_on"]["model"][:2] == [MODEL, model_identity(MODEL)]
     answers = answered(packaged, sorted(texts, key=len)[:16])
     instruction = GenerationConfig(prompt=TASK).template().shared_prefix(packaged.tokenizer)
-    packaged.share_prefix(instruction)  # computed in full, as where it was trained
-    with torch.inference_mode():
+    with sharing(packaged, instruction), torch.inference_mode():  # computed in full, as where it was trained
         judge = Judge(packaged.teacher_forced(answers))
         quality = judge.judge(schedule, packaged.compiled(schedule))
-    packaged.share_prefix(())
     assert quality.agreement > agreement
 
 

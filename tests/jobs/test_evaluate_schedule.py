@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pyarrow as pa
@@ -225,6 +226,24 @@ def test_a_mistake_is_one_line_before_any_model_is_loaded(
     errors = [line for line in capsys.readouterr().err.splitlines() if ": error: " in line]
     assert len(errors) == 1
     assert said in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("part", "given", "is_warned"),
+    [
+        ("calibrate", {"rivals": ["early-termination"], "target_speedups": [1.3]}, True),
+        ("all", {"prompt_layers": [12]}, True),
+        ("calibrate", {"schedules": ["x"]}, False),
+        ("test", {"rivals": ["early-termination"], "target_speedups": [1.3]}, False),
+    ],
+)
+def test_rivals_and_bridges_that_are_judged_on_rows_they_are_made_from_are_named(
+    part: str, given: dict[str, Any], is_warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EvaluateSchedule(input=CORPUS, output=str(tmp_path), part=part, **given)  # type: ignore[arg-type]
+    warn_of_seen_rows(config, [])
+    said = f"rivals and bridges are made from the calibrate part, and judged on the {part} part"
+    assert caplog.messages == [said] * is_warned
 
 
 @pytest.mark.parametrize(

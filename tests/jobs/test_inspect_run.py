@@ -147,6 +147,19 @@ def test_help_shows_that_the_output_is_named_without_a_flag(
     assert "usage: inspect_run.py [--config FILE] [OPTION ...] OUTPUT\n" in capsys.readouterr().out
 
 
+def test_the_output_may_stand_in_a_configuration_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def parsed(*given: str) -> inspect_run.InspectRun:
+        return command_line.parse(inspect_run.InspectRun, "inspect_run.py", given, positional="output")
+
+    file = tmp_path / "job.yaml"
+    file.write_text("output: out/a\n")
+    assert parsed("--config", str(file)).output == "out/a"
+    assert parsed("out/b", "--config", str(file)).output == "out/b"
+    with pytest.raises(SystemExit):
+        parsed()
+    assert "error: OUTPUT is required\n" in capsys.readouterr().err
+
+
 def test_every_kind_of_damage_is_found(output: Storage, commit: Callable[..., None], inspect: Inspect) -> None:
     commit(*UNITS, WorkUnit("00000-000000002", "in/a.parquet", 2, 4), finish=True)
     first, _, second, third = (output.path(commit.file) for commit in read_commits(output))

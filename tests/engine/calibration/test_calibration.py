@@ -26,7 +26,7 @@ from engine.forward.teacher_forcing import Answer
 from engine.kernels import Kernels
 from engine.parts.prompt_bridge import PromptBridge
 from engine.shape import AttentionKind
-from tests.engine.prompts import random_prompts
+from tests.engine.prompts import random_prompts, sharing
 
 WIDTH, LAYERS = 12, 8
 CPU = torch.device("cpu")
@@ -282,11 +282,9 @@ def test_a_mix_is_chosen_by_bridges_of_some_prompts_and_fitted_to_all(
 def test_a_whole_sample_target_counts_what_prompts_share_as_jobs_do(tiny: Engine, answers: list[Answer]) -> None:
     prefix = list(range(4, 44))
     behind = [Answer([*prefix, *answer.prompt], answer.tokens) for answer in answers]
-    assert tiny.share_prefix(prefix)
-    try:
+    with sharing(tiny, prefix) as flops:
+        assert flops
         [found] = Calibration(tiny, behind, [1.2], quiet, sample_targets=[1.3]).run()
-    finally:
-        tiny.share_prefix([])
     ledger = Ledger(tiny.shape, found.schedule)
     scheduled, full = (
         sum(each.prompt(len(a.prompt), 40) + each.decode(len(a.prompt), len(a.tokens)) for a in behind)
@@ -314,7 +312,7 @@ def test_a_search_that_keeps_few_bridges_ends_with_the_same_schedule(
     calibration = Calibration(tiny, answers, [1.3], quiet)
     [found] = calibration.run()
     assert found.schedule == kept.schedule
-    assert len(calibration._final_bridges._fitted) <= 2
+    assert calibration._final_bridges._fitted.cache_info().currsize <= 2
 
 
 def test_distributions_that_are_no_numbers_are_not_written_as_a_schedule(
