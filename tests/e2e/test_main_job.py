@@ -6,6 +6,7 @@ import secrets
 import subprocess
 import sys
 import threading
+from collections.abc import Collection
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -68,9 +69,21 @@ def submitted(ray_head: RayHead, s3: S3Server) -> Submitted:
     with Scraping(ray_head.metrics) as scraping:
         said = run(ray_head.submit(["python", SCRIPT, *flags]), ray_head.environment)
         manifest = json.loads(s3.files.cat_file("corpus/out/_SUCCESS.json"))
-        # Counters reach the port seconds later, the last ones after the driver's end.
-        wait_until(lambda: scraping.total("ray_skipdecode_rows_total") == manifest["totals"]["rows"], "the last count")
+        # Counters reach the port seconds later, one by one, the last ones after the driver's end.
+        wait_until(lambda: counted(list(scraping.samples.values())) == ledger(manifest), "the last counts")
     return Submitted(said, manifest, scraping.samples)
+
+
+def counted(samples: Collection[Sample]) -> dict[str, float]:
+    """The sums of counters, by the ledger's names."""
+    return {
+        field: sum(sample.value for sample in samples if sample.name == f"ray_{metric.name}")
+        for field, metric in COUNTED.items()
+    }
+
+
+def ledger(manifest: dict[str, Any]) -> dict[str, Any]:
+    return {field: pytest.approx(manifest["totals"][field], rel=1e-12) for field in COUNTED}
 
 
 class Scraping:
@@ -81,9 +94,6 @@ class Scraping:
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._scrape, daemon=True)
         self.samples: dict[tuple[str, str], Sample] = {}
-
-    def total(self, name: str) -> float:
-        return sum(sample.value for sample in list(self.samples.values()) if sample.name == name)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -126,14 +136,10 @@ def test_ray_job_submit_runs_the_main_job_on_s3(submitted: Submitted, s3: S3Serv
 
 
 def test_what_prometheus_scrapes_is_the_ledger_to_the_last_token(submitted: Submitted) -> None:
-    counted = dict.fromkeys(COUNTED, 0.0)
     for sample in submitted.samples.values():
         assert sample.labels["run"].startswith(submitted.manifest["fingerprint"])
-        for field, metric in COUNTED.items():
-            counted[field] += sample.value * (sample.name == f"ray_{metric.name}")
-    totals = submitted.manifest["totals"]
-    assert totals["generated_tokens"] > 0
-    assert counted == {field: pytest.approx(totals[field], rel=1e-12) for field in COUNTED}
+    assert submitted.manifest["totals"]["generated_tokens"] > 0
+    assert counted(submitted.samples.values()) == ledger(submitted.manifest)
 
 
 def test_every_query_of_the_dashboard_finds_data(submitted: Submitted) -> None:

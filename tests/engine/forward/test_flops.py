@@ -19,6 +19,7 @@ from engine.kernels import Kernels
 from engine.schedules import decays, orders, recipes
 from engine.shape import AttentionKind
 from tests.engine import prompts
+from tests.engine.prompts import sharing
 
 Schedules = Callable[..., st.SearchStrategy[Schedule]]
 
@@ -133,13 +134,10 @@ def test_a_sample_is_charged_what_it_costs(
     schedule = data.draw(schedules(engine.shape.layers, engine.shape.hidden, engine.shape, engine.decoder, True))
     sampling = Sampling(max_new_tokens=new_tokens, temperature=1.0)
     prefix = prompt[:shared]
-    engine.share_prefix(prefix)
-    try:
+    with sharing(engine, prefix):
         [sample], stats, counted = generate_counted(engine, [prompt], sampling, schedule, 1)
         prompt_alone = Sampling(max_new_tokens=1)
         [first], _, counted_prompt = generate_counted(engine, [prompt], prompt_alone, schedule, 1)
-    finally:
-        engine.share_prefix(())
     assert sample.shared_prefix_tokens == (shared if shared < length else 0), "all of it or nothing"
     assert sample.flops_prompt + sample.flops_decode == counted
     if all(engine.shape.attention_kind(layer).window is None for layer in range(engine.shape.layers)):
@@ -181,13 +179,11 @@ def test_a_shared_prefix_is_counted_once_and_charged_to_nobody(load: Callable[..
     engine = load("grouped heads")
     prefix, *rest = random_prompts([9, 4, 1, 11])
     prompts = [prefix + tokens for tokens in rest]
-    with FlopCounterMode(display=False) as counter:
-        cost = engine.share_prefix(prefix)
-    # The pass over the prefix is a whole pass, but nobody asks for its logits.
-    assert counter.get_total_flops() == cost
-    generations, stats, counted = generate_counted(engine, prompts, Sampling(max_new_tokens=1), None, 3)
+    with FlopCounterMode(display=False) as counter, sharing(engine, prefix) as cost:
+        # The pass over the prefix is a whole pass, but nobody asks for its logits.
+        assert counter.get_total_flops() == cost
+        generations, stats, counted = generate_counted(engine, prompts, Sampling(max_new_tokens=1), None, 3)
     counted -= stats.flops_padding
-    engine.share_prefix(())
     assert sum(generation.flops_prompt for generation in generations) == counted
     assert [generation.shared_prefix_tokens for generation in generations] == [9] * 3
     assert stats.prompt_tokens == 16

@@ -8,7 +8,7 @@ import pytest
 from engine import Engine, Generation, PromptError, Sampling
 from engine.schedules import recipes
 from tests.engine.models.test_families import LAYERS, VARIANTS, loaded
-from tests.engine.prompts import random_prompts
+from tests.engine.prompts import random_prompts, sharing
 
 SHARED = 20  # more than the windows of the variants that have them
 
@@ -34,12 +34,12 @@ def test_generations_are_the_same_with_and_without(make_checkpoint: Callable[...
     prompts = prompts_with(prefix)
     plain = by_index(engine, prompts, 32)
     assert {generation.shared_prefix_tokens for generation in plain} == {0}
-    assert engine.share_prefix(prefix) > 0
-    for batch_size in (32, 3):
-        sharing = by_index(engine, prompts, batch_size)
-        assert [g.tokens for g in sharing] == [g.tokens for g in plain]
-        assert [g.shared_prefix_tokens for g in sharing] == [SHARED] * 10 + [0] * 8
-    assert engine.share_prefix(()) == 0
+    with sharing(engine, prefix) as flops:
+        assert flops > 0
+        for batch_size in (32, 3):
+            found = by_index(engine, prompts, batch_size)
+            assert [g.tokens for g in found] == [g.tokens for g in plain]
+            assert [g.shared_prefix_tokens for g in found] == [SHARED] * 10 + [0] * 8
     assert by_index(engine, prompts, 32) == plain
 
 

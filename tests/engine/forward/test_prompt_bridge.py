@@ -22,7 +22,7 @@ from engine.parts.prompt_bridge import ROLES, WITHIN
 from engine.schedules import recipes
 from tests.engine.conftest import random_bridge, random_prompt_bridge
 from tests.engine.models.test_families import LAYERS, VARIANTS, loaded, masked_logits, reference
-from tests.engine.prompts import random_prompts
+from tests.engine.prompts import random_prompts, sharing
 
 FIRST = 3
 STOPS = PromptCut(FIRST, range(0), False)
@@ -142,15 +142,12 @@ def test_a_prefix_is_shared_at_full_depth_and_costs_what_it_did(tiny: Engine) ->
     prefix, rest = random_prompts([8, 6])
     schedule = bridged(tiny)
     [alone] = tiny.generate([prefix + rest], SAMPLING, schedule)
-    try:
-        flops = tiny.share_prefix(prefix)
-        [sharing] = tiny.generate([prefix + rest], SAMPLING, schedule)
+    with sharing(tiny, prefix) as flops:
+        [shared] = tiny.generate([prefix + rest], SAMPLING, schedule)
         [twin] = tiny.generate([prefix + rest], SAMPLING, bridged(tiny))
-    finally:
-        tiny.share_prefix(())
     assert flops == tiny._ledger(None).prefix(len(prefix))
-    assert (sharing.shared_prefix_tokens, twin.tokens) == (len(prefix), sharing.tokens)
-    assert sharing.flops_prompt < alone.flops_prompt < alone.flops_full_depth - alone.flops_decode
+    assert (shared.shared_prefix_tokens, twin.tokens) == (len(prefix), shared.tokens)
+    assert shared.flops_prompt < alone.flops_prompt < alone.flops_full_depth - alone.flops_decode
 
 
 def test_schedules_that_treat_prompts_alike_share_a_pass_and_others_do_not(tiny: Engine) -> None:
@@ -163,9 +160,11 @@ def test_schedules_that_treat_prompts_alike_share_a_pass_and_others_do_not(tiny:
         (index, generation.index): generation
         for index, generation in tiny.generate_each(prompts, SAMPLING, schedules, batch_size=2)
     }
-    for index, schedule in enumerate(schedules):
-        for generation in tiny.generate(prompts, SAMPLING, schedule, batch_size=2):
-            assert together[index, generation.index] == generation
+    assert together == {
+        (index, generation.index): generation
+        for index, schedule in enumerate(schedules)
+        for generation in tiny.generate(prompts, SAMPLING, schedule, batch_size=2)
+    }
     assert len({together[index, 2].tokens for index in range(len(schedules))}) > 1
 
 

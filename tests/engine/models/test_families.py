@@ -20,7 +20,7 @@ from engine.schedules.schedule import Plateau
 from tests.engine.adapters import adapted, random_adapter
 from tests.engine.conftest import random_bridge, random_head_preview, random_prompt_bridge
 from tests.engine.models.test_full_depth import generated_by_engine, generated_by_transformers
-from tests.engine.prompts import random_prompts
+from tests.engine.prompts import random_prompts, sharing
 
 LAYERS = 5
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 16}
@@ -147,7 +147,9 @@ def test_a_family_under_a_schedule_is_the_forward_with_masked_layers(
         adapter = random_adapter(engine.decoder, map(Unit.parse, ("a0", "m1", "a3", "m3", "a4", "m4")))
         schedule = replace(schedule, adapter=replace(adapter, changes_prompts=adapts == "prompts too"))
     sampling = Sampling(max_new_tokens=20, min_new_tokens=20)
-    for generation in engine.generate(prompts, sampling, schedule):
+    found = list(engine.generate(prompts, sampling, schedule))
+    assert len(found) == len(prompts)
+    for generation in found:
         logits = masked_logits(model, prompts[generation.index], generation.tokens, schedule)
         logits[:, model.generation_config.eos_token_id] = -torch.inf  # as min_new_tokens does
         assert tuple(logits.argmax(-1).tolist()) == generation.tokens
@@ -216,13 +218,13 @@ def test_where_a_cpu_multiplies_bfloat16_numbers_it_says_nearly_the_same(
         random_head_preview(exact.decoder, 8, 16),
     )  # fmt: skip
     prompts = random_prompts([1, 3, 9] * 10 + [40, 25] * 10)
-    prompts += [prompts[-1][:12] + prompt for prompt in prompts[::5]]
+    prefix = prompts[-1][:12]
+    prompts += [prefix + prompt for prompt in prompts[::5]]
     found = []
     for engine in (exact, half):
-        engine.share_prefix(prompts[-1][:12])
-        answers = engine.generate(prompts, Sampling(6, 6), schedule, batch_size=16)
-        found.append([list(each.tokens) for each in sorted(answers, key=lambda each: each.index)])
-        engine.share_prefix([])
+        with sharing(engine, prefix):
+            answers = engine.generate(prompts, Sampling(6, 6), schedule, batch_size=16)
+            found.append([list(each.tokens) for each in sorted(answers, key=lambda each: each.index)])
     wanted, said = (
         torch.tensor([kl for each in engine.score(prompts, found[0], [schedule]).schedules[0] for kl in each.kl])
         for engine in (exact, half)
@@ -231,7 +233,7 @@ def test_where_a_cpu_multiplies_bfloat16_numbers_it_says_nearly_the_same(
     assert sum(a[0] == b[0] for a, b in zip(*found, strict=True)) > 0.8 * len(prompts)
     # What decoding chose is what a pass over the whole answers finds likeliest: in float32 in all but a few places.
     ours = [Answer(prompt, tokens) for prompt, tokens in zip(prompts, found[1], strict=True)]
-    half.share_prefix(prompts[-1][:12])  # behind which prompts are bridged
+    half.share_prefix(prefix)  # behind which prompts are bridged
     compiled = half.compiled(schedule)
     forced = half.teacher_forced(ours, schedule.prompt_plan, compiled)
     with torch.inference_mode():

@@ -95,7 +95,9 @@ def test_a_family_with_it_chooses_from_exact_logits_where_rough_ones_are_largest
     schedule = replace(recipes.unified_layer_skipping(LAYERS, active=4), head_preview=preview)
     inputs: list[Tensor] = []
     prompts, changed = random_prompts([1, 3, 12, 17, 40]), 0
-    for generation in engine.generate(prompts, SAMPLING, schedule):
+    found = list(engine.generate(prompts, SAMPLING, schedule))
+    assert len(found) == len(prompts)
+    for generation in found:
         with model.get_output_embeddings().register_forward_pre_hook(lambda _, args: inputs.append(args[0])):
             masked_logits(model, prompts[generation.index], generation.tokens, schedule)
         h = inputs[-1][0, len(prompts[generation.index]) - 1 :]

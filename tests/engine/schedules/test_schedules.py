@@ -142,6 +142,9 @@ MALFORMED: dict[str, tuple[object, str]] = {
     "a plateau of words": ({**GOOD, "skipped": [[0, "two"]]}, "'two'"),
     "plateaus out of order": ({**GOOD, "skipped": [[0, 0], [8, 1], [4, 2]]}, "first_step=8.*first_step=4"),
     "two plateaus at one step": ({**GOOD, "skipped": [[0, 0], [8, 1], [8, 2]]}, "first_step=8.*first_step=8"),
+    "more plateaus than any use": (
+        {**GOOD, "skipped": [[step, 0] for step in range(10_001)]}, "10,000 plateaus at most, got 10,001",
+    ),
     "a schedule that grows": ({**GOOD, "skipped": [[0, 2], [8, 1]]}, "skips 2 units at step 0 and 1 at step 8"),
     "more skipped than ranked": ({**GOOD, "skipped": [[0, 0], [8, 4]]}, r"order's 3, got \[0, 4\]"),
     "a speed-up in words": ({**GOOD, "decode_flop_speedup": "fast"}, "decode_flop_speedup .* 'fast'"),
@@ -151,7 +154,7 @@ MALFORMED: dict[str, tuple[object, str]] = {
     "what it was made from as a word": ({**GOOD, "calibrated_on": "texts"}, "calibrated_on .* 'texts'"),
     "what it was trained on as a list": ({**GOOD, "adapted_on": [1]}, r"adapted_on .* \[1\]"),
     "less than nothing skipped": ({**GOOD, "skipped": [[0, -1]]}, r"got \[-1\]"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", MALFORMED)

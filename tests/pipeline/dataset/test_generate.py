@@ -178,6 +178,17 @@ def test_a_data_set_that_another_job_has_taken_over_is_left_to_it(
     assert not (tmp_path / "set/_DATASET.json").exists()
 
 
+def test_shards_have_the_columns_of_an_output_and_the_sample_but_those_that_are_alike_in_all_rows(
+    config: Callable[..., DatasetConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_ray(monkeypatch)
+    (shard,) = generate_dataset(config(), EchoBackend()).files
+    assert pq.read_schema(Path(config().output, shard)).names == [
+        "id", "sample", "generation", "finish_reason", "prompt_tokens", "prompt_truncated", "generated_tokens",
+        "flops_prompt", "flops_decode", "flops_decode_full_depth", "flops_full_depth", "mean_active_layers",
+    ]  # fmt: skip
+
+
 def test_requests_are_not_done_incrementally() -> None:
     with pytest.raises(ValidationError, match="incremental looks for new Parquet files"):
         DatasetConfig(input="in.jsonl", output="out", input_format="openai-batch", incremental=True)

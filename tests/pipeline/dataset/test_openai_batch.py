@@ -11,6 +11,8 @@ from openai.types.chat import ChatCompletion
 from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming
 from pydantic import TypeAdapter
 
+from pipeline.dataset.config import DatasetConfig
+from pipeline.dataset.generate import generation_config
 from pipeline.dataset.openai_batch import ID, read_requests, responses, write_requests
 from pipeline.errors import JobError
 from pipeline.storage.storage import Storage
@@ -57,7 +59,13 @@ def test_requests_as_the_clients_types_describe_them_become_rows_and_options(tmp
     [
         (request("a"), "second time"),
         (request("b", temperature=0.9), "another file"),
-        (request("b", tools=[{"type": "function"}]), "tools"),
+        (request("b", max_completion_tokens=500), "max_new_tokens 20 and 500, by two names"),
+        (request("b", tools=[{"type": "function"}]), "asks for tools, which cannot be given"),
+        (request("b", presence_penalty=0.5), "asks for presence_penalty, which cannot be given"),
+        (request("b", frequency_penalty=-1), "asks for frequency_penalty, which cannot be given"),
+        (request("b", stream=True), "asks for stream, which cannot be given"),
+        (request("b", logprobs=True), "asks for logprobs, which cannot be given"),
+        (request("b", response_format={"type": "json_object"}), "asks for response_format, which cannot be given"),
         (request("b", messages=[]), "messages"),
         (request("b", messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "images"),
         (request("b", messages=[{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]), "tools"),
@@ -84,6 +92,31 @@ def test_a_line_of_any_kind_ends_in_a_sentence_with_its_number(tmp_path: Path, l
     path.write_bytes(json.dumps(request()).encode() + b"\n" + line + b"\n")
     with pytest.raises(JobError, match=r"^line 2 of '.*requests\.jsonl'"):
         read_requests(Storage(str(path)))
+
+
+def test_what_asks_for_nothing_is_no_parameter(tmp_path: Path) -> None:
+    nothing = {"presence_penalty": 0, "frequency_penalty": 0.0, "stream": False, "logprobs": None, "tools": []}
+    asked = read_requests(write(tmp_path / "in.jsonl", request("a"), request("b", **nothing, user="me", store=True)))
+    assert asked.options == read_requests(write(tmp_path / "plain.jsonl", request("a"))).options
+
+
+def test_what_requests_name_wins_over_the_jobs_flags_and_what_they_do_not_is_the_apis_or_the_jobs_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flags: dict[str, Any] = {"temperature": 0.2, "max_new_tokens": 77, "top_p": 0.9, "seed": 5, "prompt_format": "raw"}
+
+    def job(name: str, line: dict[str, Any]) -> tuple[Any, ...]:
+        source = write(tmp_path / name, line).url
+        config = DatasetConfig(input=source, output=str(tmp_path / "out"), input_format="openai-batch", **flags)
+        found = generation_config(config)
+        return tuple(getattr(found, flag) for flag in flags)
+
+    assert job("all.jsonl", request("a", top_p=0.5)) == (0.5, 20, 0.5, 3, "messages")
+    assert caplog.messages == [
+        "the requests say what is generated: max_new_tokens, prompt_format, seed, temperature, top_p of this job is "
+        "not used"
+    ]
+    assert job("none.jsonl", {**request(), "body": {"messages": BODY["messages"]}}) == (1.0, 77, 0.9, 5, "messages")
 
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:

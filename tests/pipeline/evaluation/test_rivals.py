@@ -1,6 +1,7 @@
 """Every rival is solved for the target it is judged at, on the lengths really generated."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,22 @@ def test_a_target_out_of_reach_leaves_the_rival_out_and_says_so(
     with caplog.at_level(logging.WARNING, logger=module.__name__):
         assert solve_rival("early-termination", 40.0, calibration) is None
     assert "early-termination at 40x is left out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("target", "longest", "said"),
+    [
+        (40.0, 10, r"^with a check after layer [0-9]+ it stays below 40x at every threshold$"),
+        (1.3, 1, "^no answer to the calibration prompts has a decode step$"),
+    ],
+)
+def test_an_exit_rule_out_of_reach_says_why(
+    calibration: RivalCalibration, target: float, longest: int, said: str
+) -> None:
+    sampling = Sampling(max_new_tokens=longest)
+    short = replace(calibration, sampling=sampling, prompts=calibration.prompts[:1], answers=calibration.answers[:1])
+    with pytest.raises(ScheduleError, match=said):
+        RIVALS["calm-dec"](short, target)
 
 
 def test_what_was_solved_is_not_solved_again(

@@ -1,10 +1,12 @@
 """A study keeps what it has computed, and its figures are those of the outputs."""
 
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import pyarrow.parquet as pq
 import pytest
 
 from engine import EarlyExit, Engine, Sampling, Schedule
@@ -94,6 +96,17 @@ def test_damaged_outputs_are_said_to_be(tmp_path: Path, packaged: Engine, prompt
     file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(JobError, match=r"parquet' are damaged .*delete it, and they are made anew"):
         study.outputs(contenders()[0])
+
+
+def test_outputs_that_are_of_other_rows_than_their_name_says_are_damaged(tmp_path: Path, study: Study) -> None:
+    copy = replace(study, directory=Path(shutil.copytree(study.directory, tmp_path / "study")))
+    full = contenders()[0]
+    file = copy._file(full, study.prompts[:3])
+    whole = pq.read_table(file)
+    for other in (whole.take([1, 0, 2]), whole.slice(0, 2), whole.drop_columns(["nll"])):
+        pq.write_table(other, file)
+        with pytest.raises(JobError, match=r"parquet' are damaged \(it holds other rows\): delete it, and"):
+            copy.outputs(full)
 
 
 def test_another_model_sampling_or_prompt_is_another_output(study: Study, packaged: Engine) -> None:

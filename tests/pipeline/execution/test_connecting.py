@@ -6,6 +6,10 @@ import subprocess
 import sys
 
 import pytest
+import ray
+
+from pipeline.execution import cluster
+from pipeline.execution.cluster import check_shared
 
 CONNECT = "import sys; from pipeline.execution.cluster import connect; connect(sys.argv[1])"
 
@@ -35,6 +39,22 @@ def test_a_ray_that_cannot_start_says_why() -> None:
     said = last_words("local", RAY_TMPDIR="/proc/nowhere")
     assert said.startswith("pipeline.errors.JobError: Ray does not start on this machine (")
     assert "/proc/nowhere" in said
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("patience", [0.0, 30.0])
+def test_nodes_that_do_not_answer_whether_they_share_the_local_files_are_named(
+    patience: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ray has no such nodes: it says so in a moment, mostly later than at once."""
+    gone = [
+        {"NodeID": f"{number:056x}", "NodeManagerAddress": f"10.0.0.{number}", "Alive": True, "Resources": {"CPU": 1.0}}
+        for number in (2, 1)
+    ]
+    monkeypatch.setattr(ray, "nodes", lambda: gone)
+    monkeypatch.setattr(cluster, "LOOK_S", patience)
+    check_shared({"input": __file__})
+    assert caplog.messages == ["whether 10.0.0.1, 10.0.0.2 share the local files is not known: they did not answer"]
 
 
 @pytest.mark.alone

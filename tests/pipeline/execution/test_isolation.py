@@ -18,7 +18,7 @@ from engine import ModelError
 from pipeline.config import JobConfig
 from pipeline.execution import isolation
 from pipeline.execution.cluster import ReplicaResources
-from pipeline.execution.isolation import MOST_SPLITS, Isolation, _assemble, _Cell
+from pipeline.execution.isolation import MOST_DEATHS, MOST_SPLITS, Isolation, _assemble, _Cell
 from pipeline.execution.stages import Task
 from pipeline.execution.wire import Parcel, to_bytes
 from pipeline.preparing.preparation import prepare_run
@@ -122,6 +122,16 @@ def test_a_row_that_takes_all_memory_of_its_node_is_found(task: Make, read_outpu
     assert rows[2]["error"] == (
         "its process died 2 times with this row alone (Task was killed due to the node running low on memory.)"
     )
+
+
+def test_a_unit_that_kills_more_processes_than_its_rows_explain_is_given_up(task: Make) -> None:
+    made, unit = task(["HUNGRY"] * 64)
+    here = Here(made)
+    failure = here.run(unit).failure
+    assert failure is not None
+    assert (failure.stage, failure.kind) == ("generate", "unit")
+    assert failure.error.startswith(f"unit {unit.id} has killed {MOST_DEATHS + 1} processes, the last with Task was ")
+    assert len(here.begun) == MOST_DEATHS + 1
 
 
 def test_an_engine_that_does_not_start_is_no_rows_doing(task: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,24 +1,27 @@
 """What a session does with units that come back undone, beside a cluster that is stood in for; a job in which nothing
 moves is noticed, one that is merely slow is not."""
 
+import gzip
+import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import ray
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from engine import ModelError, ScheduleError
-from pipeline.commits.commit import Commit, Totals
+from pipeline.commits.commit import COMMITS, SNAPSHOT_FILE, Commit, Totals
 from pipeline.config import JobConfig
-from pipeline.errors import JobStopped
+from pipeline.errors import JobError, JobStopped
 from pipeline.execution import session
 from pipeline.execution.cluster import ReplicaResources
 from pipeline.execution.interruption import Interruption
 from pipeline.execution.session import Session, Watchdog, _ended, who_waits
-from pipeline.execution.wire import Parcel
+from pipeline.execution.wire import Failure, Parcel, Stage
 from pipeline.monitoring.board import Counts, Running, _BoardActor
 from pipeline.rows.unit import WorkUnit
 
@@ -50,7 +53,7 @@ def test_rows_of_units_that_are_lost_or_given_up_are_not_counted_as_done(
 def test_what_earlier_sessions_spent_counts_towards_a_ceiling_and_what_earlier_nights_did_does_not(
     job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch, incremental: bool
 ) -> None:
-    begun = begun_after(commit(UNITS[0], flops_decode=6), job(incremental=incremental, max_flops=10.0), monkeypatch)
+    begun = begun_after([commit(UNITS[0], flops_decode=6)], job(incremental=incremental, max_flops=10.0), monkeypatch)
     begun._receive(Parcel(UNITS[1], commit=commit(UNITS[1], flops_decode=5)))
     assert begun._spent == (not incremental)
 
@@ -61,7 +64,7 @@ def test_audited_rows_stop_a_session_at_work_by_the_runs_figures_and_of_a_nights
 ) -> None:
     """Eight rows say enough: here five of each commit, none of whose words are those of full depth."""
     config = job(incremental=incremental, audit_fraction=0.1, min_audit_rouge=0.6)
-    begun = begun_after(commit(UNITS[0], audited=5), config, monkeypatch)
+    begun = begun_after([commit(UNITS[0], audited=5)], config, monkeypatch)
     begun._check_audit()
     begun._end_if_stopping()
     begun._receive(Parcel(UNITS[1], commit=commit(UNITS[1], audited=5)))
@@ -77,15 +80,63 @@ def commit(unit: WorkUnit, **totals: int) -> Commit:
     return Commit(unit.id, "a", file, "", 1, "a", unit.start, totals=Totals(rows=256, **totals))
 
 
-def begun_after(before: Commit, config: JobConfig, monkeypatch: pytest.MonkeyPatch) -> Session:
-    """A session with both units to do, after one or a night that has left a commit."""
+def begun_after(before: list[Commit], config: JobConfig, monkeypatch: pytest.MonkeyPatch) -> Session:
+    """A session with both units to do, after one or a night that has left commits."""
     monkeypatch.setattr(session, "Board", _BoardActor)
     monkeypatch.setattr(session, "replica_resources", lambda config: None)
     task: Any = SimpleNamespace(config=config, run="run")
     plan: Any = SimpleNamespace(rows=512)
-    begun = Session(task, plan, [before], Interruption(), None)
+    begun = Session(task, plan, before, Interruption(), None)
     begun._pending = {unit.id: unit for unit in UNITS}
     return begun
+
+
+@pytest.mark.parametrize(("earlier", "sizes"), [(0, [2, 4, 6, 9, 13, 19]), (4, [6, 9, 13, 19])])
+def test_a_session_puts_all_commits_into_snapshots_earlier_ones_too_and_the_rarer_the_more_there_are(
+    job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch, earlier: int, sizes: list[int]
+) -> None:
+    monkeypatch.setattr(session, "SNAPSHOT_EVERY", 2)
+    config = job()
+    storage = config.output_storage()
+    units = [WorkUnit(f"00000-{start:09d}", "a.parquet", start, 256) for start in range(0, 20 * 256, 256)]
+    commits = [commit(unit) for unit in units]
+    for done in commits:
+        storage.write(f"{COMMITS}/{done.unit}.json", done.to_json())
+    begun = begun_after(commits[:earlier], config, monkeypatch)
+    written = {}
+    for unit, done in list(zip(units, commits, strict=True))[earlier:]:
+        begun._receive(Parcel(unit, commit=done))
+        if (content := storage.read(SNAPSHOT_FILE)) is not None:
+            held = [json.loads(line)["commit"]["unit"] for line in gzip.decompress(content).splitlines()]
+            written[len(held)] = held
+    assert written == {size: [unit.id for unit in units[:size]] for size in sizes}
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "ends"),
+    [
+        ("read", "storage", JobStopped),
+        ("generate", "storage", JobStopped),
+        ("commit", "storage", JobStopped),
+        ("commit", "refused", JobError),
+        ("commit", "unit", None),
+        ("read", "refused", None),
+        ("generate", "unit", None),
+    ],
+)
+def test_storage_that_is_gone_ends_a_session_resumably_a_refused_commit_ends_it_and_all_else_is_its_units_own(
+    job: Callable[..., JobConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    stage: Stage,
+    kind: Literal["unit", "storage", "refused"],
+    ends: type[Exception] | None,
+) -> None:
+    begun = begun_after([], job(), monkeypatch)
+    begun._receive(Parcel(UNITS[0], failure=Failure(stage, kind, "it says why")))
+    assert begun._attempts[UNITS[0].id].failures == (ends is None)
+    assert begun._pending.keys() == {unit.id for unit in UNITS}
+    with nullcontext() if ends is None else pytest.raises(ends, match=r"^it says why$"):
+        begun._end_if_stopping()
 
 
 def test_a_session_in_which_nothing_moves_ends_resumably(

@@ -63,6 +63,21 @@ def test_a_board_that_was_started_anew_does_not_make_a_job_that_goes_on_one_that
     assert line(Counts(), None, done).startswith("10/100 rows | ")
 
 
+def test_without_a_terminal_it_is_a_line_in_the_log_every_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    caplog.set_level("INFO", "pipeline")
+    board: Any = StillBoard(Counts(replicas=1, seconds=10.0, rows=20, tokens=400))
+    reporter = ProgressReporter(board, 100, Totals())
+    waited: list[float] = []
+    monkeypatch.setattr(reporter._done, "wait", lambda seconds: (waited.append(seconds), len(waited) > 3)[1])
+    with reporter:
+        reporter._thread.join()
+    assert waited == [10.0] * 4
+    assert caplog.messages == ["20/100 rows | 2.0 rows/s | 40 output tokens/s | 0:00:40 left"] * 3
+
+
 def test_the_bar_is_drawn_on_the_terminal_wherever_the_results_go(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

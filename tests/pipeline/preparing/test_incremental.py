@@ -6,6 +6,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -1052,15 +1053,16 @@ def test_a_second_job_ends_well_once_the_other_is_seen_alive_and_says_who_is_at_
 
 
 @pytest.mark.usefixtures("inline")
-def test_the_lease_is_given_up_after_success_and_after_failure(nightly: Job, put: Put) -> None:
+def test_the_lease_is_given_up_after_success_and_after_failure(
+    nightly: Job, put: Put, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "LEASE_S", 60.0)
     put("a", 6)
-    for options in ({}, {"text_column": "body"}, {"seed": 9}):
-        try:
+    for taken, options in enumerate(({}, {"text_column": "body"}, {"seed": 9}), start=1):
+        with pytest.raises(JobError) if options else nullcontext():
             run_job(nightly(**options), by("one"))
-        except JobError:
-            assert options
-        with Lease(Storage(nightly().output)):
-            pass
+        newest = Path(nightly().output, f"_lease/{taken:09d}.json")
+        assert json.loads(newest.read_text())["released"] is True
 
 
 @pytest.mark.usefixtures("inline")

@@ -95,6 +95,19 @@ def test_out_of_memory_halves_the_batch_and_loses_nothing(rows: int, batch_size:
         assert generator.batch_size < batch_size  # later units don't run out of memory again at once
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "then"), [(8, ("4 rows", "2 rows")), ("auto", ("50% of what should fit", "25% of what should fit"))]
+)
+def test_each_time_that_memory_runs_out_is_a_line_in_the_log(
+    caplog: pytest.LogCaptureFixture, batch_size: int | Literal["auto"], then: tuple[str, str]
+) -> None:
+    outcome(Moody(room=2), range(1, 9), batch_size)
+    assert caplog.messages == [
+        f"out of memory: going on with batches of {size} rows, then of {rest}"
+        for size, rest in zip((4, 2), then, strict=True)
+    ]
+
+
 def test_auto_takes_what_fits_the_longest_prompt_of_each_call_and_less_where_that_was_too_much() -> None:
     engine = Moody(room=100)
     generator, found = outcome(engine, [50] * 300, "auto")  # the double says 200 rows

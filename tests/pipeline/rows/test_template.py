@@ -204,6 +204,42 @@ def test_a_sentence_around_a_chat_is_refused_and_a_list_around_columns_is_none(t
     assert listed.encode({"text": '"Hi"'}, tokenizer, PLENTY).tokens == tokenizer.encode_chat("Hi")
 
 
+@pytest.mark.parametrize("overlong", ["truncate", "reject"])
+def test_a_chat_that_is_too_long_is_an_error_and_never_cut(
+    tokenizer: Tokenizer, overlong: Literal["truncate", "reject"]
+) -> None:
+    template = PromptTemplate(format="messages", overlong=overlong)
+    chat = {"text": json.dumps([{"role": "user", "content": "many words " * 40}])}
+    length = len(template.encode(chat, tokenizer, PLENTY).tokens)
+    assert template.encode(chat, tokenizer, length).tokens == tokenizer.encode_chat("many words " * 40)
+    with pytest.raises(RowError, match=f"^prompt has {length} tokens, the limit is {length - 1}$"):
+        template.encode(chat, tokenizer, length - 1)
+
+
+NO_LIST, NO_MESSAGE = "messages are no list of role and content", "a message is no object with a role and a content, "
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Hi", "messages are no JSON: "),
+        ('[{"role": "user", "content": "Hi"}', "messages are no JSON: "),
+        ('{"role": "user", "content": "Hi"}', NO_LIST),
+        ('"Hi"', NO_LIST),
+        ("null", NO_LIST),
+        ("[]", NO_LIST),
+        ('["Hi"]', NO_MESSAGE),
+        ('[{"role": "user"}]', NO_MESSAGE),
+        ('[{"content": "Hi"}]', NO_MESSAGE),
+        ('[{"role": 7, "content": "Hi"}]', NO_MESSAGE),
+        ('[{"role": "user", "content": "Hi"}, {"role": "user", "content": null}]', NO_MESSAGE),
+    ],
+)
+def test_a_malformed_chat_is_an_error_that_says_what_is_wrong(tokenizer: Tokenizer, text: str, said: str) -> None:
+    with pytest.raises(RowError, match=f"^{said}"):
+        PromptTemplate(format="messages").encode({"text": text}, tokenizer, PLENTY)
+
+
 # --- control tokens in rows ---
 
 HOSTILE = [

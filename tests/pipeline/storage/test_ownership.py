@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
@@ -601,6 +602,7 @@ JOBS: dict[str, Callable[[Path, Mapping[str, bool], str], object]] = {
     "evaluate_schedule": _local_job(EvaluateSchedule, evaluate, rivals=["all"]),
     "benchmarks.job": _local_job(lambda input, **given: BenchmarkJob(input=[input], **given), benchmark),
 }
+WITHOUT_A_MODEL = ("summarize_corpus", "generate_dataset", "generate_dataset of requests")
 # Data sets, other runs, notes; some named almost as we name things.
 FOREIGN = (
     *FOREIGN_IN_OUTPUT, "README.md", "dataset_infos.json", ".gitkeep", ".git/config", "_SUCCESS", "run.json", "1.25x/a",
@@ -612,31 +614,34 @@ FOREIGN = (
 PLACES = ("out", "", "in", "out/out", "out/_generation")
 trees = st.lists(st.tuples(st.sampled_from(PLACES), st.sampled_from(FOREIGN), st.binary(max_size=9)), max_size=5)
 flags = st.fixed_dictionaries({name: st.booleans() for name in ("fresh", "incremental", "plan")})
-steps = st.lists(st.tuples(st.sampled_from(sorted(JOBS)), flags, st.sampled_from(("out", "out", "out", "in", ""))),
-                 min_size=1, max_size=3)  # fmt: skip
+started = st.sampled_from((*JOBS, *WITHOUT_A_MODEL))  # of those that get further, more
+steps = st.lists(st.tuples(started, flags, st.sampled_from(("out", "out", "out", "in", ""))), min_size=1, max_size=3)
 
 
-@settings(
-    max_examples=TREES, deadline=None, phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)  # fmt: skip
-@given(first=trees, story=steps, late=st.lists(trees, min_size=3, max_size=3))
-def test_foreign_files_come_through_whatever_jobs_are_started(
-    tmp_path_factory: pytest.TempPathFactory,
-    first: list[tuple[str, str, bytes]],
-    story: list[tuple[str, dict[str, bool], str]],
-    late: list[list[tuple[str, str, bytes]]],
-) -> None:
-    folder = tmp_path_factory.mktemp("trees")
-    corpus(folder / "in")
-    foreign = {path: path.read_bytes() for path in (folder / "in").iterdir()}
-    foreign |= _lay(folder, first)
-    for (job, given_flags, output), more in zip(story, late, strict=False):
-        with suppress(*ENDS):
-            JOBS[job](folder, given_flags, output)
-        assert {path: path.read_bytes() if path.is_file() else None for path in foreign} == foreign, job
-        foreign |= _lay(folder, more)
-    shutil.rmtree(folder)
+def test_foreign_files_come_through_whatever_jobs_are_started(tmp_path_factory: pytest.TempPathFactory) -> None:
+    done: Counter[str] = Counter()
+
+    @settings(max_examples=TREES, phases=[Phase.explicit, Phase.generate], suppress_health_check=[HealthCheck.too_slow])
+    @given(first=st.just([]) | trees, story=steps, late=st.lists(trees, min_size=3, max_size=3))
+    def check(
+        first: list[tuple[str, str, bytes]],
+        story: list[tuple[str, dict[str, bool], str]],
+        late: list[list[tuple[str, str, bytes]]],
+    ) -> None:
+        folder = tmp_path_factory.mktemp("trees")
+        corpus(folder / "in")
+        foreign = {path: path.read_bytes() for path in (folder / "in").iterdir()}
+        foreign |= _lay(folder, first)
+        for (job, given_flags, output), more in zip(story, late, strict=False):
+            with suppress(*ENDS):
+                JOBS[job](folder, given_flags, output)
+                done[job] += not given_flags["plan"]
+            assert {path: path.read_bytes() if path.is_file() else None for path in foreign} == foreign, job
+            foreign |= _lay(folder, more)
+        shutil.rmtree(folder)
+
+    check()
+    assert done["summarize_corpus"] > 0, "jobs that are refused touch nothing anyway"
 
 
 def _lay(folder: Path, tree: list[tuple[str, str, bytes]]) -> dict[Path, bytes]:
@@ -644,6 +649,42 @@ def _lay(folder: Path, tree: list[tuple[str, str, bytes]]) -> dict[Path, bytes]:
     for place, name, content in tree:
         laid |= lay(folder / place, {name: content})
     return laid
+
+
+CALIBRATE = {"max_new_tokens": 12, "min_new_tokens": 6, "target_speedups": [1.2], "prompts": 24}
+EVALUATE = {"max_new_tokens": 6, "rivals": ["early-termination"], "target_speedups": [1.2], "rows": 4}
+
+
+@pytest.mark.parametrize(
+    ("config_class", "job", "options", "other"),
+    [
+        (CalibrateSchedule, calibrate, CALIBRATE, {"seed": 1}),
+        (EvaluateSchedule, evaluate, EVALUATE | {"calibration_rows": 2}, {"rows": 5}),
+    ],
+    ids=["calibrate_schedule", "evaluate_schedule"],
+)
+def test_foreign_files_beside_all_that_a_job_with_a_model_writes_come_through(
+    config_class: Callable[..., Any],
+    job: Callable[[Any], object],
+    options: dict[str, Any],
+    other: dict[str, Any],
+    make_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """Laid between two calls, of which the second writes over what the first wrote."""
+    model, rows = str(make_checkpoint(vocab_size=260, eos=259)), [f"{row * row} text {row}" for row in range(30)]
+    pq.write_table(pa.table({"text": rows}), tmp_path / "corpus.parquet")
+    source = {"input": str(tmp_path / "corpus.parquet"), "prompt": "{text}", "prompt_format": "raw", "part": "all"}
+    config = config_class(**source, output=str(tmp_path / "out"), model=model, device="cpu", **options)
+    job(config)
+    ours = held(tmp_path / "out")
+    assert len(ours) > 3
+    foreign = lay(tmp_path / "out", {f"{name}.bak": b"mine" for name in ours})
+    foreign |= lay(tmp_path / "out", {str(Path(name).with_name("notes.txt")): b"mine" for name in ours})
+    job(config.model_copy(update=other))
+    again = held(tmp_path / "out")
+    assert {name for name in ours if again[name] != ours[name]}
+    assert {path: path.read_bytes() for path in foreign} == foreign
 
 
 def test_a_lease_is_not_written_where_no_run_may_be(tmp_path: Path) -> None:

@@ -6,13 +6,14 @@ import os
 import pickle
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 
 import pytest
 
+from pipeline.config import JobConfig
 from pipeline.errors import JobError, JobStopped
 from pipeline.storage.settings import StorageConfig, refuse_credentials
 from pipeline.storage.storage import Storage, StorageGone, StorageRefused, absolute
@@ -164,12 +165,19 @@ def test_an_endpoint_is_a_url_without_credentials(endpoint: str) -> None:
 def test_settings_reach_the_s3_client() -> None:
     settings = StorageConfig(
         s3_endpoint="http://127.0.0.1:1", s3_region="eu-x-1", s3_path_style=True, s3_connect_timeout_s=3.0,
-        s3_read_timeout_s=4.0,
+        s3_read_timeout_s=4.0, s3_profile="batch",
     )  # fmt: skip
     fs = Storage("s3://bucket/folder", settings, anonymous=True).fs
     assert (fs.anon, fs.client_kwargs) == (True, {"endpoint_url": "http://127.0.0.1:1", "region_name": "eu-x-1"})
     assert fs.config_kwargs["s3"] == {"addressing_style": "path"}
     assert (fs.config_kwargs["connect_timeout"], fs.config_kwargs["read_timeout"]) == (3.0, 4.0)
+    assert fs.kwargs == {"profile": "batch"}
+    assert (fs.config_kwargs["retries"], fs.retries) == ({"mode": "standard", "total_max_attempts": 1}, 1)
+
+
+def test_a_public_input_is_read_without_credentials_and_the_output_is_not(job: Callable[..., JobConfig]) -> None:
+    config = job(input="s3://public/in", output="s3://mine/out", s3_anonymous_input=True)
+    assert (config.input_storage().fs.anon, config.output_storage().fs.anon) == (True, False)
 
 
 def test_a_storage_travels_with_its_settings() -> None:

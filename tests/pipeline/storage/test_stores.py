@@ -17,7 +17,7 @@ from servers import BUCKET, S3Server
 from pipeline.errors import JobError
 from pipeline.storage.settings import StorageConfig
 from pipeline.storage.storage import Storage, StorageRefused
-from pipeline.storage.stores import ObjectChanged, stamp
+from pipeline.storage.stores import ObjectChanged, is_of_content, stamp
 
 ODD_NAMES = ["a b", "a+b", "a%41", "a#b", "a?b=c", "ümläut/日本", "x*y", "a&b", "[1]", "{a,b}", "a//b", "'\"", ".x"]
 
@@ -45,6 +45,27 @@ def on_s3(s3: S3Server, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixture
 )
 def test_every_store_has_a_stamp_that_changes_with_the_content(info: dict[str, object], expected: str) -> None:
     assert stamp(info) == expected
+
+
+MD5 = "d41d8cd98f00b204e9800998ecf8427e"
+
+
+@pytest.mark.parametrize(
+    ("tag", "expected"),
+    [
+        (f"3:etag:{MD5}", True),
+        (f"3:etag:{MD5}-3", True),  # of an upload in parts
+        (f"3:etag:{MD5}-", False),
+        (f"3:etag:{MD5[:-1]}", False),
+        (f"3:etag:{MD5}\n", False),
+        ("3:etag:0x8DC5B6E2A1F4C70", False),  # Azure's
+        ("3:generation:17", False),
+        ("3:time:1700000000000000000", False),
+        ("", False),
+    ],
+)
+def test_only_a_stamp_that_is_an_md5_says_nothing_but_the_content(tag: str, expected: bool) -> None:
+    assert is_of_content(tag) == expected
 
 
 def test_a_store_that_says_nothing_but_the_size_is_refused() -> None:
