@@ -74,7 +74,15 @@ def start(config_class: type[Config], program: str, job: Callable[[Config], None
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a job as Ctrl-C does, whatever it is at
     config = parse(config_class, program)
     logs.set_up(getattr(config, "log_format", "text"))
-    return run(program, lambda: job(config))
+
+    def then_end() -> None:
+        try:
+            job(config)
+        finally:  # Ray takes seconds to end, in which a second Ctrl-C would crash it
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+
+    return run(program, then_end)
 
 
 def run(program: str, job: Callable[[], None]) -> int:
@@ -220,4 +228,6 @@ def _mistake(part: Any, options: Sequence[str], positional: str | None) -> str:
     if part["type"] == "extra_forbidden":
         return _no_option(name, options)
     given = f", got {_SHORT.repr(part['input'])}" if name else ""
+    if part["type"] == "list_type":
+        given += ": a list is written [a, b] in YAML"
     return f"{name} {part['msg'].removeprefix('Value error, ')}{given}".strip()

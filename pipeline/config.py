@@ -203,7 +203,11 @@ class JobConfig(GenerationConfig, StorageConfig):
     )
 
     audit_fraction: float = Field(
-        0.0, ge=0, le=1, description="share of rows also generated at full depth, to watch quality, such as 0.01"
+        0.0,
+        ge=0,
+        le=1,
+        description="share of rows also generated at full depth and compared, each at two to six times the cost of "
+        "the row itself, such as 0.01",
     )
     min_audit_rouge: float | None = Field(
         None, gt=0, le=1, description="stop, resumably, once audited outputs' ROUGE-L to full depth is surely below"

@@ -106,7 +106,9 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
     ours = storage.guarded(lambda: begun.claim.check(storage))
     swept = sweep_orphans(ours, commits, begun.history.is_replaced if begun.history is not None else None)
     if swept:
-        log.info("removed %d data files that no commit names", swept)
+        log.info(
+            "removed %d spare data files, as of attempts that came second: every row of the output is in others", swept
+        )
     if begun.history is not None:
         begun.history.forget_replaced()
     if begun.new.units or not is_manifest_of(storage, job.fingerprint, commits):
@@ -160,8 +162,10 @@ def _begin(job: Preparation, storage: Storage) -> _Begun:
             commits = read_commits(storage, claim.run)
         rows = hold_input(storage, job.plan, begun=bool(commits))
         plan = job.plan.with_done(rows, _units(commits), job.config)
-    pairs = zip(job.plan.files, plan.files, strict=True)
-    if excused := [file.path for was, file in pairs if was.problem and not file.problem]:
+        if taken_out := sorted(rows.keys() - {file.name for file in job.plan.files}):
+            log.info("%d files without a row so far, such as %r, were taken out", len(taken_out), taken_out[0])
+    problems = {file.path for file in job.plan.files if file.problem}
+    if excused := [file.path for file in plan.files if file.path in problems and not file.problem]:
         log.info("%d files that cannot be read, such as %r, are done: leave them as they are", len(excused), excused[0])
     plan.warn_of_unreadable()
     begun = _Begun(replace(job, plan=plan), claim, history, commits, plan.without(_units(commits)))
@@ -197,7 +201,7 @@ def _say_begun(begun: _Begun) -> None:
             job.fingerprint, len(files), len(plan.files), begun.new.rows, len(begun.new.units), rows,
         )  # fmt: skip
     else:
-        log.info("run %s: nothing is new: %s, %d rows", job.fingerprint, plan.all_done, rows)
+        log.info("run %s: nothing is new: %s; the output holds %d rows", job.fingerprint, plan.all_done, rows)
     if job.schedule.is_full_depth:
         log.info("full depth: nothing is skipped (target_speedup or schedule would)")
         if job.config.audit_fraction:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ settings.load_profile("repeatable")
 
 CLUSTERS = {"cluster", "ray_head"}
 PACKAGED_FIXTURES = {"packaged", "packaged_reference"}
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 CORES = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # tests side by side share two
 
 
@@ -46,13 +48,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """With the packaged model's threads, for fixtures too; those of a tiny one would mostly wait for each other."""
-    before = torch.get_num_threads()
+    """With the packaged model's threads, for fixtures too; those of a tiny one would mostly wait for each other.
+
+    A job that is started in this process takes its signals until that ends, which is here with the test.
+    """
+    before, handlers = torch.get_num_threads(), {number: signal.getsignal(number) for number in SIGNALS}
     torch.set_num_threads(CORES if PACKAGED_FIXTURES & set(getattr(item, "fixturenames", ())) else 1)
     try:
         return (yield)
     finally:
         torch.set_num_threads(before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def pytest_collection_finish() -> None:

@@ -79,6 +79,12 @@ class Totals(FlopSums):
         return Totals(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
 
     @property
+    def audited_speedup(self) -> float:
+        """Full-depth FLOPs of whole samples / theirs and the audits', of which full depth needs none."""
+        spent = self.flops + self.flops_audit
+        return self.flops_full_depth / spent if spent else 1.0
+
+    @property
     def flops_spent(self) -> int:
         """All that was computed: padding and audits cost what output costs."""
         return self.flops + self.flops_prefix + self.flops_padding + self.flops_audit

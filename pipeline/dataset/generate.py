@@ -154,6 +154,12 @@ def _publish(
         remove(storage, Kind.DATA_SET, sorted(stale - {MANIFEST, CARD, CARD_BESIDE}))
         manifest = {**wanted, "rows": filters.kept, "dropped": dict(filters.dropped), "files": files}
         storage.write(MANIFEST, json.dumps(manifest, indent=1).encode())
+    if manifest["dropped"] and not manifest["rows"]:
+        most, rows = max(manifest["dropped"].items(), key=lambda item: item[1])
+        log.warning(
+            "all %d rows of %r were dropped, most of them (%d) under %s: look at them in %s, and name other filters",
+            sum(manifest["dropped"].values()), config.output, rows, most, job.output,
+        )  # fmt: skip
     return manifest
 
 

@@ -75,7 +75,9 @@ def _read_schema(path: str) -> Any:
         return read_json(Path(path), LARGE)
     except OSError as error:
         said = one_line(error)
-        raise JobError(f"json_schema {path!r} cannot be read ({said}): name a file on this machine") from error
+        raise JobError(
+            f"json_schema {path!r} cannot be read ({said}): name a file on this machine that holds the schema"
+        ) from error
     except ValueError as error:
         raise JobError(f"json_schema {path!r} is no JSON Schema ({one_line(error)}): repair it") from error
 

@@ -24,6 +24,7 @@ from pipeline.storage.storage import Storage
 URL = "/v1/chat/completions"
 ID, MESSAGES = "custom_id", "messages"
 REQUESTS = "_requests"
+GZIP = b"\x1f\x8b"
 READ_BYTES = 2**23  # at a time: each is a request to an object store
 OUTPUT_FILE, ERRORS_FILE = "output.jsonl", "errors.jsonl"
 ANSWERED = [ID, "sample", "generation", "finish_reason", "prompt_tokens", "generated_tokens", "error"]  # columns
@@ -86,6 +87,8 @@ def _lines_of(storage: Storage) -> Iterator[tuple[int, bytes]]:
                 line = stream.readline(LARGE + 1)
                 if len(line) > LARGE:
                     raise JobError(f"line {number} of {storage.url!r} has more than {LARGE:,} bytes: repair it")
+                if number == 1 and line.startswith(GZIP):
+                    raise JobError(f"input {storage.url!r} is compressed with gzip: unpack it")
                 if line.strip():
                     yield number, line
                 elif not line:

@@ -105,7 +105,7 @@ class Session:
                     self._receive(parcel)
                 self._check()
         except (RayError, UserCodeException) as error:
-            raise self._stop_reason or _ended(error) from error
+            raise self._why_stopping or _ended(error) from error
         finally:
             units.close()
         self._done.stats.append(units.stats())
@@ -185,10 +185,23 @@ class Session:
         if said := failed_audit(self._task.config, self._totals, self._plan.rows):
             self._stop(JobStopped(said))
 
+    @property
+    def _interrupted(self) -> bool:
+        """Whether it stops for nothing but that it was told to."""
+        return self._interruption.signal is not None and str(self._stop_reason) == self._interruption.signal
+
+    @property
+    def _why_stopping(self) -> JobStopped | JobError | None:
+        """With how far the run is by now, where a user has stopped it."""
+        if not self._interrupted:
+            return self._stop_reason
+        rows = f"{self._totals.rows:,} of {self._plan.rows:,} rows are committed"
+        return JobStopped(f"{self._stop_reason}: {rows}, start the job again to resume")
+
     def _end_if_stopping(self) -> None:
-        """Once nothing is in flight."""
-        if self._stop_reason is not None:
-            raise self._stop_reason
+        """Once nothing is in flight. One that a user has stopped as it was done is done."""
+        if (reason := self._why_stopping) is not None and (self._pending or not self._interrupted):
+            raise reason
         if self._spent and self._pending:
             check_ceiling(self._task.config, self._totals, self._plan.rows)
 
@@ -199,16 +212,14 @@ class Session:
     def _check(self) -> None:
         """Look for reasons to stop; raises the reason once its time is over."""
         if self._interruption.signal and self._stop_reason is None:
-            self._stop(
-                JobStopped(f"{self._interruption.signal}: units in flight were ended, start the job again to resume")
-            )
+            self._stop(JobStopped(self._interruption.signal))
         if self._lease is not None and self._lease.lost:
             self._stop(JobStopped(self._lease.lost))
         now = time.monotonic()
         if self._stop_reason is not None or self._spent:
             self._board.stop()
-        if self._stop_reason is not None and now >= self._stop_deadline:
-            raise self._stop_reason
+        if (reason := self._why_stopping) is not None and now >= self._stop_deadline:
+            raise reason
         if now - self._counted_at < BOARD_INTERVAL_S:
             return
         self._counted_at, counts = now, self._board.read([])
@@ -227,10 +238,13 @@ class Session:
 
     def _stop(self, reason: JobStopped | JobError) -> None:
         """Let units in flight finish within the grace, and no other begin."""
-        if self._stop_reason is None:
-            log.warning("stopping: %s", reason)
+        is_first = self._stop_reason is None
+        if is_first or self._interrupted:
             self._stop_reason = reason
-            self._stop_deadline = time.monotonic() + self._task.config.stop_grace_s
+        if is_first:
+            grace_s = self._task.config.stop_grace_s
+            log.warning("stopping: %s (units in flight have %g s to end)", reason, grace_s)
+            self._stop_deadline = time.monotonic() + grace_s
             self._board.stop()
 
 

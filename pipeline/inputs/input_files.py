@@ -41,7 +41,9 @@ def find_input_files(storage: Storage) -> list[str]:
     paths = listing.once(found)
     listing.say()
     if not paths:
-        raise NoFiles(f"input {storage.url!r} holds no Parquet files: name a .parquet file, its directory or a glob")
+        absent = storage.is_local and fixed_part(storage.root) == storage.root and not os.path.lexists(storage.root)
+        why = "does not exist" if absent else "holds no Parquet files"
+        raise NoFiles(f"input {storage.url!r} {why}: name a .parquet file, its directory or a glob")
     return paths
 
 

@@ -1,7 +1,8 @@
 """The input files that a run began with, by their stamps, so that it is resumed with no others: `_input/`.
 
 `_input/0.json` names all files. One that could not be read then has no stamp; the job that finds it repaired adds a
-record of its own, put only if absent as every other, so that of each file only one content is ever taken.
+record of its own, put only if absent as every other, so that of each file only one content is ever taken; where it is
+taken out of the input instead, the run goes on without it.
 """
 
 import json
@@ -27,11 +28,11 @@ class _InputFiles:
 _RECORD: Record[_InputFiles] = Record(_InputFiles, "discard the run with --fresh", LARGE)
 
 
-def hold_input(storage: Storage, plan: Plan, begun: bool) -> dict[str, int]:
+def hold_input(storage: Storage, plan: Plan, begun: bool) -> dict[str, int | None]:
     """Hold a run to the files it began with, those of this plan if it has only just begun.
 
-    Returns the rows of each file that could be read once, by name. Raises JobError, with its name, for a file that has
-    changed, come or gone since; StorageGone.
+    Returns the rows of each file by name, in the order in which they name units; None for one that could never be read.
+    Raises JobError, with its name, for a file that has changed, come, or gone since it could be read; StorageGone.
     """
     while True:
         held, records = _read(storage)
@@ -44,7 +45,7 @@ def hold_input(storage: Storage, plan: Plan, begun: bool) -> dict[str, int]:
             _check(held, plan.files, storage.url)
         unknown = [file for file in plan.files if held.get(file.name, (None, 0))[0] is None]
         new: Held = {file.name: (None, 0) if file.problem else (file.identity, file.rows) for file in unknown}
-        known = {name: rows for name, (stamp, rows) in (held | new).items() if stamp is not None}
+        known = {name: None if stamp is None else rows for name, (stamp, rows) in (held | new).items()}
         if records and all(file.problem for file in unknown):
             return known
         content = json.dumps({"format": 1, "files": new}).encode()
@@ -84,7 +85,7 @@ def _check(held: Held, files: tuple[InputFile, ...], url: str) -> None:
     ]
     for names, how in (
         (changed, "has changed"),
-        (sorted(held.keys() - there.keys()), "is gone"),
+        (sorted(name for name, (stamp, _) in held.items() if name not in there and stamp is not None), "is gone"),
         (sorted(there.keys() - held.keys()), "is new"),
     ):
         if names:

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from pipeline.config import JobConfig
 from pipeline.errors import JobError, JobStopped, one_line
-from pipeline.inputs.input_files import find_input_files
+from pipeline.inputs.input_files import ENDINGS, find_input_files
 from pipeline.inputs.known_files import KnownFile, name_versions
 from pipeline.redaction import redacted
 from pipeline.rows.template import PromptTemplate
@@ -113,22 +113,28 @@ class Plan:
         files = (replace(file, problem="") if file.problem and is_done(file) else file for file in self.files)
         return replace(self, files=tuple(files))
 
-    def with_done(self, rows: Mapping[str, int], done: Container[str], config: JobConfig) -> Self:
-        """The same plan, where files that can't be read any more, but of which all units are done, are as they were.
+    def with_done(self, rows: Mapping[str, int | None], done: Container[str], config: JobConfig) -> Self:
+        """The same plan, where files that can't be read any more, but of which all units are done, are as they were,
+        and those that never could be read and were taken out keep their places, by which units are named.
 
-        `rows` are those of each file when it could be read, by name; `done` are ids of units.
+        `rows` are those of each file when it could be read, by name, of all that the run began with, in their order;
+        `done` are ids of units.
         """
+        there = {file.name: file for file in self.files}
+        taken_out = [InputFile(name, "", (), pa.schema([]), name) for name in rows if name not in there]
+        there |= {file.name: file for file in taken_out}
+        begun = tuple(there[name] for name in rows)
         whole = tuple(
-            replace(file, problem="", row_groups=(rows[file.name],))
-            if file.problem and not file.misfit and file.name in rows
+            replace(file, problem="", row_groups=(count,))
+            if file.problem and not file.misfit and (count := rows[file.name]) is not None
             else file
-            for file in self.files
+            for file in begun
         )
         if whole == self.files:
             return self
         units = tuple(_units(whole, config.rows_per_unit, config.limit, config.samples_per_row))
         undone = {unit.path for unit in units if unit.id not in done}
-        files = tuple(was if was.path in undone else now for was, now in zip(self.files, whole, strict=True))
+        files = tuple(was if was.path in undone else now for was, now in zip(begun, whole, strict=True))
         unreadable = {file.path for file in files if file.problem}
         return replace(self, files=files, units=tuple(unit for unit in units if unit.path not in unreadable))
 
@@ -186,13 +192,6 @@ def make_plan(
     begun = pa.schema([]) if begun is None else begun
     columns = list(dict.fromkeys([*begun.names, *_columns(files)]))
     template.check_columns(set(columns))
-    met = {version for file in (known or {}).values() for version in file.versions}  # an earlier run has warned of
-    fresh = [file for file in files if not file.problem and file.version not in met]
-    for name in dict.fromkeys(filter(None, [*(template.fields - {"text"}), config.id_column])):
-        if lacking := [redacted(file.path) for file in fresh if name not in file.schema.names]:
-            log.warning(
-                "%d input files, such as %r, have no column %r: it is empty there", len(lacking), lacking[0], name
-            )
     keep = columns if everything else list(dict.fromkeys(config.keep_columns or []))
     if config.id_column is not None and config.id_column not in keep:
         keep.insert(0, config.id_column)
@@ -202,6 +201,13 @@ def make_plan(
         raise JobError(
             f"the input has no column {unknown[0]!r}, which {option} names: it has {', '.join(sorted(columns))}"
         )
+    met = {version for file in (known or {}).values() for version in file.versions}  # an earlier run has warned of
+    fresh = [file for file in files if not file.problem and file.version not in met]
+    for name in dict.fromkeys(filter(None, [*(template.fields - {"text"}), config.id_column])):
+        if lacking := [redacted(file.path) for file in fresh if name not in file.schema.names]:
+            log.warning(
+                "%d input files, such as %r, have no column %r: it is empty there", len(lacking), lacking[0], name
+            )
     read = dict.fromkeys([*keep, config.text_column, *(template.fields - {"text"})])
     into_prompts = {config.text_column, *template.fields}
     types = {name: _column_type(files, name, begun, name in into_prompts) for name in read}
@@ -271,7 +277,12 @@ def _read_footer(
         raise
     except Exception as error:  # libraries raise much at a damaged footer
         said = one_line(error) if isinstance(error, OSError | pa.ArrowException | JobError) else repr(error)
-        problem = f"input file {redacted(path)!r} cannot be read as Parquet ({said}): repair it or take it out"
+        way_out = "repair it or take it out"
+        if isinstance(error, pa.ArrowInvalid) and not path.lower().endswith(ENDINGS):
+            way_out = "only Parquet is read, so convert it or take it out"
+            if path.lower().endswith(".jsonl"):
+                way_out += " (generate_dataset.py answers OpenAI batch files with --input-format openai-batch)"
+        problem = f"input file {redacted(path)!r} cannot be read as Parquet ({said}): {way_out}"
         return InputFile(path, identity, (), pa.schema([]), name, problem=problem)
     return InputFile(path, identity, groups, schema, name, checksum)
 

@@ -56,9 +56,10 @@ def read_schedule(path: str, target: float | None, settings: StorageConfig | Non
         if schedule.prompt_bridge is not None or "target_sample_speedup" in schedule.provenance
     }
     if whole and len(whole) < len(schedules):
+        why = "" if target is None else "target_speedup could mean either, so "
         raise ScheduleError(
             f"{path!r} holds schedules that make the whole sample cheaper ({', '.join(sorted(whole))}) and others: "
-            "target_speedup could mean either, so name one of them"
+            f"{why}name one of them"
         )
     made_for, figure = "target_speedup", "decode_flop_speedup"
     if whole:

@@ -215,6 +215,8 @@ def claim_output(storage: Storage, description: dict[str, Any], kept: pa.Schema 
 def _way_back(parts: list[str], changes: list[tuple[str, Any, Any]]) -> str:
     """To the run that is there; where all that differs is columns that the input has got, by naming those it had."""
     match changes:
+        case [("input.incremental", True, None)]:
+            return "start it with --incremental to resume it"
         case [("input.kept", list(was), list(now))] if parts == ["input"] and was and set(was) < set(now):
             columns = " ".join(shlex.quote(str(column).partition(": ")[0]) for column in was)
             return f"resume it with the columns that its input had (--keep-columns {columns})"

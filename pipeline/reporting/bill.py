@@ -19,9 +19,7 @@ def bill(price_per_gpu_hour: float | None, totals: Totals) -> dict[str, str]:
     """Lines of the bill; without a price just the hours."""
     hours, unit = _hours(totals)
     lines = {unit: f"{hours:.4f}"}
-    # Nothing was measured at full depth: what is known of it is its FLOPs, and that it needs no audit.
-    spent = totals.flops + totals.flops_audit
-    speedup = totals.flops_full_depth / spent if spent else 1.0
+    speedup = totals.audited_speedup  # nothing was measured at full depth: what is known of it is its FLOPs
     millions = max(1, totals.rows) / 1e6
     if totals.joules:
         energy = totals.joules / JOULES_PER_KWH

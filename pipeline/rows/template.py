@@ -36,7 +36,10 @@ class PromptTemplate:
 
     def __post_init__(self) -> None:
         if "text" not in self.fields:
-            raise JobError(f"the prompt {self.user!r} has no {{text}} field: say where the text column goes")
+            raise JobError(
+                f"the prompt {self.user!r} has no {{text}} field: say where the text column goes, for which {{text}} "
+                "stands whatever its name (--text-column)"
+            )
         if self.format != "messages":
             return
         if self.system is not None:
@@ -58,7 +61,7 @@ class PromptTemplate:
                         continue
                     # Attributes and indices would let a template reach into Python objects.
                     if spec or conversion or not field or any(mark in field for mark in ".["):
-                        raise ValueError(f"{{{field}}} is not a column name")
+                        raise ValueError(f"{{{field}}} is not a column name, and nothing within a column can be named")
                     if field.isdecimal():  # to Python a position among arguments, of which there are none
                         raise ValueError(f"{{{field}}} is a number, which cannot name a column: rename the column")
                     names.add(field)

@@ -125,6 +125,8 @@ class Storage:
                 ) from error
             if not is_storage_error(error):
                 raise
+            if isinstance(error, NotADirectoryError) and os.path.isfile(self.root):
+                raise StorageRefused(f"{self.url!r} is a file: name a directory") from error
             raise StorageRefused(
                 f"storage {self.url!r} refuses {what} ({one_line(error)}): check its name, its permissions and the "
                 "credentials in the environment, profile or role"

@@ -147,6 +147,13 @@ def test_keys_of_the_config_file_may_be_spelt_as_flags_are(tmp_path: Path) -> No
     assert (config.text_column, config.max_new_tokens) == ("body", 5)
 
 
+def test_a_list_of_one_in_the_config_file_is_a_list_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("input: in/\noutput: out/\nkeep_columns: id\n")
+    said = mistake(capsys, "--config", str(file))
+    assert "--keep-columns Input should be a valid list, got 'id': a list is written [a, b] in YAML\n" in said
+
+
 def test_a_key_given_in_both_spellings_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("input: in/\noutput: out/\ntext-column: body\ntext_column: text\n")
@@ -372,7 +379,7 @@ def test_an_interrupted_job_says_so_and_can_be_started_again(
     assert said == ["stopped: interrupted; start it again"]
 
 
-def test_sigterm_ends_a_job_as_ctrl_c_does_whatever_it_is_at(
+def test_sigterm_ends_a_job_as_ctrl_c_does_whatever_it_is_at_and_a_second_one_does_not_disturb_the_end(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def job(_: BaseModel) -> None:
@@ -380,11 +387,9 @@ def test_sigterm_ends_a_job_as_ctrl_c_does_whatever_it_is_at(
         time.sleep(60)
 
     monkeypatch.setattr("sys.argv", ["job.py", "--input", "in", "--output", "out"])
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        assert command_line.start(SummarizeCorpus, "job.py", job) == 4
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    assert command_line.start(SummarizeCorpus, "job.py", job) == 4
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), number)
     assert "stopped: interrupted; start it again" in capsys.readouterr().err
 
 

@@ -173,8 +173,9 @@ def test_a_finished_run_is_billed_at_a_price_that_is_named_later(copied: JobConf
 
 
 def test_resuming_generates_only_what_is_not_committed_and_sweeps_what_died(
-    copied: JobConfig, read_output: ReadOutput
+    copied: JobConfig, read_output: ReadOutput, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "pipeline")
     output = Path(copied.output)
     lost = ["00000-000000010", "00002-000000030"]
     for unit in lost:
@@ -183,6 +184,8 @@ def test_resuming_generates_only_what_is_not_committed_and_sweeps_what_died(
     standing = read_commits(Storage(copied.output))
     result = run_job(copied, EchoBackend(Echo("again ")))
     assert result.rows_resumed == 99 - 13
+    spare = "removed 2 spare data files, as of attempts that came second: every row of the output is in others"
+    assert spare in caplog.messages
     commits = read_commits(Storage(copied.output))
     assert [commit for commit in commits if commit.unit not in lost] == standing
     assert {f"data/{path.name}" for path in (output / "data").iterdir()} == {commit.file for commit in commits}

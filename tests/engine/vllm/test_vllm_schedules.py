@@ -185,6 +185,13 @@ def test_what_prompts_share_is_as_at_full_depth_and_told_where_it_is_computed_ag
     assert generations(vllm, prompts, SAMPLING, under) == apart
 
 
+@pytest.mark.parametrize("prefix", [[5, 96, 6], [5, -1], [3] * 4096, []])
+def test_what_no_prompt_can_begin_with_is_shared_by_neither_engine(llama: Pair, prefix: list[int]) -> None:
+    for engine in llama:
+        assert engine.share_prefix([5, 6]) > 0
+        assert engine.share_prefix(prefix) == 0
+
+
 def test_passes_of_decode_tokens_alone_write_nothing_for_prompts(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU a kernel that is given no tokens fails."""
     own, vllm = llama

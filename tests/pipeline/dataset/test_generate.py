@@ -194,6 +194,18 @@ def test_requests_are_not_done_incrementally() -> None:
         DatasetConfig(input="in.jsonl", output="out", input_format="openai-batch", incremental=True)
 
 
+def test_a_data_set_of_which_every_row_was_dropped_is_warned_of_at_each_start(
+    config: Callable[..., DatasetConfig], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    without_ray(monkeypatch)
+    given = config(finish_reasons=["stop"], require_pattern="no such text")  # 5 of the 13 end at their length
+    for backend in (EchoBackend(), NoEngineBackend()):
+        caplog.clear()
+        assert generate_dataset(given, backend).kept == 0
+        (said,) = (record.message for record in caplog.records if record.levelname == "WARNING")
+        assert said.startswith(f"all 13 rows of '{given.output}' were dropped, most of them (9) under pattern: look")
+
+
 def test_another_title_or_licence_makes_another_card(
     config: Callable[..., DatasetConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

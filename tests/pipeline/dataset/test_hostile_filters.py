@@ -63,8 +63,9 @@ def test_a_schema_that_cannot_be_used_is_refused_before_anything_is_generated(
 
 
 def test_a_schema_that_is_not_on_this_machine_is_told_so() -> None:
-    with pytest.raises(JobError, match=r"'s3://bucket/schema.json' cannot be read \(.*\): name a file on this machine"):
-        JsonFilter("s3://bucket/schema.json")
+    for schema in ("s3://bucket/schema.json", '{"type": "object"}', f'{{"title": "{"x" * 300}"}}'):
+        with pytest.raises(JobError, match=r"cannot be read \(.*\): name a file on this machine that holds the schema"):
+            JsonFilter(schema)
 
 
 def test_references_inside_the_file_are_followed(tmp_path: Path) -> None:

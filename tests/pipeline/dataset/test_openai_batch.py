@@ -1,5 +1,6 @@
 """Files of the Batch API, against the types of OpenAI's own client."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,13 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
         read_requests(write(tmp_path / "in.jsonl"))
     with pytest.raises(JobError, match="is no file"):
         read_requests(Storage(str(tmp_path / "none.jsonl")))
+
+
+def test_a_compressed_file_is_to_be_unpacked(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(request()).encode()))
+    with pytest.raises(JobError, match=r"in\.jsonl\.gz' is compressed with gzip: unpack it"):
+        read_requests(Storage(str(path)))
 
 
 def row(name: str, sample: int, error: str | None = None, dropped: str | None = None) -> dict[str, Any]:

@@ -139,6 +139,26 @@ def test_storage_that_is_gone_ends_a_session_resumably_a_refused_commit_ends_it_
         begun._end_if_stopping()
 
 
+@pytest.mark.parametrize("committed", [0, 1, 2])
+def test_a_user_who_stops_a_session_is_told_how_far_it_is_unless_it_is_done(
+    job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, committed: int
+) -> None:
+    begun = begun_after([], job(stop_grace_s=7), monkeypatch)
+    begun._counted_at = float("inf")  # the cluster, which is not there, is not looked at
+    begun._interruption.signal = "SIGINT"
+    begun._check()
+    assert caplog.messages == ["stopping: SIGINT (units in flight have 7 s to end)"]
+    for unit in UNITS[:committed]:
+        begun._receive(Parcel(unit, commit=commit(unit)))
+    said = rf"^SIGINT: {256 * committed} of 512 rows are committed, start the job again to resume$"
+    with nullcontext() if committed == 2 else pytest.raises(JobStopped, match=said):
+        begun._end_if_stopping()
+    begun._stop(JobStopped("the audit fails"))
+    begun._check()
+    with pytest.raises(JobStopped, match=r"^the audit fails$"):
+        begun._end_if_stopping()
+
+
 def test_a_session_in_which_nothing_moves_ends_resumably(
     job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:

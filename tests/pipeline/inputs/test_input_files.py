@@ -130,9 +130,16 @@ def test_links_are_followed_and_a_file_counts_once(tmp_path: Path, caplog: pytes
 
 
 def test_an_input_that_holds_nothing_is_named(named: Named) -> None:
+    said = r"(does not exist|holds no Parquet files): name a \.parquet file, its directory or a glob"
     for path in ("absent", "absent*", "absent/*.parquet", "{absent,none}"):
-        with pytest.raises(JobError, match=r"holds no Parquet files: name a \.parquet file, its directory or a glob"):
+        with pytest.raises(JobError, match=said):
             named(path)
+
+
+def test_a_name_that_a_disk_has_not_is_told_from_a_place_without_files(tmp_path: Path) -> None:
+    for path, why in (("absent.parquet", "does not exist"), ("", "holds no"), ("absent*", "holds no")):
+        with pytest.raises(JobError, match=f"{path}' {why}".replace("*", r"\*")):
+            find_input_files(Storage(f"{tmp_path}/{path}"))
 
 
 def test_names_below_a_glob_keep_their_whole_file_name() -> None:

@@ -182,6 +182,31 @@ def test_a_file_that_came_or_went_between_two_starts_is_named(
     assert run_job(work(fresh=True), echo).totals.rows == ROWS
 
 
+def test_a_file_that_never_could_be_read_may_be_taken_out_and_later_be_put_in_whole(
+    work: Job, put: Put, place: str, echo: EchoBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first one, by whose place the units of the others are named."""
+    caplog.set_level(logging.INFO)
+    for name in "bc":
+        put(name)
+    storage, config = Storage(place), work()
+    storage.write("a.parquet", b"half a file")
+    InlineSession.stop_after = 5
+    with pytest.raises(JobStopped):
+        run_job(config, echo)
+    storage.remove(["a.parquet"])
+    assert run_job(config, echo).totals.rows == 2 * ROWS
+    assert "1 files without a row so far, such as 'a.parquet', were taken out" in caplog.messages
+    assert committed(config) == [*texts("b"), *texts("c")]
+    assert not read_failures(Storage(config.output))
+    put("a")
+    assert run_job(config, echo).rows_resumed == 2 * ROWS
+    assert committed(config) == [*texts("a"), *texts("b"), *texts("c")]
+    storage.remove(["a.parquet"])
+    with pytest.raises(JobError, match=r"input file 'a\.parquet' is gone since"):
+        run_job(config, echo)
+
+
 def test_one_half_uploaded_file_fails_alone_and_is_done_once_it_is_whole(
     work: Job, put: Put, place: str, echo: EchoBackend
 ) -> None:

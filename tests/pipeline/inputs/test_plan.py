@@ -282,6 +282,19 @@ def test_an_input_of_which_nothing_can_be_read_is_refused(tmp_path: Path, job: J
     assert "1 more" in message
 
 
+@pytest.mark.parametrize(
+    ("name", "way_out"),
+    [
+        ("a.csv", "only Parquet is read, so convert it or take it out"),
+        ("a.jsonl.gz", "only Parquet is read, so convert it or take it out"),
+        ("a.jsonl", "(generate_dataset.py answers OpenAI batch files with --input-format openai-batch)"),
+    ],
+)
+def test_a_file_of_another_format_is_to_be_converted(tmp_path: Path, job: Job, name: str, way_out: str) -> None:
+    (tmp_path / name).write_text('{"text": "x"}\n')
+    assert refusal(job(input=str(tmp_path / name))).endswith(way_out)
+
+
 def test_an_empty_directory_is_named(tmp_path: Path, job: Job) -> None:
     (tmp_path / "in").mkdir()
     message = refusal(job())
@@ -289,7 +302,7 @@ def test_an_empty_directory_is_named(tmp_path: Path, job: Job) -> None:
 
 
 def test_a_directory_that_does_not_exist_is_named(tmp_path: Path, job: Job) -> None:
-    assert f"{tmp_path}/in' holds no Parquet files" in refusal(job())
+    assert f"{tmp_path}/in' does not exist" in refusal(job())
 
 
 @pytest.mark.parametrize(
@@ -349,12 +362,13 @@ def test_a_column_of_two_types_is_named_with_both_files(tmp_path: Path, job: Job
 
 
 @pytest.mark.parametrize("options", [{"keep_columns": ["titel"]}, {"id_column": "titel"}])
-def test_an_unknown_column_to_keep_is_named(
-    tmp_path: Path, job: Job, write_parquet: WriteParquet, options: dict[str, object]
+def test_an_unknown_column_to_keep_is_named_and_not_warned_of(
+    tmp_path: Path, job: Job, write_parquet: WriteParquet, options: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
     write_parquet(tmp_path / "in/a.parquet", {"text": ["x"], "title": ["y"]})
     message = refusal(job(**options))
     assert f"no column 'titel', which {next(iter(options))} names: it has text, title" in message
+    assert not caplog.text
 
 
 def test_a_prompt_field_that_no_file_has_is_named(tmp_path: Path, job: Job, write_parquet: WriteParquet) -> None:

@@ -155,7 +155,7 @@ def test_with_nothing_new_no_cluster_and_no_engine_is_started_and_nothing_writte
     monkeypatch.setattr(run, "connect", None)
     caplog.set_level("INFO", "pipeline")
     assert run_job(nightly(), NoEngineBackend()).totals.rows == 6
-    assert "nothing is new: all 1 files are done, 6 rows" in caplog.text
+    assert "nothing is new: all 1 files are done; the output holds 6 rows" in caplog.text
     assert snapshot(nightly().output) == before
 
 
@@ -177,7 +177,7 @@ def test_an_input_that_was_emptied_has_nothing_new_and_one_that_is_gone_or_anoth
     with pytest.raises(JobError, match="holds no Parquet files"):
         run_job(nightly(input=str(tmp_path / "other")), NoEngineBackend())
     (tmp_path / "in").rmdir()  # as where a disk is not mounted
-    with pytest.raises(JobError, match="holds no Parquet files"):
+    with pytest.raises(JobError, match="does not exist"):
         run_job(config, NoEngineBackend())
 
 
@@ -913,6 +913,16 @@ def test_other_settings_are_another_run(
         change = {"input": str(tmp_path / change["input"])}
     with pytest.raises(JobError, match=f"which differs in {part}"):
         run_job(nightly(**change), NoEngineBackend())
+
+
+@pytest.mark.usefixtures("inline")
+def test_a_start_without_incremental_is_told_to_name_it(nightly: Job, put: Put) -> None:
+    put("a", 6)
+    run_job(nightly(), by("one"))
+    with pytest.raises(
+        JobError, match=r"input\.incremental true -> null; .*, start it with --incremental to resume it"
+    ):
+        run_job(nightly(incremental=False), NoEngineBackend())
 
 
 @pytest.mark.usefixtures("inline")

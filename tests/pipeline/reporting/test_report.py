@@ -12,7 +12,7 @@ from engine import Sampling, Schedule
 from pipeline.commits.commit import Totals, commit_unit
 from pipeline.commits.failed import FailedUnit
 from pipeline.config import JobConfig
-from pipeline.reporting.report import write_report
+from pipeline.reporting.report import summary, write_report
 from pipeline.rows.row_generator import RowGenerator
 from pipeline.rows.rows import generate, prepare
 from pipeline.rows.template import PromptTemplate
@@ -61,6 +61,14 @@ def test_what_a_row_says_is_text_and_never_markup(report_of: Callable[..., str])
     assert "<b>0</b>" not in html
 
 
+def test_what_audits_take_from_the_saving_is_told_beside_it(report_of: Callable[..., str]) -> None:
+    totals = Totals(audited=1, flops_prompt=3, flops_decode=1, flops_full_depth=8, flops_audit=12)
+    told = summary(totals, LAYERS)["audit"]
+    assert told.endswith("; 0.000 T, 0.500x less than full depth for whole samples and audits")
+    html = " ".join(report_of(["text"] * 2, audited={"audited": 1, "flops_audit": 10**20}).split())
+    assert "x fewer FLOPs than at full depth for whole samples (0.00x with their audits)," in html
+
+
 def test_the_report_of_an_incomplete_run_says_so_first(report_of: Callable[..., str]) -> None:
     failed = [FailedUnit(f"00001-{start:09d}", "b.parquet", start, 256, 3, "no") for start in (0, 256)]
     file = FailedUnit("00002-000000000", "c.parquet", 0, 0, 1, "read: it is no Parquet file")
@@ -94,6 +102,7 @@ def test_an_audit_is_told_in_the_headline_and_beside_full_depth(report_of: Calla
     assert (
         "excess NLL 0.350 [0.350, 0.350] nats a token, of 10 audited rows; repetition 10.0%, full depth 0.0%." in html
     )
+    assert "with their audits" not in html  # which took nothing
     assert "<h2>Beside full depth</h2>" in html
     assert "unsupported claims</th><td>0.00 numbers and names" in html
 

@@ -91,6 +91,18 @@ def test_anything_but_plain_names_in_braces_is_refused(user: str) -> None:
         PromptTemplate(user)
 
 
+@pytest.mark.parametrize(
+    ("user", "said"),
+    [
+        ("Summarize {body}", "say where the text column goes, for which {text} stands whatever its name (--text-col"),
+        ("{text} {nest.a}", "{nest.a} is not a column name, and nothing within a column can be named"),
+    ],
+)
+def test_what_a_field_may_name_is_said(user: str, said: str) -> None:
+    with pytest.raises(JobError, match=re.escape(said)):
+        PromptTemplate(user)
+
+
 def test_the_system_text_is_checked_too() -> None:
     with pytest.raises(JobError, match="malformed"):
         PromptTemplate("{text}", system="{text.__class__}")

@@ -246,11 +246,13 @@ def test_a_file_named_as_a_folder_of_ours_is_a_stranger(tmp_path: Path) -> None:
         check_place(Storage(str(tmp_path / "out")), Kind.RUN)
 
 
-def test_an_output_that_is_a_file_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"a file", b""])
+@pytest.mark.parametrize("incremental", [False, True])
+def test_an_output_that_is_a_file_is_refused(tmp_path: Path, content: bytes, incremental: bool) -> None:
     corpus(tmp_path / "in")
-    laid = lay(tmp_path, {"out": b"a file"})
+    laid = lay(tmp_path, {"out": content})
     with pytest.raises(JobError, match="is a file: name a directory"):
-        run_job(run_config(tmp_path), NoEngineBackend())
+        run_job(run_config(tmp_path, incremental=incremental), NoEngineBackend())
     with pytest.raises(JobError, match="cannot be written"):
         claim_directory(tmp_path / "out", "a job")
     assert (tmp_path / "out").read_bytes() == laid[tmp_path / "out"]
