@@ -11,6 +11,7 @@ import sys
 from jobs import command_line, job_output
 from pipeline.dataset.config import DatasetConfig
 from pipeline.dataset.generate import generate_dataset, generation_config
+from pipeline.errors import counted
 
 PROGRAM = "generate_dataset.py"
 
@@ -23,7 +24,7 @@ def generate(config: DatasetConfig) -> None:
     job_output.show_result(config, result.run)
     dropped = {f"dropped: {reason}": f"{count:,}" for reason, count in result.dropped.items()}
     job_output.show(f"{result.output}: data set", {"rows": f"{result.kept:,}", **dropped})
-    print(f"{len(result.files)} files below {result.output}, the first is {result.files[0]}")
+    print(f"{counted(len(result.files), 'file')} below {result.output}, the first is {result.files[0]}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from jobs.job_output import show
 from pipeline.commits.failed import failed_rows
 from pipeline.dataset.config import GENERATION
 from pipeline.dataset.generate import MANIFEST, damaged_files, unpublished
-from pipeline.errors import JobError, JobStopped
+from pipeline.errors import JobError, JobStopped, counted
 from pipeline.inspection import Inspection, inspect, verify
 from pipeline.preparing.run_record import read_run
 from pipeline.reporting.bill import bill
@@ -61,14 +61,14 @@ def look(config: InspectRun) -> Inspection:
     totals = found.totals
     facts = {
         "run": str(found.run["fingerprint"]),
-        "committed": f"{totals.rows:,} of {found.rows:,} rows in {len(found.commits):,} units",
+        "committed": f"{totals.rows:,} of {counted(found.rows, 'row')} in {counted(len(found.commits), 'unit')}",
         "failed": failed_rows(found.failed),
     }
     facts |= summary(totals, int(found.run["schedule"]["layers"])) | bill(config.price_per_gpu_hour, totals)
     show("", facts)
     for unit in found.failed[:MOST_SHOWN]:
         which = f"rows {unit.start} to {unit.start + unit.rows - 1} of" if unit.rows else "whole file"
-        say(f"failed: {unit.unit}, {which} {unit.path}, {unit.attempts} attempts: {unit.error}")
+        say(f"failed: {unit.unit}, {which} {unit.path}, {counted(unit.attempts, 'attempt')}: {unit.error}")
     if len(found.failed) > MOST_SHOWN:
         say(f"... and {len(found.failed) - MOST_SHOWN} more")
     if found.manifest is None or data_set is None:
@@ -84,7 +84,7 @@ def look(config: InspectRun) -> Inspection:
                 f"{len(damages)} damages in {found.output!r}: delete the commits of the damaged units under _commits/ "
                 "and the manifest, and start the job again to do just those, with their input files in place"
             )
-        say(f"verified: {len(found.commits):,} files, {found.totals.rows:,} rows, each once")
+        say(f"verified: {counted(len(found.commits), 'file')}, {counted(found.totals.rows, 'row')}, each once")
         if data_set is not None and not missing and (changed := damaged_files(data_set)):
             for file in changed[:MOST_SHOWN]:
                 say(f"damaged: {file} is not what was published")

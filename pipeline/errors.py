@@ -39,6 +39,11 @@ def one_line(error: BaseException) -> str:
     return said.encode(errors="backslashreplace").decode()
 
 
+def counted(count: int, noun: str) -> str:
+    """Such as 1 file, 2,000 files."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def described(error: BaseException) -> str:
     """Of what kind it is, and what it says in one line."""
     return f"{type(error).__name__}: {one_line(error)}"

@@ -12,7 +12,7 @@ from pipeline.commits.commit import DATA, SUCCESS_FILE, Commit, Totals, damaged,
 from pipeline.commits.failed import FAILED, FailedUnit, forget_failures, record_failure
 from pipeline.commits.manifest import is_manifest_of, write_success
 from pipeline.config import JobConfig
-from pipeline.errors import JobError, JobStopped, UnitsFailed, described
+from pipeline.errors import JobError, JobStopped, UnitsFailed, counted, described
 from pipeline.execution.cluster import connect
 from pipeline.execution.interruption import Interruption
 from pipeline.execution.session import Done, Session
@@ -163,7 +163,8 @@ def _begin(job: Preparation, storage: Storage) -> _Begun:
         rows = hold_input(storage, job.plan, begun=bool(commits))
         plan = job.plan.with_done(rows, _units(commits), job.config)
         if taken_out := sorted(rows.keys() - {file.name for file in job.plan.files}):
-            log.info("%d files without a row so far, such as %r, were taken out", len(taken_out), taken_out[0])
+            files = counted(len(taken_out), "file")
+            log.info("%s without a row so far, such as %r, left the input: the run goes on", files, taken_out[0])
     problems = {file.path for file in job.plan.files if file.problem}
     if excused := [file.path for file in plan.files if file.path in problems and not file.problem]:
         log.info("%d files that cannot be read, such as %r, are done: leave them as they are", len(excused), excused[0])
@@ -191,14 +192,15 @@ def _say_begun(begun: _Begun) -> None:
     job, plan, rows = begun.job, begun.job.plan, begun.before.rows
     if begun.history is None:
         log.info(
-            "run %s: %d rows in %d units of %d files, %d rows already committed",
-            job.fingerprint, plan.rows, len(plan.units), len(plan.files), rows,
+            "run %s: %s in %s of %s, %d rows already committed", job.fingerprint, counted(plan.rows, "row"),
+            counted(len(plan.units), "unit"), counted(len(plan.files), "file"), rows,
         )  # fmt: skip
     elif begun.new.units:
         files = {unit.path for unit in begun.new.units}
         log.info(
-            "run %s: %d of %d files are new or changed: %d rows in %d units to do, %d rows already committed",
-            job.fingerprint, len(files), len(plan.files), begun.new.rows, len(begun.new.units), rows,
+            "run %s: %d of %d files are new or changed: %s in %s to do, %d rows already committed",
+            job.fingerprint, len(files), len(plan.files), counted(begun.new.rows, "row"),
+            counted(len(begun.new.units), "unit"), rows,
         )  # fmt: skip
     else:
         log.info("run %s: nothing is new: %s; the output holds %d rows", job.fingerprint, plan.all_done, rows)
@@ -263,7 +265,7 @@ def _say_failed(failed: list[FailedUnit], plan: Plan, output: str) -> str:
     how_many = f"{len(failed) - files} of {len(plan.units)} units ({rows:,} rows)"
     which = f"{first.unit}, rows {first.start} to {first.start + first.rows - 1} of {first.path!r} ({first.error})"
     if files:
-        how_many += f" and {files} whole file{'s' if files > 1 else ''}"
+        how_many += f" and {counted(files, 'whole file')}"
         which = which if first.rows else f"{first.path!r} ({first.error})"
     return (
         f"{how_many} failed, all others are committed; the first is {which}; "

@@ -4,6 +4,7 @@ import json
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
+from pipeline.errors import counted
 from pipeline.redaction import redacted
 from pipeline.rows.unit import WorkUnit
 from pipeline.storage.ownership import Kind, own, remove
@@ -49,8 +50,8 @@ def failed_rows(failed: Collection[FailedUnit]) -> str:
     """How many, in words: of a file that cannot be read nobody knows how many rows it has."""
     units = [unit.rows for unit in failed if unit.rows]
     files = len(failed) - len(units)
-    said = [f"{sum(units):,} rows in {len(units):,} units"] if units else []
-    said += [f"{files:,} whole file{'s' if files > 1 else ''}"] if files else []
+    said = [f"{counted(sum(units), 'row')} in {counted(len(units), 'unit')}"] if units else []
+    said += [counted(files, "whole file")] if files else []
     return " and ".join(said) or "no rows"
 
 

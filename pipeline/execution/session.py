@@ -15,7 +15,7 @@ from ray.exceptions import RayError, UserCodeException
 
 from pipeline.commits.commit import SNAPSHOT_EVERY, Commit, total, write_snapshot
 from pipeline.commits.failed import FailedUnit, record_failure
-from pipeline.errors import JobError, JobStopped, last_line
+from pipeline.errors import JobError, JobStopped, counted, last_line
 from pipeline.execution.attempts import Attempts, Next
 from pipeline.execution.cluster import ReplicaResources, replica_resources
 from pipeline.execution.interruption import Interruption
@@ -79,7 +79,8 @@ class Session:
     def run(self, pending: list[WorkUnit]) -> Done:
         """Pass after pass. Raises JobStopped, JobError; what was committed until then stays."""
         resources = self._resources
-        log.info("%d replicas of %d threads and %g GPUs each", resources.count, resources.threads, resources.gpus)
+        each = f"{counted(resources.threads, 'thread')} and {resources.gpus:g} GPUs each"
+        log.info("%s of %s", counted(resources.count, "replica"), each)
         self._pending = {unit.id: unit for unit in pending}
         with closing(self._board), self._progress:
             self._check_audit()

@@ -96,7 +96,7 @@ def test_failed_units_are_named_until_they_are_committed(
     record_failure(output, UNITS[0], 3, "committed by a later session")
     code, said = inspect()
     assert code == 3
-    assert "2 rows in 1 units" in said
+    assert "2 rows in 1 unit" in said
     assert "failed: 00000-000000008, rows 8 to 9 of in/a.parquet, 3 attempts: generate: ValueError: no" in said
     assert "later session" not in said
 
@@ -108,7 +108,7 @@ def test_a_file_that_became_unreadable_is_named_though_its_first_unit_is_committ
     record_failure(output, WorkUnit(UNITS[0].id, UNITS[0].path, 0, 0), 1, "read: no permission")
     code, said = inspect()
     assert code == 3
-    assert "failed: 00000-000000000, whole file in/a.parquet, 1 attempts: read: no permission" in said
+    assert "failed: 00000-000000000, whole file in/a.parquet, 1 attempt: read: no permission" in said
 
 
 def test_an_output_without_a_run_is_one_sentence(inspect: Inspect) -> None:

@@ -196,7 +196,7 @@ def test_a_file_that_never_could_be_read_may_be_taken_out_and_later_be_put_in_wh
         run_job(config, echo)
     storage.remove(["a.parquet"])
     assert run_job(config, echo).totals.rows == 2 * ROWS
-    assert "1 files without a row so far, such as 'a.parquet', were taken out" in caplog.messages
+    assert "1 file without a row so far, such as 'a.parquet', left the input: the run goes on" in caplog.messages
     assert committed(config) == [*texts("b"), *texts("c")]
     assert not read_failures(Storage(config.output))
     put("a")
