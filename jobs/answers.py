@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 import engine
-from engine import Engine, Sampling
+from engine import Engine, Sampling, resolve_dtype
 from engine.adaptation.peers import Peers
 from engine.calibration.answer_file import read_answers, write_answers
 from engine.calibration.collect import answer_prompts
@@ -69,7 +69,7 @@ def answer_corpus(
     shared = len(prefix) if model.share_prefix(prefix) else 0
     sampling = config.sampling()
     provenance = {
-        "model": [config.model, engine.model_identity(config.model), config.dtype],
+        "model": [config.model, engine.model_identity(config.model), resolve_dtype(config.device, config.dtype)],
         "prompts": len(prompts),
         "prompts_digest": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
         "part": config.part,
@@ -135,6 +135,6 @@ def _answered(
 
 def _drawn_as(config: AnswersConfig, prompts: Sequence[Sequence[int]], sampling: Sampling) -> str:
     """Of all that decides answers."""
-    dtype = engine.resolve_dtype(config.device, config.dtype)
-    decides = [prompts, sampling.to_dict(), engine.model_identity(config.model), dtype]
+    model = [engine.model_identity(config.model), resolve_dtype(config.device, config.dtype)]
+    decides = [prompts, sampling.to_dict(), *model]
     return hashlib.sha256(json.dumps(decides).encode()).hexdigest()

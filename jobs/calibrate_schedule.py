@@ -6,6 +6,7 @@ python jobs/calibrate_schedule.py --input corpus/ --output schedules/ --target-s
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -68,9 +69,9 @@ class CalibrateSchedule(AnswersConfig):
     def _check_targets(self) -> Self:
         if self.target_sample_speedups and self.prompt_layers is not None:
             raise ValueError("target_sample_speedups choose the layers on prompts: leave out prompt_layers")
-        for targets in map(set, (self.target_speedups, self.target_sample_speedups)):
-            if len(set(map(_name, targets))) < len(targets):
-                raise ValueError("two targets are alike to six digits, by which directories are named: leave one out")
+        named = Counter(map(_name, set(self.target_sample_speedups or self.target_speedups)))
+        if (twice := named.most_common(1)[0])[1] > 1:
+            raise ValueError(f"two targets have the directory {twice[0]!r}: leave one of them out")
         return self
 
 

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 Config = TypeVar("Config", bound=BaseModel)
 
 MOST_CONFIG = 2**16  # characters; YAML takes a second for them
+MOST_IGNORED = 3  # signals to end, while the process does
 _SHORT = reprlib.Repr()  # of values given: YAML's aliases make gigabytes of little
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 300, 300
 FAILED_EXIT, USAGE_EXIT, UNITS_FAILED_EXIT, STOPPED_EXIT = 1, 2, 3, 4
@@ -79,8 +80,9 @@ def start(config_class: type[Config], program: str, job: Callable[[Config], None
         try:
             job(config)
         finally:  # Ray takes seconds to end, in which a second Ctrl-C would crash it
+            patience = iter(range(MOST_IGNORED))
             for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_IGN)
+                signal.signal(number, lambda *_: None if next(patience, None) is not None else os._exit(STOPPED_EXIT))
 
     return run(program, then_end)
 

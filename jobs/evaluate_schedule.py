@@ -163,7 +163,7 @@ def evaluate(config: EvaluateSchedule) -> None:
 
 def write_rivals(config: EvaluateSchedule, contenders: Sequence[Contender]) -> None:
     """A directory for each rival that is a schedule, for jobs to run, and to adapt with the same budget as others."""
-    model = [config.model, model_identity(config.model), config.dtype]
+    model = [config.model, model_identity(config.model), resolve_dtype(config.device, config.dtype)]
     fitted_on = {"model": model, "part": "calibrate", "parted_by": config.parted_by}
     for each in contenders:
         if each.is_rival and isinstance(each.method, Schedule):

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -104,7 +104,12 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
         raise UnitsFailed(_say_failed(session.failed, begun.work, job.config.output))
     _check_complete(job.plan, commits, storage)
     ours = storage.guarded(lambda: begun.claim.check(storage))
-    swept = sweep_orphans(ours, commits, begun.history.is_replaced if begun.history is not None else None)
+    is_over: Callable[[str], bool] | None = None if begun.history is None else begun.history.is_replaced
+    if taken_out := job.plan.taken_out:  # which may have come back to another job of this run
+        if _units(read_commits(storage, begun.claim.run)) - _units(commits):
+            raise JobStopped(f"{taken_out[0]!r} or another file is back in the input: start the job again to resume")
+        is_over = lambda _: False  # noqa: E731
+    swept = sweep_orphans(ours, commits, is_over)
     if swept:
         log.info(
             "removed %d spare data files, as of attempts that came second: every row of the output is in others", swept
@@ -112,7 +117,7 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
     if begun.history is not None:
         begun.history.forget_replaced()
     if begun.new.units or not is_manifest_of(storage, job.fingerprint, commits):
-        held = {"files": len(job.plan.files), "rows": job.plan.input_rows}
+        held = {"files": len(job.plan.files) - len(job.plan.taken_out), "rows": job.plan.input_rows}
         if begun.history is not None:
             held = begun.history.describe(commits)
         description = {"fingerprint": job.fingerprint, **job.description, "input": job.description["input"] | held}
@@ -162,7 +167,7 @@ def _begin(job: Preparation, storage: Storage) -> _Begun:
             commits = read_commits(storage, claim.run)
         rows = hold_input(storage, job.plan, begun=bool(commits))
         plan = job.plan.with_done(rows, _units(commits), job.config)
-        if taken_out := sorted(rows.keys() - {file.name for file in job.plan.files}):
+        if taken_out := plan.taken_out:
             files = counted(len(taken_out), "file")
             log.info("%s without a row so far, such as %r, left the input: the run goes on", files, taken_out[0])
     problems = {file.path for file in job.plan.files if file.problem}
@@ -178,7 +183,7 @@ def _begin(job: Preparation, storage: Storage) -> _Begun:
         )
     if claim.resuming and begun.new.units:
         storage.at_first().prove_put_if_absent()  # who began the run may have been allowed more than who goes on
-    if claim.resuming and (begun.new.units or (history is not None and plan.unreadable)):
+    if claim.resuming and (begun.new.units or plan.unreadable):
         remove(storage, Kind.RUN, [SUCCESS_FILE])  # or it would tell readers and schedulers that nothing is left to do
     _say_begun(begun)
     return begun
@@ -193,7 +198,7 @@ def _say_begun(begun: _Begun) -> None:
     if begun.history is None:
         log.info(
             "run %s: %s in %s of %s, %d rows already committed", job.fingerprint, counted(plan.rows, "row"),
-            counted(len(plan.units), "unit"), counted(len(plan.files), "file"), rows,
+            counted(len(plan.units), "unit"), counted(len(plan.files) - len(plan.taken_out), "file"), rows,
         )  # fmt: skip
     elif begun.new.units:
         files = {unit.path for unit in begun.new.units}

@@ -5,7 +5,6 @@ Above it there may be more bridges, over single layers or as corrections.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Self
 
 import torch
@@ -79,7 +78,7 @@ class Bridges:
     def __init__(self, moments: Mapping[int, Moments], own: OwnStates | None = None) -> None:
         """Moments by warm-up depth, and what is needed for bridges above the first."""
         self._moments, self._own = moments, own
-        self._fitted = lru_cache(MOST_FITTED)(self._last)
+        self._fitted: dict[Candidate, Bridge] = {}  # by the constant candidate that it is the last bridge of
 
     def schedule(self, layers: int, candidate: Candidate) -> Schedule:
         """The candidate's schedule with its bridges."""
@@ -87,13 +86,20 @@ class Bridges:
         for end in candidate.ends:
             constant = replace(candidate, growth=((0, end - candidate.warmup),), head=None)
             for count, name in enumerate(candidate.blocks(end)):
-                bridges[name] = self._fitted(layers, replace(constant, apart=candidate.apart[:count]))
+                bridges[name] = self._last(layers, replace(constant, apart=candidate.apart[:count]))
         return candidate.schedule(layers, lambda name, _: bridges[name])
 
     def _last(self, layers: int, constant: Candidate) -> Bridge:
         """The last bridge of a constant candidate, given those below it."""
-        if not constant.apart:
-            return self._moments[constant.warmup].fit(2 * constant.ends[0], constant.ridge, constant.gain)
-        assert self._own is not None
-        below = self.schedule(layers, replace(constant, apart=constant.apart[:-1]))
-        return self._own.fit(below, constant.apart[-1], APART_RIDGE)
+        if constant in self._fitted:
+            return self._fitted[constant]
+        if constant.apart:
+            assert self._own is not None
+            below = self.schedule(layers, replace(constant, apart=constant.apart[:-1]))
+            fitted = self._own.fit(below, constant.apart[-1], APART_RIDGE)
+        else:
+            fitted = self._moments[constant.warmup].fit(2 * constant.ends[0], constant.ridge, constant.gain)
+        if len(self._fitted) >= MOST_FITTED:
+            del self._fitted[next(iter(self._fitted))]
+        self._fitted[constant] = fitted
+        return fitted

@@ -157,8 +157,9 @@ def _publish(
     if manifest["dropped"] and not manifest["rows"]:
         most, rows = max(manifest["dropped"].items(), key=lambda item: item[1])
         log.warning(
-            "all %d rows of %r were dropped, most of them (%d) under %s: look at them in %s, and name other filters",
+            "all %d rows of %r were dropped, most of them (%d) under %s: look at them in %s, and %s",
             sum(manifest["dropped"].values()), config.output, rows, most, job.output,
+            "mend what their errors name" if most == "error" else "name other filters",
         )  # fmt: skip
     return manifest
 

@@ -4,14 +4,29 @@ import hashlib
 import json
 import re
 from dataclasses import asdict, dataclass
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
-from pydantic import PlainSerializer, PlainValidator
+from pydantic import Discriminator, PlainSerializer, PlainValidator, Tag
 
 from engine import EarlyExit, Schedule
 
 FULL_DEPTH = "full depth"
 LONGEST = 200  # of its part in a file name, which file systems hold to 255 bytes
+
+
+def _described(schedule: Schedule) -> dict[str, Any]:
+    """Raises ValueError for one with bridges or other tensors: JSON has none."""
+    if schedule.all_bridges or schedule.prompt_bridge or schedule.adapter or schedule.head_preview:
+        raise ValueError("a schedule with tensors is no JSON")
+    return schedule.to_dict()
+
+
+def _is_exit(value: object) -> bool:
+    return isinstance(value, EarlyExit) or (isinstance(value, dict) and "kind" in value)
+
+
+_Bare = Annotated[Schedule, PlainValidator(Schedule.from_dict), PlainSerializer(_described), Tag("schedule")]
+_Exit = Annotated[EarlyExit, Tag("exit")]
 
 
 @dataclass(frozen=True)
@@ -20,7 +35,7 @@ class Contender:
 
     name: str  # the same at every target, and whatever is done with prompts
     target: float | None  # decode FLOP speed-up it was made for, where it was made for one
-    method: Annotated[Schedule, PlainValidator(Schedule.from_dict), PlainSerializer(Schedule.to_dict)] | EarlyExit
+    method: Annotated[_Bare | _Exit, Discriminator(lambda value: "exit" if _is_exit(value) else "schedule")]
     is_rival: bool = False
     note: str = ""  # how it was fitted to its target
 

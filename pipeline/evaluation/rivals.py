@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 WARMUPS = range(1, 7)  # bottom layers that SkipDecode always runs: the best on the calibration prompts is taken
 EXIT_PROMPTS = 16  # on which the threshold of an exit rule is solved, generating freely at each trial
+FORMAT = 2  # of the records
 TOLERANCE = 0.01  # share of the target by which an exit rule may miss it
 
 
@@ -178,7 +179,7 @@ class SolvedRivals:
     ) -> None:
         """`prompts` are those to calibrate on."""
         self._directory, self._storage = directory, Storage(str(directory))
-        self._basis = [__version__, model_identity, sampling.to_dict(), [list(prompt) for prompt in prompts]]
+        self._basis = [FORMAT, __version__, model_identity, sampling.to_dict(), [list(prompt) for prompt in prompts]]
 
     def solve(
         self, names: Sequence[str], targets: Sequence[float], measure: Callable[[], RivalCalibration]

@@ -70,7 +70,7 @@ class Session:
         self._done = Done()
         self._pending: dict[str, WorkUnit] = {}
         self._stop_reason: JobStopped | JobError | None = None
-        self._stop_deadline = 0.0
+        self._stop_deadline: float | None = None  # of what is in flight, once it stops
         self._spent = False  # a cost ceiling is reached
         self._counted_at = 0.0
         self._copied = len(before)  # commits that a snapshot holds, or that who read them has made one of
@@ -187,21 +187,16 @@ class Session:
             self._stop(JobStopped(said))
 
     @property
-    def _interrupted(self) -> bool:
-        """Whether it stops for nothing but that it was told to."""
-        return self._interruption.signal is not None and str(self._stop_reason) == self._interruption.signal
-
-    @property
     def _why_stopping(self) -> JobStopped | JobError | None:
-        """With how far the run is by now, where a user has stopped it."""
-        if not self._interrupted:
+        """None for one that a user has stopped as it was done anyway."""
+        if self._stop_reason is not None or self._interruption.signal is None or not self._pending:
             return self._stop_reason
         rows = f"{self._totals.rows:,} of {self._plan.rows:,} rows are committed"
-        return JobStopped(f"{self._stop_reason}: {rows}, start the job again to resume")
+        return JobStopped(f"{self._interruption.signal}: {rows}, start the job again to resume")
 
     def _end_if_stopping(self) -> None:
-        """Once nothing is in flight. One that a user has stopped as it was done is done."""
-        if (reason := self._why_stopping) is not None and (self._pending or not self._interrupted):
+        """Once nothing is in flight."""
+        if (reason := self._why_stopping) is not None:
             raise reason
         if self._spent and self._pending:
             check_ceiling(self._task.config, self._totals, self._plan.rows)
@@ -212,15 +207,15 @@ class Session:
 
     def _check(self) -> None:
         """Look for reasons to stop; raises the reason once its time is over."""
-        if self._interruption.signal and self._stop_reason is None:
-            self._stop(JobStopped(self._interruption.signal))
+        if self._interruption.signal:
+            self._stop()
         if self._lease is not None and self._lease.lost:
             self._stop(JobStopped(self._lease.lost))
         now = time.monotonic()
-        if self._stop_reason is not None or self._spent:
+        if self._stop_deadline is not None or self._spent:
             self._board.stop()
-        if (reason := self._why_stopping) is not None and now >= self._stop_deadline:
-            raise reason
+        if self._stop_deadline is not None and now >= self._stop_deadline:
+            self._end_if_stopping()
         if now - self._counted_at < BOARD_INTERVAL_S:
             return
         self._counted_at, counts = now, self._board.read([])
@@ -237,14 +232,13 @@ class Session:
                 "mend that, or raise stall_minutes, and start the job again to resume"
             )
 
-    def _stop(self, reason: JobStopped | JobError) -> None:
-        """Let units in flight finish within the grace, and no other begin."""
-        is_first = self._stop_reason is None
-        if is_first or self._interrupted:
-            self._stop_reason = reason
-        if is_first:
+    def _stop(self, reason: JobStopped | JobError | None = None) -> None:
+        """Let units in flight finish within the grace, and no other begin; without a reason, for a user wants it."""
+        self._stop_reason = self._stop_reason or reason
+        if self._stop_deadline is None:
             grace_s = self._task.config.stop_grace_s
-            log.warning("stopping: %s (units in flight have %g s to end)", reason, grace_s)
+            why = reason or self._interruption.signal
+            log.warning("stopping: %s (units in flight have %g s to end)", why, grace_s)
             self._stop_deadline = time.monotonic() + grace_s
             self._board.stop()
 

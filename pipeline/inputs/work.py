@@ -49,6 +49,7 @@ class InputFile:
     version: str = ""  # in an incremental run: names its units
     problem: str = ""  # why it can't be processed, a sentence; then it has no rows
     misfit: bool = False  # that its columns do not fit is the problem
+    taken_out: bool = False  # of the input, before any row of it was done: it keeps its place in the plan
 
     @property
     def rows(self) -> int:
@@ -75,6 +76,11 @@ class Plan:
     def unreadable(self) -> tuple[tuple[WorkUnit, str], ...]:
         """The first unit of each file that can't be processed, as if it had no rows, and why it can't be."""
         return tuple((_unit(place, file, 0, 0), file.problem) for place, file in enumerate(self.files) if file.problem)
+
+    @property
+    def taken_out(self) -> list[str]:
+        """Names of files that left the input before any row of them was done."""
+        return [file.name for file in self.files if file.taken_out]
 
     def warn_of_unreadable(self) -> None:
         for _, problem in self.unreadable:
@@ -121,7 +127,7 @@ class Plan:
         `done` are ids of units.
         """
         there = {file.name: file for file in self.files}
-        taken_out = [InputFile(name, "", (), pa.schema([]), name) for name in rows if name not in there]
+        taken_out = [InputFile(name, "", (), pa.schema([]), name, taken_out=True) for name in rows if name not in there]
         there |= {file.name: file for file in taken_out}
         begun = tuple(there[name] for name in rows)
         whole = tuple(
@@ -279,7 +285,7 @@ def _read_footer(
         said = one_line(error) if isinstance(error, OSError | pa.ArrowException | JobError) else repr(error)
         way_out = "repair it or take it out"
         if isinstance(error, pa.ArrowInvalid) and not path.lower().endswith(ENDINGS):
-            way_out = "only Parquet is read, so convert it or take it out"
+            way_out = "only Parquet is read, so convert it, or repair or take it out"
             if path.lower().endswith(".jsonl"):
                 way_out += " (generate_dataset.py answers OpenAI batch files with --input-format openai-batch)"
         problem = f"input file {redacted(path)!r} cannot be read as Parquet ({said}): {way_out}"

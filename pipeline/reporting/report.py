@@ -93,7 +93,7 @@ def summary(totals: Totals, layers: int) -> dict[str, str]:
     good = totals.rows - totals.errors
     tokens_per_second = totals.generated_tokens / totals.seconds if totals.seconds else 0.0
     audit = audit_estimate(totals)
-    beside = f"{_flops(totals.flops + totals.flops_audit, totals.audited_speedup)} for whole samples and audits"
+    beside = f"{totals.flops_audit / 1e12:.3f} T FLOPs beside all others, {totals.audited_speedup:.3f}x with them"
     audited = {"audit": f"{audit}; {beside}"} if audit else {}
     prefix = f"; what all prompts begin with, once per replica: {totals.flops_prefix / 1e12:.3f} T beside that"
     return {

@@ -18,7 +18,10 @@ class Unreadable(JobError):
     def __init__(self, path: str, error: Exception, end: int = sys.maxsize) -> None:
         """`end` is behind the last of these rows: no unit that begins before it can be read."""
         said = one_line(error) if isinstance(error, OSError | pa.ArrowException) else repr(error)
-        super().__init__(f"input file {path!r} cannot be read ({said}): repair it or take it out")
+        super().__init__(
+            f"input file {path!r} cannot be read ({said}): repair it or take it out, and start a run "
+            "that is not incremental anew (--fresh)"
+        )
         self.end = end
         self._made_of = path, error, end
 

@@ -60,7 +60,9 @@ class PromptTemplate:
                     if field is None:
                         continue
                     # Attributes and indices would let a template reach into Python objects.
-                    if spec or conversion or not field or any(mark in field for mark in ".["):
+                    if spec or conversion or not field:
+                        raise ValueError(f"{{{field}}} has to be a column's name and no more")
+                    if any(mark in field for mark in ".["):
                         raise ValueError(f"{{{field}}} is not a column name, and nothing within a column can be named")
                     if field.isdecimal():  # to Python a position among arguments, of which there are none
                         raise ValueError(f"{{{field}}} is a number, which cannot name a column: rename the column")

@@ -262,7 +262,7 @@ def test_targets_whose_directories_would_be_one_are_refused(
 ) -> None:
     with pytest.raises(SystemExit):
         parsed(model, tmp_path, "--target-speedups", "1.25", "1.2500001")
-    assert "two targets are alike to six digits" in capsys.readouterr().err
+    assert "two targets have the directory '1.25x'" in capsys.readouterr().err
 
 
 def parsed(model: Path, output: Path, *flags: str) -> calibrate_schedule.CalibrateSchedule:

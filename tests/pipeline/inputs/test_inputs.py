@@ -25,6 +25,7 @@ from pipeline.inputs.work import make_plan
 from pipeline.inspection import inspect, verify
 from pipeline.rows.read import read_units
 from pipeline.rows.template import PromptTemplate
+from pipeline.rows.unit import WorkUnit
 from pipeline.run import run_job
 from pipeline.storage.storage import Storage
 
@@ -205,6 +206,48 @@ def test_a_file_that_never_could_be_read_may_be_taken_out_and_later_be_put_in_wh
     storage.remove(["a.parquet"])
     with pytest.raises(JobError, match=r"input file 'a\.parquet' is gone since"):
         run_job(config, echo)
+
+
+def test_a_file_that_comes_back_while_a_job_goes_on_without_it_is_not_lost(
+    work: Job, put: Put, place: str, echo: EchoBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put("b")
+    storage, config = Storage(place), work()
+    storage.write("a.parquet", b"half a file")
+    InlineSession.stop_after = 1
+    with pytest.raises(JobStopped):
+        run_job(config, echo)
+    storage.remove(["a.parquet"])
+    InlineSession.stop_after = None
+
+    def another(session: InlineSession, unit: WorkUnit) -> None:
+        monkeypatch.setattr(InlineSession, "begin_unit", lambda *_: None)
+        put("a")
+        assert run_job(config, echo).totals.rows == 2 * ROWS
+
+    monkeypatch.setattr(InlineSession, "begin_unit", another)
+    with pytest.raises(JobStopped, match=r"'a\.parquet' or another file is back in the input"):
+        run_job(config, echo)
+    assert committed(config) == [*texts("a"), *texts("b")]
+    assert run_job(config, echo).rows_resumed == 2 * ROWS
+
+
+def test_no_manifest_stands_once_a_file_is_back_that_still_cannot_be_read(
+    work: Job, put: Put, place: str, echo: EchoBackend
+) -> None:
+    put("b")
+    storage, config = Storage(place), work()
+    for is_there in (True, False, True):
+        if is_there:
+            storage.write("a.parquet", b"half a file")
+            with pytest.raises(UnitsFailed):
+                run_job(config, echo)
+        else:
+            storage.remove(["a.parquet"])
+            run_job(config, echo)
+            manifest = json.loads(Storage(config.output).read("_SUCCESS.json") or b"")
+            assert manifest["input"]["files"] == 1
+        assert ("_SUCCESS.json" in Storage(config.output).entries()) == (not is_there)
 
 
 def test_one_half_uploaded_file_fails_alone_and_is_done_once_it_is_whole(

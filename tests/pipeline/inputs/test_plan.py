@@ -285,8 +285,8 @@ def test_an_input_of_which_nothing_can_be_read_is_refused(tmp_path: Path, job: J
 @pytest.mark.parametrize(
     ("name", "way_out"),
     [
-        ("a.csv", "only Parquet is read, so convert it or take it out"),
-        ("a.jsonl.gz", "only Parquet is read, so convert it or take it out"),
+        ("a.csv", "only Parquet is read, so convert it, or repair or take it out"),
+        ("a.jsonl.gz", "only Parquet is read, so convert it, or repair or take it out"),
         ("a.jsonl", "(generate_dataset.py answers OpenAI batch files with --input-format openai-batch)"),
     ],
 )

@@ -64,7 +64,7 @@ def test_what_a_row_says_is_text_and_never_markup(report_of: Callable[..., str])
 def test_what_audits_take_from_the_saving_is_told_beside_it(report_of: Callable[..., str]) -> None:
     totals = Totals(audited=1, flops_prompt=3, flops_decode=1, flops_full_depth=8, flops_audit=12)
     told = summary(totals, LAYERS)["audit"]
-    assert told.endswith("; 0.000 T, 0.500x less than full depth for whole samples and audits")
+    assert told.endswith("; 0.000 T FLOPs beside all others, 0.500x with them")
     html = " ".join(report_of(["text"] * 2, audited={"audited": 1, "flops_audit": 10**20}).split())
     assert "x fewer FLOPs than at full depth for whole samples (0.00x with their audits)," in html
 
