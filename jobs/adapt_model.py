@@ -62,7 +62,10 @@ def adapt(config: AdaptModel) -> None:
     (output / FIGURE_FILE).write_text(learning_curve(done.points), encoding="utf-8")
     (output / CARD_FILE).write_text(_card(config, list(schedules), done), encoding="utf-8", errors="backslashreplace")
     Console().print(_table(done.points))
-    print(f"{time.monotonic() - start:.0f} s; run it with --schedule {output}")
+    print(
+        f"{time.monotonic() - start:.0f} s; run it with --schedule {output}, judge it with evaluate_schedule.py "
+        f"--schedules {output}"
+    )
 
 
 def _read(config: AdaptModel, shape: ModelShape) -> dict[str, Schedule]:

@@ -3,25 +3,28 @@
 python jobs/calibrate_schedule.py --input corpus/ --output schedules/ --target-speedups 1.25 1.45 1.65
 """
 
+import json
 import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from engine import Engine, describe
+from engine import Engine, Schedule, ScheduleError, describe
 from engine.calibration.calibrate import LEAST_ANSWERS, Calibrated, Calibration, check_targets, foreseen_depths
 from engine.calibration.memory import kept_bytes, kept_of, working_bytes
 from engine.calibration.prompts import check_prompt_layers
 from engine.memory import check_memory, free_bytes
+from engine.schedules.schedule_file import SCHEDULE_FILE
 from jobs import command_line
 from jobs.answers import ANSWERS_FILE, AnswersConfig, TargetSpeedup, answer_corpus
 from pipeline.errors import JobError
@@ -35,7 +38,7 @@ from pipeline.storage.settings import Place
 PROGRAM = "calibrate_schedule.py"
 MAPS_FILE = "schedules.svg"
 COLUMNS = (
-    "target", "decode FLOPs", "whole sample", "skipped from step", "on prompts", "head", "KL", "agreement", "directory",
+    "target", "decode FLOPs", "whole sample", "skipped from step", "on prompts", "head", "KL", "agreement",
 )  # fmt: skip
 
 log = logging.getLogger("jobs.calibrate_schedule")
@@ -86,6 +89,7 @@ def calibrate(config: CalibrateSchedule) -> None:
         check_prompt_layers(config.prompt_layers, shape)
     model = config.load_engine(claimed_at(output))
     drawn, made = answer_corpus(config, model, progress, partial(check_sample, config, model), output / ANSWERS_FILE)
+    warn_of_others(output, map(_name, sample_targets or targets), made)
     chosen = (config.prompt_layers, config.whole_head, sample_targets)
     calibration = Calibration(model, drawn, targets, progress, *chosen)
     table, maps = Table(*COLUMNS, title="on held-out answers, teacher-forced", title_justify="left"), []
@@ -94,7 +98,7 @@ def calibrate(config: CalibrateSchedule) -> None:
             name = _name(found.target)
             provenance = {**found.schedule.provenance, "calibrated_on": made}
             replace(found.schedule, provenance=provenance).write(output / name)
-            table.add_row(*_row(found), Text(str(output / name)))
+            table.add_row(*_row(found))
             maps.append((name, found.schedule))
     finally:  # a later target may be out of reach
         if maps:
@@ -102,7 +106,20 @@ def calibrate(config: CalibrateSchedule) -> None:
             Console().print(table)
     meant = "target" if config.prompt_layers is None else "speed-up of the whole sample"
     print(f"{time.monotonic() - start:.0f} s; run one with --schedule {output}/<target>x, or --schedule {output} "
-          f"--target-speedup <{meant}>")  # fmt: skip
+          f"--target-speedup <{meant}>; judge them with evaluate_schedule.py --schedules {output}, train one with "
+          f"adapt_model.py --schedule {output}/<target>x")  # fmt: skip
+
+
+def warn_of_others(output: Path, names: Iterable[str], made: Mapping[str, Any]) -> None:
+    """Say which schedules of an earlier call, from other answers than these, will be written over."""
+    for file in filter(Path.exists, (output / name / SCHEDULE_FILE for name in names)):
+        with suppress(ScheduleError):  # nothing is lost with a damaged one
+            before = Schedule.read(file).provenance.get("calibrated_on")
+            if before and before != json.loads(json.dumps(made)):
+                log.warning(
+                    "the schedule in %s, calibrated on other answers, to %s prompts, will be written over",
+                    file.parent, before.get("prompts"),
+                )  # fmt: skip
 
 
 def check_sample(config: CalibrateSchedule, model: Engine, prompts: Sequence[Sequence[int]]) -> None:

@@ -240,6 +240,8 @@ def read_prompts(
     ]
     if len(prompts) < 2:
         raise JobError(f"the {part} part of {config.input!r} has one usable row: give a larger input")
+    if again := len(prompts) - len({prompt.tokens for prompt in prompts}):
+        log.warning("%d of the prompts are others once more: intervals are narrower than they should be", again)
     return prompts
 
 

@@ -195,8 +195,22 @@ def test_schedules_for_other_targets_are_not_left_among_the_new_ones(model: Path
     assert "40x cannot be met" in refusal("--target-speedups", "1.5", "40")  # those may be written over
 
 
+def test_a_schedule_from_other_answers_is_named_before_it_is_written_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = {"prompts": 500, "sampling": {"stop": ("END",)}}
+    Schedule(4, provenance={"calibrated_on": made}).write(tmp_path / "1.25x")
+    (tmp_path / "1.5x").mkdir()
+    (tmp_path / "1.5x/schedule.json").write_text("{")
+    for now in (made, made | {"prompts": 20}):
+        calibrate_schedule.warn_of_others(tmp_path, ["1.25x", "1.5x", "2x"], now)
+    assert caplog.messages == [
+        f"the schedule in {tmp_path / '1.25x'}, calibrated on other answers, to 500 prompts, will be written over"
+    ]
+
+
 def test_a_rerun_answers_no_prompt_again_and_makes_the_same_schedules(
-    model: Path, calibrated: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+    model: Path, calibrated: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     output, _ = calibrated
     before = Schedule.read(output / "1.05x")
@@ -205,6 +219,7 @@ def test_a_rerun_answers_no_prompt_again_and_makes_the_same_schedules(
     calibrate_schedule.calibrate(config)
     after = Schedule.read(output / "1.05x")
     assert (after.skip_order, after.plateaus) == (before.skip_order, before.plateaus)
+    assert "written over" not in caplog.text
     held_out, earlier = after.provenance["held_out"], before.provenance["held_out"]
     assert held_out["tokens"] == earlier["tokens"]
     assert held_out["kl"] == pytest.approx(earlier["kl"], rel=1e-3)

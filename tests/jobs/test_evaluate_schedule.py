@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from engine import Schedule, Unit, describe
+from engine import Schedule, Tokenizer, Unit, checkpoint_directory, describe
 from engine.schedules import recipes
 from jobs import command_line, evaluate_schedule
 from jobs.evaluate_schedule import (
@@ -20,6 +20,7 @@ from jobs.evaluate_schedule import (
     EvaluateSchedule,
     evaluate,
     read_contenders,
+    read_prompts,
     read_references,
     warn_of_seen_rows,
     with_reference_column,
@@ -151,6 +152,17 @@ def test_references_are_taken_where_the_input_has_them(
         input=str(tmp_path / "in.parquet"), output=tmp_path / "out", rivals=["all"], reference_column=named
     )
     assert with_reference_column(config).reference_column == taken
+
+
+def test_prompts_that_are_alike_are_told_for_intervals_take_them_for_different_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pq.write_table(pa.table({"text": ["a", "b", "a", "a"]}), tmp_path / "in.parquet")
+    given = {"input": str(tmp_path / "in.parquet"), "output": tmp_path / "out", "rivals": ["all"], "part": "all"}
+    config = EvaluateSchedule(**given, model="smollm2-135m-instruct")
+    tokenizer = Tokenizer(checkpoint_directory(config.model))
+    assert len(read_prompts(config, "all", 4, tokenizer, describe(config.model))) == 4
+    assert "2 of the prompts are others once more: intervals are narrower than they should be" in caplog.messages
 
 
 def test_a_reference_that_is_no_text_is_none(caplog: pytest.LogCaptureFixture) -> None:
