@@ -213,7 +213,10 @@ def read_contenders(paths: Sequence[str], shape: ModelShape, settings: StorageCo
             target = None if target is None else float(target)
             place = f"{path.rstrip('/')}/{folder}" if folder else path
             name = str(schedule.provenance.get("name") or PurePosixPath(place).name.removesuffix(".json"))
-            found.append((place, Contender(name.removesuffix(ending(target)), target, schedule)))
+            name = name.removesuffix(ending(target))
+            if (whole := schedule.provenance.get("target_sample_speedup")) is not None:
+                name, target = f"{name}, {whole:g}x of whole samples", None
+            found.append((place, Contender(name, target, schedule)))
     often = Counter(contender.label for _, contender in found)
     # Two calibrations of one target have one name: then where they lie is part of it.
     return [

@@ -58,11 +58,16 @@ def savings_maps(judged: Judged) -> dict[str, list[tuple[int | None, float, Figu
 
 
 def headline(found: Sequence[Figures]) -> str:
-    """The best of the schedules under judgement at each target in five figures, the whole-sample speed-up first."""
+    """The best of the schedules under judgement at each target, and those without one in decoding, in five figures, the
+    whole-sample speed-up first.
+    """
     own = [each for each in found[1:] if not each.is_rival] or found[1:]
+    alike: dict[float | str, list[Figures]] = {}
+    for each in sorted(own, key=lambda each: each.target or 0):
+        alike.setdefault(each.target or each.label, []).append(each)
     lines = []
-    for target in sorted({each.target for each in own}, key=lambda target: target or 0):
-        best = min((each for each in own if each.target == target), key=_loss)
+    for several in alike.values():
+        best = min(several, key=_loss)
         rouge = best.share_of_full_depth["rouge_l"]
         share = f"{_bare(rouge)} of" if rouge else f"{_bare(best.against_full_depth['rouge_l'])} to"
         lines.append(

@@ -116,6 +116,13 @@ def test_two_schedules_of_one_name_are_told_apart_by_where_they_lie(tmp_path: Pa
     assert [each.label for each in found] == ["plain, 1.1x", *names]
 
 
+def test_a_schedule_for_whole_samples_is_called_by_what_they_gain_whatever_decoding_does(tmp_path: Path) -> None:
+    made = {"name": "bridged, adapted, 1x", "target_speedup": 1.0, "target_sample_speedup": 1.4}
+    Schedule(30, provenance=made).write(tmp_path / "1.4x")
+    [contender] = read_contenders([str(tmp_path)], describe("smollm2-135m-instruct"))
+    assert contender.label == "bridged, adapted, 1.4x of whole samples"
+
+
 def test_a_schedule_without_a_name_is_called_as_its_file_or_directory(tmp_path: Path) -> None:
     shape = describe("smollm2-135m-instruct")
     recipe = recipes.skipdecode(shape.layers, warmup=4, max_active=26, min_active=26, horizon=1)

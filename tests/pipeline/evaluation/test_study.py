@@ -186,6 +186,9 @@ def test_the_headline_has_the_whole_sample_first_and_the_best_by_excess_nll(stud
     assert re.search(
         r"x in decoding; excess NLL \d\.\d\d nats a token; ROUGE-L \d\.\d\d of full depth's; repetition", line
     )
+    whole = [replace(found[1], target=None, label=f"{gain}x of whole samples") for gain in (1.5, 2)]
+    said = headline([*found, *whole]).splitlines()
+    assert {each.partition(":")[0] for each in said} == {line.partition(":")[0], *(each.label for each in whole)}
 
 
 def test_a_row_without_a_reference_gives_no_figure_to_compare_with() -> None:
