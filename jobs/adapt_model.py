@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -47,7 +47,7 @@ def adapt(config: AdaptModel) -> None:
     for schedule in schedules.values():
         warn_of_another_model(schedule, config.model, engine.model_identity(config.model))
     done = (train if config.workers == 1 else train_on_cluster)(config, list(schedules.values()))
-    shared = done.learnt_from["shared_prefix_tokens"]
+    shared, made = done.learnt_from["shared_prefix_tokens"], dict[str, Schedule]()
     for (name, before), (after, quality) in zip(schedules.items(), done.trained, strict=True):
         provenance = {
             **before.provenance,
@@ -57,10 +57,11 @@ def adapt(config: AdaptModel) -> None:
             "held_out": {"answers": done.held_out, **quality.figures()},
             "adapted_on": done.learnt_from,
         }
-        replace(after, provenance=provenance).write(output / name)
+        made[name] = replace(after, provenance=provenance)
+        made[name].write(output / name)
     (output / CURVE_FILE).write_text(json.dumps([point._asdict() for point in done.points], indent=1))
     (output / FIGURE_FILE).write_text(learning_curve(done.points), encoding="utf-8")
-    (output / CARD_FILE).write_text(_card(config, list(schedules), done), encoding="utf-8", errors="backslashreplace")
+    (output / CARD_FILE).write_text(_card(config, made, done), encoding="utf-8", errors="backslashreplace")
     Console().print(_table(done.points))
     print(
         f"{time.monotonic() - start:.0f} s; run it with --schedule {output}, judge it with evaluate_schedule.py "
@@ -119,31 +120,40 @@ def _table(points: list[Point]) -> Table:
     table = Table(title="on held-out answers, teacher-forced", title_justify="left")
     for name in ("step", "training loss", "KL", "agreement", "seconds"):
         table.add_column(name, justify="right")
-    for step, *figures, seconds in points:
-        table.add_row(str(step), *(f"{figure:.3f}" for figure in figures), f"{seconds:.0f}")
+    for step, loss, *figures, seconds in points:
+        trained = f"{loss:.3f}" if step else "-"
+        table.add_row(str(step), trained, *(f"{figure:.3f}" for figure in figures), f"{seconds:.0f}")
     return table
 
 
-def _card(config: AdaptModel, names: Sequence[str], done: Training) -> str:
-    """A model card: what this is, and what training changed of each schedule."""
-    rank = max((schedule.adapter.rank for schedule, _ in done.trained if schedule.adapter), default=0)
-    bridges = "bridges" if any(each.bridges or each.prompt_bridge for each, _ in done.trained) else ""
+def _card(config: AdaptModel, made: Mapping[str, Schedule], done: Training) -> str:
+    """A model card: what this is, what it saves, and what training changed of each schedule."""
+    rank = max((schedule.adapter.rank for schedule in made.values() if schedule.adapter), default=0)
+    bridges = "bridges" if any(each.bridges or each.prompt_bridge for each in made.values()) else ""
     what = " and ".join(filter(None, [bridges, f"an adapter of rank {rank}" if rank else ""]))
     rows = "\n".join(
         f"| {f'{name}, ' if name else ''}{when} | {quality.mean_kl:.3f} | {quality.agreement:.3f} |"
-        for name, before, (_, after) in zip(names, done.untrained, done.trained, strict=True)
+        for name, before, (_, after) in zip(made, done.untrained, done.trained, strict=True)
         for when, quality in (("before", before), ("after", after))
     )
-    alone = "" in names
+    saved = "\n".join(
+        f"{f'{name}: ' if name else ''}{schedule.provenance['sample_flop_speedup']:.2f}x fewer FLOPs than full depth "
+        f"for whole samples of the lengths it has learnt from, {schedule.provenance['decode_flop_speedup']:.2f}x in "
+        "decoding.\n"
+        for name, schedule in made.items()
+    )
+    alone = "" in made
     return f"""---
 {ModelCardData(base_model=config.model, library_name="skipdecode").to_yaml()}
 ---
 {"A SkipDecode schedule" if alone else "SkipDecode schedules"} trained on {inline(config.input)}, from \
 {inline(config.schedule) if config.schedule else "full depth"}: {what}. The model's own weights are unchanged.
 Run {"it" if alone else "one of them"} with `python jobs/summarize_corpus.py --model {config.model} --schedule \
-<this directory>{"" if alone else " --target-speedup <x>"} ...`.
+<this directory>{"" if alone else " --target-speedup <x>"} ...`, with the prompt that it has learnt from, or one much \
+like it: {inline(config.prompt)}.
 
-| on held-out answers of full depth, teacher-forced | KL, nats per token | agreement |
+{saved}
+| on {done.held_out} held-out answers of full depth, teacher-forced | KL, nats per token | agreement |
 |---|---|---|
 {rows}
 

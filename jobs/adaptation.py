@@ -166,8 +166,8 @@ def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
     for point in trainer.run(output / CHECKPOINT_FILE, settings):
         points.append(point)
         log.info(
-            "step %d: loss %.3f, held-out KL %.3f, agreement %.3f, %.0f s",
-            point.step, point.loss, point.kl, point.agreement, point.seconds,
+            "step %d: %sheld-out KL %.3f, agreement %.3f, %.0f s", point.step,
+            f"loss {point.loss:.3f}, " if point.step else "", point.kl, point.agreement, point.seconds,
         )  # fmt: skip
         if is_early_look(points, config.steps):
             log.info("at this pace held-out KL ends at about %.3f", reachable_kl(points, config.steps))

@@ -82,7 +82,10 @@ def test_a_calibrated_schedule_is_adapted_and_a_rerun_goes_on(
     curve = json.loads((adapted / adapt_model.CURVE_FILE).read_text())
     assert [point["step"] for point in curve] == [0, 20]
     assert after.provenance["held_out"]["kl"] == pytest.approx(min(point["kl"] for point in curve), abs=1e-4)
-    assert "own weights are unchanged" in (adapted / adapt_model.CARD_FILE).read_text()
+    card = (adapted / adapt_model.CARD_FILE).read_text()
+    assert "own weights are unchanged" in card
+    assert f"\n{after.provenance['sample_flop_speedup']:.2f}x fewer FLOPs than full depth for whole samples" in card
+    assert f"| on {after.provenance['held_out']['answers']} held-out answers of full depth" in card
     assert (adapted / adapt_model.FIGURE_FILE).read_text() == learning_curve([Point(**point) for point in curve])
 
     assert adapt([*arguments, "--steps", "20", "--gate-width", "4", "--adapter-rank", "0"]) == 0
