@@ -26,6 +26,7 @@ from engine import Engine, ModelShape, Schedule, __version__, describe, model_id
 from engine.bootstrap import Bootstrap, Estimate
 from engine.calibration.prompts import check_prompt_layers
 from engine.checkpoints.tokenizer import Tokenizer
+from engine.schedules.schedule_file import SCHEDULE_FILE
 from jobs import command_line
 from jobs.answers import TargetSpeedup
 from jobs.prompts import SUMMARIZE
@@ -175,6 +176,7 @@ def write_rivals(config: EvaluateSchedule, contenders: Sequence[Contender]) -> N
 
 def write_results(config: EvaluateSchedule, study: Study, contenders: Sequence[Contender]) -> None:
     """outputs.parquet, figures.json and report.html of a finished study; prints the table."""
+    log.info("comparing outputs, and drawing the report")
     outputs = read_outputs(study, contenders)
     bootstrap = Bootstrap(len(study.prompts), config.seed)
     found = [figures(each, bootstrap) for each in outputs]
@@ -204,24 +206,24 @@ def with_reference_column(config: EvaluateSchedule) -> EvaluateSchedule:
 
 
 def read_contenders(paths: Sequence[str], shape: ModelShape, settings: StorageConfig | None = None) -> list[Contender]:
-    """Schedules of files and directories, local or by URL. Raises JobError, ScheduleError."""
-    found = []
+    """Schedules of files and directories, local or by URL, each once. Raises JobError, ScheduleError."""
+    found: dict[str, Contender] = {}  # by where they lie
     for path in paths:
         for folder, schedule in read_schedules(path, settings).items():
             schedule.check_fits(shape)
             target = schedule.provenance.get("target_speedup")
             target = None if target is None else float(target)
-            place = f"{path.rstrip('/')}/{folder}" if folder else path
+            place = f"{path.rstrip('/')}/{folder}" if folder else path.rstrip("/")
             name = str(schedule.provenance.get("name") or PurePosixPath(place).name.removesuffix(".json"))
             name = name.removesuffix(ending(target))
             if (whole := schedule.provenance.get("target_sample_speedup")) is not None:
                 name, target = f"{name}, {whole:g}x of whole samples", None
-            found.append((place, Contender(name, target, schedule)))
-    often = Counter(contender.label for _, contender in found)
+            found.setdefault(place.removesuffix(f"/{SCHEDULE_FILE}"), Contender(name, target, schedule))
+    often = Counter(contender.label for contender in found.values())
     # Two calibrations of one target have one name: then where they lie is part of it.
     return [
         contender if often[contender.label] == 1 else replace(contender, name=f"{contender.name} ({path})")
-        for path, contender in found
+        for path, contender in found.items()
     ]
 
 

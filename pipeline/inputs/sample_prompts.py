@@ -174,13 +174,14 @@ def sample_prompts(
             why = prepared[ERROR].drop_null()[0].as_py()
         if rows >= count:
             break
-    which = "all rows" if part == "all" else f"the {part} part, told by a hash of each row's {config.parted_by},"
+    which = "all rows" if part == "all" else f"the {part} part (by a hash of each row's {config.parted_by})"
     if not rows:
         if why is not None:
             raise JobError(
                 f"{bad} of {bad} rows make no prompt ({which} of {config.input!r}); the first one's error: {why}"
             )
-        raise JobError(f"{which} of {config.input!r} make no prompt: give a larger input, or another part (--part)")
+        where = "" if part == "all" else f" in {which}"
+        raise JobError(f"{config.input!r} has no row{where}: give a larger input, or another part (--part)")
     log.info(
         "%d prompts drawn from %s of %s%s%s", min(rows, count), which, config.input,
         f"; it has no more than these, {count} were asked for" if rows < count else "",

@@ -121,6 +121,8 @@ def test_a_schedule_for_whole_samples_is_called_by_what_they_gain_whatever_decod
     Schedule(30, provenance=made).write(tmp_path / "1.4x")
     [contender] = read_contenders([str(tmp_path)], describe("smollm2-135m-instruct"))
     assert contender.label == "bridged, adapted, 1.4x of whole samples"
+    again = [str(tmp_path), f"{tmp_path}/1.4x", f"{tmp_path}/1.4x/schedule.json"]
+    assert read_contenders(again, describe("smollm2-135m-instruct")) == [contender], "judged once"
 
 
 def test_a_schedule_without_a_name_is_called_as_its_file_or_directory(tmp_path: Path) -> None:
