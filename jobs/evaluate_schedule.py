@@ -8,10 +8,11 @@ import json
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
 import pyarrow as pa
@@ -52,6 +53,7 @@ log = logging.getLogger("jobs.evaluate_schedule")
 PROGRAM = "evaluate_schedule.py"
 FIGURES_FILE, OUTPUTS_FILE, WORK_FOLDER = "figures.json", "outputs.parquet", "work"
 REFERENCE = "reference"
+MAY_CHANGE = {"schedules", "rivals", "target_speedups", "prompt_layers", "rows", "threads"}  # options, in a rerun
 RIVALS_FOLDER = "rivals"  # in the work folder as they were solved, beside it as schedules
 
 
@@ -183,6 +185,7 @@ def write_results(config: EvaluateSchedule, study: Study, contenders: Sequence[C
     pq.write_table(combined(outputs), config.output / OUTPUTS_FILE)
     described = config.model_dump(mode="json", exclude_none=True)
     results = {"config": described, "contenders": [asdict(each) for each in found]}
+    warn_of_another_report(config.output / FIGURES_FILE, described, [each.label for each in found])
     (config.output / FIGURES_FILE).write_text(json.dumps(results, indent=1))
     (config.output / REPORT_FILE).write_bytes(render(outputs, found, described).encode(errors="backslashreplace"))
     Console().print(_table(found))
@@ -270,6 +273,16 @@ def warn_of_seen_rows(config: EvaluateSchedule, contenders: Sequence[Contender])
                 "it has seen some of these rows",
                 contender.label, how, record["part"], record["parted_by"], config.part, config.parted_by,
             )  # fmt: skip
+
+
+def warn_of_another_report(figures_file: Path, config: Mapping[str, Any], labels: Sequence[str]) -> None:
+    """Say what an earlier call's report had that the one in its place has not."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # none is there, or no whole one
+        before = json.loads(figures_file.read_text())
+        other = [name for name, was in before["config"].items() if name not in MAY_CHANGE and config.get(name) != was]
+        gone = [each["label"] for each in before["contenders"] if each["label"] not in labels]
+        if said := [*(f"other {name}" for name in other), *(f"{label!r} is not in it" for label in gone)]:
+            log.warning("the report of an earlier call is replaced (%s); its outputs stay", ", ".join(said))
 
 
 def _table(found: Sequence[Figures]) -> Table:

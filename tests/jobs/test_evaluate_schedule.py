@@ -22,6 +22,7 @@ from jobs.evaluate_schedule import (
     read_contenders,
     read_prompts,
     read_references,
+    warn_of_another_report,
     warn_of_seen_rows,
     with_reference_column,
 )
@@ -172,6 +173,22 @@ def test_prompts_that_are_alike_are_told_for_intervals_take_them_for_different_o
     tokenizer = Tokenizer(checkpoint_directory(config.model))
     assert len(read_prompts(config, "all", 4, tokenizer, describe(config.model))) == 4
     assert "2 of the prompts are others once more: intervals are narrower than they should be" in caplog.messages
+
+
+def test_what_an_earlier_report_had_that_its_successor_has_not_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, config = tmp_path / "figures.json", {"rows": 10, "max_new_tokens": 8, "seed": 0}
+    warn_of_another_report(file, config, [])
+    for content in ("{", "[]", json.dumps({"config": config, "contenders": [{"label": "full depth"}]})):
+        file.write_text(content)
+        warn_of_another_report(file, config | {"rows": 20}, ["full depth", "ours, 2x"])
+    assert caplog.messages == []
+    file.write_text(json.dumps({"config": config, "contenders": [{"label": "ours, 2x"}, {"label": "full depth"}]}))
+    warn_of_another_report(file, config | {"max_new_tokens": 9}, ["full depth"])
+    assert caplog.messages == [
+        "the report of an earlier call is replaced (other max_new_tokens, 'ours, 2x' is not in it); its outputs stay"
+    ]
 
 
 def test_a_reference_that_is_no_text_is_none(caplog: pytest.LogCaptureFixture) -> None:
