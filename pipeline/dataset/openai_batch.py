@@ -7,6 +7,7 @@ All requests of a file share one set of sampling parameters here, as they share 
 import hashlib
 import io
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -82,6 +83,8 @@ def read_requests(storage: Storage) -> Requests:
 def _lines_of(storage: Storage) -> Iterator[tuple[int, bytes]]:
     """Lines that are not empty, with their numbers. Raises JobError for what is no file, or a line beyond all use."""
     try:
+        if storage.is_local and not os.path.isfile(storage.root):  # to open a pipe would wait for ever
+            raise FileNotFoundError
         with io.BufferedReader(storage.open_path(storage.root), READ_BYTES) as stream:
             for number in count(1):
                 line = stream.readline(LARGE + 1)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +124,10 @@ def test_what_requests_name_wins_over_the_jobs_flags_and_what_they_do_not_is_the
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="no requests"):
         read_requests(write(tmp_path / "in.jsonl"))
-    with pytest.raises(JobError, match="is no file"):
-        read_requests(Storage(str(tmp_path / "none.jsonl")))
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for name in ("none.jsonl", "pipe.jsonl"):
+        with pytest.raises(JobError, match="is no file"):
+            read_requests(Storage(str(tmp_path / name)))
 
 
 def test_a_compressed_file_is_to_be_unpacked(tmp_path: Path) -> None:
