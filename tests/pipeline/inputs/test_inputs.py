@@ -192,9 +192,7 @@ def test_a_file_that_never_could_be_read_may_be_taken_out_and_later_be_put_in_wh
         put(name)
     storage, config = Storage(place), work()
     storage.write("a.parquet", b"half a file")
-    InlineSession.stop_after = 5
-    with pytest.raises(JobStopped):
-        run_job(config, echo)
+    run_until(config, echo, units=5)
     storage.remove(["a.parquet"])
     assert run_job(config, echo).totals.rows == 2 * ROWS
     assert "1 file without a row so far, such as 'a.parquet', left the input: the run goes on" in caplog.messages
@@ -214,11 +212,8 @@ def test_a_file_that_comes_back_while_a_job_goes_on_without_it_is_not_lost(
     put("b")
     storage, config = Storage(place), work()
     storage.write("a.parquet", b"half a file")
-    InlineSession.stop_after = 1
-    with pytest.raises(JobStopped):
-        run_job(config, echo)
+    run_until(config, echo, units=1)
     storage.remove(["a.parquet"])
-    InlineSession.stop_after = None
 
     def another(session: InlineSession, unit: WorkUnit) -> None:
         monkeypatch.setattr(InlineSession, "begin_unit", lambda *_: None)
