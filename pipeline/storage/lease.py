@@ -75,8 +75,8 @@ class Lease:
     def __enter__(self) -> Self:
         """Waits for as long as it takes to tell whether a holder lives.
 
-        Raises NothingToDo if another job holds it and was seen alive; StorageGone, StorageRefused, for a store too that
-        cannot hold a lease.
+        Raises NothingToDo if another job holds it and was seen alive; JobError if no lease can be written; StorageGone,
+        StorageRefused, for a store too that cannot hold a lease.
         """
         self._take(self._storage.at_first())
         self._thread.start()
@@ -115,6 +115,8 @@ class Lease:
             name = _name(self._number)
             # Refused, the write may still be this one, its answer lost.
             if not storage.write_if_absent(name, content) and _read(storage, name) != content:
+                if max(_numbers(storage), default=0) < self._number:  # numbers never fall: nobody has taken it
+                    raise JobError(f"{name} of {storage.url!r} is in the way, for it is no file: remove it")
                 continue
             if max(_numbers(storage), default=0) > self._number:
                 # Between look and write others took this number, left it, and a later holder removed it.

@@ -170,8 +170,11 @@ class LocalStore(Store):
         return {**self.fs.info(path), "size": found.st_size, "mtime_ns": found.st_mtime_ns}
 
     def whole(self, path: str, limit: int | None) -> bytes:
-        if not stat.S_ISREG(os.stat(path).st_mode):
+        found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode):
             raise Unfit("it is no file")
+        if limit is not None and found.st_size > limit:
+            raise _too_large(limit)
         with open(path, "rb") as file:
             return file.read() if limit is None else _within(file.read(limit + 1), limit)
 
@@ -318,8 +321,12 @@ def store_of(fs: Any) -> Store:
 
 def _within(content: bytes, limit: int) -> bytes:
     if len(content) > limit:
-        raise Unfit(f"it holds more than {limit:,} bytes")
+        raise _too_large(limit)
     return content
+
+
+def _too_large(limit: int) -> Unfit:
+    return Unfit(f"it holds more than {limit:,} bytes")
 
 
 def changed(path: str) -> ObjectChanged:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from servers import BUCKET, S3Server, wait_until
 
-from pipeline.errors import JobStopped, NothingToDo
+from pipeline.errors import JobError, JobStopped, NothingToDo
 from pipeline.storage import lease as leases
 from pipeline.storage.lease import Holder, Lease
 from pipeline.storage.storage import Storage, StorageGone
@@ -156,6 +156,17 @@ def test_a_damaged_lease_is_watched_as_any_other(
     with Lease(storage):
         assert storage.names("_lease") == ["_lease/000000002.json", "_lease/notes.json"]
     assert "another job (_lease/000000001.json is damaged) has not renewed" in caplog.text
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_folder_in_the_place_of_the_next_lease_ends_the_job(storage: Storage, number: int) -> None:
+    if number == 2:
+        write(storage, 1, released=True)
+    in_the_way = Path(storage.path(f"_lease/{number:09d}.json"))
+    in_the_way.mkdir(parents=True)
+    with pytest.raises(JobError, match=rf"^_lease/{number:09d}.json of .* is in the way, for it is no file: remove it$"):
+        Lease(storage).__enter__()
+    assert in_the_way.is_dir()
 
 
 @pytest.mark.usefixtures("lively")
