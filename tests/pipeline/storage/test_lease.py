@@ -164,7 +164,8 @@ def test_a_folder_in_the_place_of_the_next_lease_ends_the_job(storage: Storage, 
         write(storage, 1, released=True)
     in_the_way = Path(storage.path(f"_lease/{number:09d}.json"))
     in_the_way.mkdir(parents=True)
-    with pytest.raises(JobError, match=rf"^_lease/{number:09d}.json of .* is in the way, for it is no file: remove it$"):
+    said = rf"^_lease/{number:09d}.json of .* is in the way, for it is no file: remove it$"
+    with pytest.raises(JobError, match=said):
         Lease(storage).__enter__()
     assert in_the_way.is_dir()
 
