@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,31 @@ from engine.shape import AttentionKind
 
 Linear = Callable[[Tensor], Tensor]  # [N, in] -> [N, out]
 
+RAGGED_THREADS = 3  # of torch's attention are about as fast as one core with `ragged_attention`
 QUERIES = 256  # that attend together: what later ones alone see is not computed for them
 
 _LEAST = 1e-30  # stands for a largest number of zero, to divide by
+
+
+class Seen:
+    """The tokens that each of B rows sees of those that it keeps."""
+
+    def __init__(self, lengths: Sequence[int], window: int | None, device: torch.device) -> None:
+        """Of all its `lengths` [B], or of the last `window`."""
+        self.longest = max(lengths)
+        self.count = sum(min(length, window or length) for length in lengths)
+        self.end = torch.tensor(lengths, device=device)  # [B]
+        self.first = torch.zeros_like(self.end) if window is None else (self.end - window).clamp_(min=0)  # [B]
+        self._mask: Tensor | None = None
+
+    def mask(self, dtype: torch.dtype) -> Tensor:
+        """[B, 1, 1, longest], 0 where a token is seen, -inf elsewhere."""
+        if self._mask is None:
+            slots = torch.arange(self.longest, device=self.end.device)
+            unseen = (slots >= self.end[:, None]) | (slots < self.first[:, None])
+            mask = torch.zeros(unseen.shape, dtype=dtype, device=slots.device)
+            self._mask = mask.masked_fill_(unseen, -torch.inf)[:, None, None]
+        return self._mask
 
 
 class Kernels:
@@ -110,15 +133,19 @@ class Kernels:
         pairs = zip(q.split(lengths), prompts, strict=True)
         return torch.cat([self.prompt_attention(ours, k, v, kind) for ours, (k, v) in pairs])
 
-    def decode_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kind: AttentionKind) -> Tensor:
+    def pads(self, kind: AttentionKind) -> bool:
+        """Whether `decode_attention` computes all that the longest row sees for all rows."""
+        return True
+
+    def decode_attention(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, kind: AttentionKind) -> Tensor:
         """One new token per row attends to its row's cache.
 
         The query heads that share a key/value head are its "query length": grouped heads cost no copy of the cache.
 
         Args:
             q: [B, heads, head_dim].
-            k, v: [B, kv_heads, T, head_dim].
-            mask: [B, 1, 1, T], 0 where a row has a token that the layer sees, -inf elsewhere.
+            k, v: [B, kv_heads, slots, head_dim].
+            seen: the tokens of each row that the layer sees.
             kind: the layer's scale and soft cap.
 
         Returns:
@@ -126,6 +153,7 @@ class Kernels:
         """
         rows, heads, head_dim = q.shape
         grouped = q.view(rows, k.shape[1], -1, head_dim)  # [B, kv_heads, group, head_dim]
+        k, v, mask = k[:, :, : seen.longest], v[:, :, : seen.longest], seen.mask(k.dtype)
         if kind.softcap is None:
             out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=kind.scale)
         else:
@@ -211,6 +239,22 @@ class OneDnnKernels(Kernels):
         products: Tensor = torch.sparse.sampled_addmm(places, x, weight.T, beta=0.0).values()
         return products.view(rows, count)
 
+    def pads(self, kind: AttentionKind) -> bool:
+        """Unless `ragged_attention` does it, on one core."""
+        return kind.softcap is not None or torch.get_num_threads() > RAGGED_THREADS or _ragged_attention() is None
+
+    def decode_attention(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, kind: AttentionKind) -> Tensor:
+        """As above: for 24 rows of 120 to 192 tokens on one core in 0.26 ms, not 0.77 ms; of bfloat16 in 0.21 ms."""
+        ragged = _ragged_attention()
+        if ragged is None or self.pads(kind):
+            return super().decode_attention(q, k, v, seen, kind)
+        rows, heads, head_dim = q.shape
+        first, end, scores = seen.first.numpy(), seen.end.numpy(), torch.empty(rows, heads, seen.longest)
+        ragged.score(q.float().numpy(), _bits(k), first, end, np.float32(kind.scale), scores.numpy())
+        out = torch.empty(rows, heads, head_dim)
+        ragged.weigh(scores.softmax(-1).numpy(), _bits(v), first, end, out.numpy())
+        return out.flatten(1).to(q.dtype)
+
     def largest(self, x: Tensor, count: int) -> Tensor:
         """As above; numpy selects with vector instructions: 256 of 6,144 in 32 rows in 0.4 ms, not 1.2 ms."""
         return torch.from_numpy(np.argpartition(x.numpy(), -count, axis=-1)[:, -count:])
@@ -233,6 +277,12 @@ class HalfOneDnnKernels(OneDnnKernels):
     def inner_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         packed, bias = _packed(weight.to(torch.bfloat16)), None if bias is None else bias.to(torch.bfloat16)
         return lambda x: _times(x.to(torch.bfloat16), packed, bias)
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind, seen: Tensor | None) -> Tensor:
+        """In float32, as `decode_attention`: a tenth faster than torch's in bfloat16, which rounds in between."""
+        if kind.softcap is not None:
+            return super()._attention(q, k, v, kind, seen)
+        return super()._attention(q.float(), k.float(), v.float(), kind, seen).to(q.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """In float32."""
@@ -311,6 +361,21 @@ class _FrozenProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return _rounded_times(gradients[0].contiguous(), ctx.frozen.backward, None), None
+
+
+@cache
+def _ragged_attention() -> ModuleType | None:
+    """None where there is no numba, or none for this Python."""
+    try:
+        from engine import ragged_attention
+    except ImportError:
+        return None
+    return ragged_attention
+
+
+def _bits(x: Tensor) -> Any:
+    """For numba, which knows no bfloat16."""
+    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
 def _packed(weight: Tensor) -> Tensor:

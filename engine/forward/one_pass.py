@@ -19,7 +19,7 @@ from engine.forward.cache import KVCache, RowBlock
 from engine.forward.compiled_parts import PromptMaps
 from engine.forward.operations import Compiled, Operation, RunUnit, unit_plans
 from engine.forward.prompt_pass import Prefix, PromptPass
-from engine.kernels import attended_alone
+from engine.kernels import Seen, attended_alone
 from engine.models.decoder import Attend, Rotations
 from engine.parts.bridge import Bridge
 from engine.schedules.schedule import Schedule
@@ -59,9 +59,7 @@ class Attending:
     tokens: Tensor  # [n]: which of the single tokens, by place
     places: Tensor  # [n]
     positions: Tensor  # [n]
-    longest: int
-    # By window [n, 1, 1, longest], 0 where a token is seen, else -inf; and how many are seen.
-    masks: dict[int | None, tuple[Tensor, int]]
+    seen: dict[int | None, Seen]  # by window
 
 
 class Plans:
@@ -281,10 +279,10 @@ class OnePass:
             pair = group.block.layer(within)[:, group.rows]
             pair[0, group.places, :, group.positions] = k[group.tokens]
             pair[1, group.places, :, group.positions] = v[group.tokens]
-            mask, seen = group.masks[kind.window]
-            keys, values = pair[:, :, :, : group.longest]
-            attended.append(self._kernels.decode_attention(q[group.tokens], keys, values, mask, kind))
-            self.padding += 4 * self._decoder.shape.query_width * (len(group.places) * group.longest - seen)
+            seen = group.seen[kind.window]
+            attended.append(self._kernels.decode_attention(q[group.tokens], pair[0], pair[1], seen, kind))
+            if self._kernels.pads(kind):
+                self.padding += 4 * self._decoder.shape.query_width * (len(group.places) * seen.longest - seen.count)
         return torch.cat(attended)[order]
 
     def _attending_between(self, layer: int, first: int, last: int) -> tuple[list[Attending], Tensor]:
@@ -307,25 +305,15 @@ class OnePass:
             tokens = [token_of[block.seats[place]] for place in places]
             order += tokens
             lengths = [self._lengths[first + token] for token in tokens]
-            ends = torch.tensor(lengths, device=self._device)
-            slots = torch.arange(max(lengths), device=self._device)
-            masks = {}
-            for window in windows:
-                unseen = slots >= ends[:, None]
-                if window is not None:
-                    unseen |= slots < ends[:, None] - window
-                mask = torch.zeros(unseen.shape, dtype=self._cache.dtype, device=self._device)
-                seen = sum(min(length, window or length) for length in lengths)
-                masks[window] = mask.masked_fill_(unseen, -torch.inf)[:, None, None], seen
+            seen = {window: Seen(lengths, window, self._device) for window in windows}
             groups.append(
                 Attending(
                     block,
                     slice(places[0], places[-1] + 1),
                     torch.tensor(tokens, device=self._device),
                     torch.arange(len(places), device=self._device),
-                    ends - 1,
-                    max(lengths),
-                    masks,
+                    torch.tensor(lengths, device=self._device) - 1,
+                    seen,
                 )
             )
         return groups, torch.tensor(order, device=self._device).argsort()

@@ -806,6 +806,7 @@ def test_the_engine_imports_torch_and_the_hugging_face_stack_and_nothing_else() 
     for file in files:
         here = allowed | {"vllm"} if file.parent.name == "vllm" else allowed
         here = here | {"gguf"} if file.name == "gguf_file.py" else here  # as transformers does for such a file
+        here = here | {"numba", "llvmlite"} if file.name == "ragged_attention.py" else here  # which can be missing
         here = here | {"tokenizers"} if file.name == "gguf_tokenizer.py" else here  # what transformers' consist of
         here = here | {"jinja2"} if file.name == "tokenizer.py" else here  # what transformers renders chats by, raises
         for node in ast.walk(ast.parse(file.read_text())):

@@ -13,9 +13,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine import BatchStats, Block, Bridge, Engine, Generation, Ledger, ModelShape, Plateau, Sampling, Schedule
+from engine import (
+    BatchStats,
+    Block,
+    Bridge,
+    Engine,
+    Generation,
+    Ledger,
+    ModelShape,
+    Plateau,
+    Sampling,
+    Schedule,
+    kernels,
+)
 from engine.calibration.prompts import PromptCut, counted_prompt_bridge
-from engine.kernels import Kernels
+from engine.kernels import Kernels, OneDnnKernels, Seen
 from engine.schedules import decays, orders, recipes
 from engine.shape import AttentionKind
 from tests.engine import prompts
@@ -30,9 +42,10 @@ class CountableKernels(Kernels):
     Soft caps, which cost nothing, are left out.
     """
 
-    def decode_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kind: AttentionKind) -> Tensor:
+    def decode_attention(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, kind: AttentionKind) -> Tensor:
+        k, v = (x[:, :, : seen.longest] for x in (k, v))
         grouped = q.view(len(q), k.shape[1], -1, k.shape[3])
-        weights = (grouped @ k.transpose(-1, -2) * kind.scale + mask).softmax(-1)
+        weights = (grouped @ k.transpose(-1, -2) * kind.scale + seen.mask(k.dtype)).softmax(-1)
         return (weights @ v).reshape(len(q), -1)
 
     def prompt_attention(self, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
@@ -51,9 +64,9 @@ class CountableKernels(Kernels):
 class UnpaddedKernels(CountableKernels):
     """Each decode token too with exactly the tokens it may look at: what nobody's output needs is not computed."""
 
-    def decode_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kind: AttentionKind) -> Tensor:
-        rows = zip(q, k.transpose(1, 2), v.transpose(1, 2), mask.flatten(1) == 0, strict=True)
-        return torch.cat([self._attend(query, keys[seen], values[seen], kind) for query, keys, values, seen in rows])
+    def decode_attention(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, kind: AttentionKind) -> Tensor:
+        rows = zip(q, k.transpose(1, 2), v.transpose(1, 2), map(slice, seen.first, seen.end), strict=True)
+        return torch.cat([self._attend(query, keys[own], values[own], kind) for query, keys, values, own in rows])
 
 
 WINDOW = 8  # shorter than most prompts here
@@ -197,6 +210,17 @@ def test_equal_rows_pad_nothing(load: Callable[..., Engine]) -> None:
     sampling = Sampling(max_new_tokens=9, min_new_tokens=9)
     _, stats, _ = generate_counted(engine, random_prompts([7] * 4), sampling, Schedule.full_depth(5), 4)
     assert stats.flops_padding == 0
+
+
+def test_rows_that_each_read_what_they_keep_pad_nothing(
+    load: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "RAGGED_THREADS", torch.get_num_threads())
+    sampling, padding = Sampling(max_new_tokens=9, min_new_tokens=9), {}
+    for each in (Kernels, OneDnnKernels):
+        _, stats, _ = generate_counted(load("grouped heads", each), random_prompts([3, 20]), sampling, None, 2)
+        padding[each] = stats.flops_padding
+    assert padding[Kernels] > 0 == padding[OneDnnKernels]
 
 
 def test_a_batch_reports_its_samples_tokens_and_steps(load: Callable[..., Engine]) -> None:
