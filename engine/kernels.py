@@ -21,16 +21,26 @@ QUERIES = 256  # that attend together: what later ones alone see is not computed
 _LEAST = 1e-30  # stands for a largest number of zero, to divide by
 
 
-class Seen:
-    """The tokens that each of B rows sees of those that it keeps."""
+class Kept:
+    """What B rows of a block have kept, and whose newest tokens attend to it."""
 
-    def __init__(self, lengths: Sequence[int], window: int | None, device: torch.device) -> None:
-        """Of all its `lengths` [B], or of the last `window`."""
+    def __init__(self, tokens: Sequence[int], lengths: Sequence[int], window: int | None, device: torch.device) -> None:
+        """Rows of `lengths` [B], their newest token included, which is one of `tokens` [B] of those that attend.
+        Each sees all that its row keeps, or the last `window`.
+        """
         self.longest = max(lengths)
-        self.count = sum(min(length, window or length) for length in lengths)
+        self.seen = sum(min(length, window or length) for length in lengths)
+        self.tokens = torch.tensor(tokens, device=device)  # [B]
+        self.rows = torch.arange(len(tokens), device=device)  # [B]
         self.end = torch.tensor(lengths, device=device)  # [B]
+        self.newest = self.end - 1  # [B]
         self.first = torch.zeros_like(self.end) if window is None else (self.end - window).clamp_(min=0)  # [B]
         self._mask: Tensor | None = None
+
+    @property
+    def padding(self) -> int:
+        """How many tokens rows would read beyond what they see, if all read as many as the longest."""
+        return len(self.rows) * self.longest - self.seen
 
     def mask(self, dtype: torch.dtype) -> Tensor:
         """[B, 1, 1, longest], 0 where a token is seen, -inf elsewhere."""
@@ -134,26 +144,40 @@ class Kernels:
         return torch.cat([self.prompt_attention(ours, k, v, kind) for ours, (k, v) in pairs])
 
     def pads(self, kind: AttentionKind) -> bool:
-        """Whether `decode_attention` computes all that the longest row sees for all rows."""
+        """Whether `decode_attention` reads as many tokens for each row of a block as for the longest."""
         return True
 
-    def decode_attention(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, kind: AttentionKind) -> Tensor:
-        """One new token per row attends to its row's cache.
-
-        The query heads that share a key/value head are its "query length": grouped heads cost no copy of the cache.
+    def decode_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[tuple[Tensor, Kept]], kind: AttentionKind
+    ) -> Tensor:
+        """One new token per row joins its row's cache, and attends to it.
 
         Args:
-            q: [B, heads, head_dim].
-            k, v: [B, kv_heads, slots, head_dim].
-            seen: the tokens of each row that the layer sees.
+            q: [N, heads, head_dim].
+            k, v: [N, kv_heads, head_dim].
+            blocks: keys and values [2, B, kv_heads, slots, head_dim] of rows that have places side by side, changed,
+                and what these rows see.
             kind: the layer's scale and soft cap.
 
         Returns:
-            [B, heads * head_dim].
+            [N, heads * head_dim].
+        """
+        out = q.new_empty(len(q), q.shape[1] * q.shape[2])
+        for pair, kept in blocks:
+            pair[0, kept.rows, :, kept.newest] = k[kept.tokens]
+            pair[1, kept.rows, :, kept.newest] = v[kept.tokens]
+            keys, values = pair[:, :, :, : kept.longest]
+            out[kept.tokens] = self.kept_attention(q[kept.tokens], keys, values, kept, kind)
+        return out
+
+    def kept_attention(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept, kind: AttentionKind) -> Tensor:
+        """Of one token per row, [B, heads * head_dim].
+
+        The query heads that share a key/value head are its "query length": grouped heads cost no copy of the cache.
+        q is [B, heads, head_dim], k and v are [B, kv_heads, longest, head_dim].
         """
         rows, heads, head_dim = q.shape
-        grouped = q.view(rows, k.shape[1], -1, head_dim)  # [B, kv_heads, group, head_dim]
-        k, v, mask = k[:, :, : seen.longest], v[:, :, : seen.longest], seen.mask(k.dtype)
+        grouped, mask = q.view(rows, k.shape[1], -1, head_dim), kept.mask(k.dtype)  # [B, kv_heads, group, head_dim]
         if kind.softcap is None:
             out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=kind.scale)
         else:
@@ -243,16 +267,20 @@ class OneDnnKernels(Kernels):
         """Unless `ragged_attention` does it, on one core."""
         return kind.softcap is not None or torch.get_num_threads() > RAGGED_THREADS or _ragged_attention() is None
 
-    def decode_attention(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, kind: AttentionKind) -> Tensor:
+    def decode_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[tuple[Tensor, Kept]], kind: AttentionKind
+    ) -> Tensor:
         """As above: for 24 rows of 120 to 192 tokens on one core in 0.26 ms, not 0.77 ms; of bfloat16 in 0.21 ms."""
         ragged = _ragged_attention()
         if ragged is None or self.pads(kind):
-            return super().decode_attention(q, k, v, seen, kind)
-        rows, heads, head_dim = q.shape
-        first, end, scores = seen.first.numpy(), seen.end.numpy(), torch.empty(rows, heads, seen.longest)
-        ragged.score(q.float().numpy(), _bits(k), first, end, np.float32(kind.scale), scores.numpy())
-        out = torch.empty(rows, heads, head_dim)
-        ragged.weigh(scores.softmax(-1).numpy(), _bits(v), first, end, out.numpy())
+            return super().decode_attention(q, k, v, blocks, kind)
+        out = torch.empty(q.shape)
+        queries, keys, values = (_bits(x.contiguous()) for x in (q.float(), k, v))
+        for pair, kept in blocks:
+            tokens, first, end = kept.tokens.numpy(), kept.first.numpy(), kept.end.numpy()
+            scores = torch.empty(len(tokens), q.shape[1], kept.longest)
+            ragged.score(queries, keys, _bits(pair[0]), tokens, first, end, np.float32(kind.scale), scores.numpy())
+            ragged.weigh(scores.softmax(-1).numpy(), values, _bits(pair[1]), tokens, first, end, out.numpy())
         return out.flatten(1).to(q.dtype)
 
     def largest(self, x: Tensor, count: int) -> Tensor:
@@ -374,7 +402,7 @@ def _ragged_attention() -> ModuleType | None:
 
 
 def _bits(x: Tensor) -> Any:
-    """For numba, which knows no bfloat16."""
+    """For numba, which knows no bfloat16: the same memory."""
     return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
 
 

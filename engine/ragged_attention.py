@@ -19,20 +19,23 @@ _LOOSE = {"reassoc", "contract", "nsz"}
 
 
 @njit(nogil=True, fastmath=_LOOSE)
-def score(q: Any, keys: Any, first: Any, end: Any, scale: Any, scores: Any) -> None:
+def score(q: Any, k: Any, keys: Any, tokens: Any, first: Any, end: Any, scale: Any, scores: Any) -> None:
     """Scaled products of queries with the keys that they see, -inf for others.
 
     Args:
-        q: [B, heads, head_dim], float32.
-        keys: [B, kv_heads, slots, head_dim], float32, or the bits of bfloat16 as uint16.
-        first, end: [B], the tokens that a row sees.
+        q: [N, heads, head_dim], float32.
+        k: [N, kv_heads, head_dim], float32, or the bits of bfloat16 as uint16.
+        keys: [B, kv_heads, slots, head_dim], of the same; each row's new key is written.
+        tokens: [B], which of the N is a row's.
+        first, end: [B], what a row sees, its new key last.
         scale: float32.
         scores: [B, heads, longest], written.
     """
     _, kv_heads, slots, head_dim = keys.shape
     group, row_bytes = q.shape[1] // kv_heads, head_dim * keys.itemsize
-    for row in range(len(q)):
+    for row, token_of in enumerate(tokens):
         for kv_head in range(kv_heads):
+            keys[row, kv_head, end[row] - 1] = k[token_of, kv_head]
             start = keys.ctypes.data + (row * kv_heads + kv_head) * slots * row_bytes
             for head in range(kv_head * group, (kv_head + 1) * group):
                 for token in range(scores.shape[2]):
@@ -43,24 +46,24 @@ def score(q: Any, keys: Any, first: Any, end: Any, scale: Any, scores: Any) -> N
                 for head in range(kv_head * group, (kv_head + 1) * group):
                     product = np.float32(0)
                     for i in range(head_dim):
-                        product += q[row, head, i] * _wide(keys[row, kv_head, token, i])
+                        product += q[token_of, head, i] * _wide(keys[row, kv_head, token, i])
                     scores[row, head, token] = product * scale
 
 
 @njit(nogil=True, fastmath=_LOOSE)
-def weigh(weights: Any, values: Any, first: Any, end: Any, out: Any) -> None:
+def weigh(weights: Any, v: Any, values: Any, tokens: Any, first: Any, end: Any, out: Any) -> None:
     """Values that each row sees, weighted.
 
     Args:
         weights: [B, heads, longest], float32.
-        values: as keys of `score`.
-        first, end: [B], the tokens that a row sees.
-        out: [B, heads, head_dim], written.
+        v, values, tokens, first, end: as for `score`.
+        out: [N, heads, head_dim], written where `tokens` says.
     """
     _, kv_heads, slots, head_dim = values.shape
     group, row_bytes = out.shape[1] // kv_heads, head_dim * values.itemsize
-    for row in range(len(out)):
+    for row, token_of in enumerate(tokens):
         for kv_head in range(kv_heads):
+            values[row, kv_head, end[row] - 1] = v[token_of, kv_head]
             start = values.ctypes.data + (row * kv_heads + kv_head) * slots * row_bytes
             own = np.zeros((group, head_dim), np.float32)
             for token in range(first[row], end[row]):
@@ -72,7 +75,7 @@ def weigh(weights: Any, values: Any, first: Any, end: Any, out: Any) -> None:
                         own[head, i] += weight * _wide(values[row, kv_head, token, i])
             for head in range(group):
                 for i in range(head_dim):
-                    out[row, kv_head * group + head, i] = own[head, i]
+                    out[token_of, kv_head * group + head, i] = own[head, i]
 
 
 @intrinsic

@@ -8,7 +8,6 @@ answers, go through `PromptPass`.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from engine.forward.cache import KVCache, RowBlock
 from engine.forward.compiled_parts import PromptMaps
 from engine.forward.operations import Compiled, Operation, RunUnit, unit_plans
 from engine.forward.prompt_pass import Prefix, PromptPass
-from engine.kernels import Seen, attended_alone
+from engine.kernels import Kept, attended_alone
 from engine.models.decoder import Attend, Rotations
 from engine.parts.bridge import Bridge
 from engine.schedules.schedule import Schedule
@@ -50,16 +49,12 @@ class Slice(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Attending:
+class Attending(NamedTuple):
     """Rows of a block whose single tokens attend together."""
 
     block: RowBlock
     rows: slice  # of the block
-    tokens: Tensor  # [n]: which of the single tokens, by place
-    places: Tensor  # [n]
-    positions: Tensor  # [n]
-    seen: dict[int | None, Seen]  # by window
+    kept: dict[int | None, Kept]  # by window
 
 
 class Plans:
@@ -155,7 +150,7 @@ class OnePass:
             decoding[row.plateau] += 1
         self.slices = list(plans.slices(self.bulk, self.whole, self.last, decoding))
         self.padding = 0  # FLOPs computed for nobody: rows that attend together read on to the longest of them
-        self._attending: dict[tuple[int, int, int], tuple[list[Attending], Tensor]] = {}
+        self._attending: dict[tuple[int, int, int], list[Attending]] = {}
         self._stopped: Tensor | None = None
         for prompt in entering:
             if prompt.shared:
@@ -273,47 +268,33 @@ class OnePass:
         """Of the single tokens from `first` to `last`, each to its row's cache, which it joins."""
         within = self._cache.place[layer][1]
         kind = self._decoder.shape.attention_kind(layer)
-        groups, order = self._attending_between(layer, first, last)
-        attended = []
-        for group in groups:
-            pair = group.block.layer(within)[:, group.rows]
-            pair[0, group.places, :, group.positions] = k[group.tokens]
-            pair[1, group.places, :, group.positions] = v[group.tokens]
-            seen = group.seen[kind.window]
-            attended.append(self._kernels.decode_attention(q[group.tokens], pair[0], pair[1], seen, kind))
+        blocks = []
+        for group in self._attending_between(layer, first, last):
+            kept = group.kept[kind.window]
+            blocks.append((group.block.layer(within)[:, group.rows], kept))
             if self._kernels.pads(kind):
-                self.padding += 4 * self._decoder.shape.query_width * (len(group.places) * seen.longest - seen.count)
-        return torch.cat(attended)[order]
+                self.padding += 4 * self._decoder.shape.query_width * kept.padding
+        return self._kernels.decode_attention(q, k, v, blocks, kind)
 
-    def _attending_between(self, layer: int, first: int, last: int) -> tuple[list[Attending], Tensor]:
+    def _attending_between(self, layer: int, first: int, last: int) -> list[Attending]:
         """As `_attending_in`, made once."""
         where = (self._cache.place[layer][0], first, last)
         if where not in self._attending:
             self._attending[where] = self._attending_in(*where)
         return self._attending[where]
 
-    def _attending_in(self, span: int, first: int, last: int) -> tuple[list[Attending], Tensor]:
-        """The single tokens from `first` to `last` by block, and where each of them is among these."""
+    def _attending_in(self, span: int, first: int, last: int) -> list[Attending]:
+        """The single tokens from `first` to `last` by block."""
         token_of = {seat: token for token, seat in enumerate(self._seats[first:last])}
         windows = {self._decoder.shape.attention_kind(layer).window for layer in self._plans.spans[span]}
-        groups, order = [], []
+        groups = []
         for block in self._cache.blocks(span):
             # Rows that enter stand after the others, so those wanted stand side by side.
             places = [place for place, seat in enumerate(block.seats) if seat in token_of]
             if not places:
                 continue
             tokens = [token_of[block.seats[place]] for place in places]
-            order += tokens
             lengths = [self._lengths[first + token] for token in tokens]
-            seen = {window: Seen(lengths, window, self._device) for window in windows}
-            groups.append(
-                Attending(
-                    block,
-                    slice(places[0], places[-1] + 1),
-                    torch.tensor(tokens, device=self._device),
-                    torch.arange(len(places), device=self._device),
-                    torch.tensor(lengths, device=self._device) - 1,
-                    seen,
-                )
-            )
-        return groups, torch.tensor(order, device=self._device).argsort()
+            kept = {window: Kept(tokens, lengths, window, self._device) for window in windows}
+            groups.append(Attending(block, slice(places[0], places[-1] + 1), kept))
+        return groups

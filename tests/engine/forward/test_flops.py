@@ -27,7 +27,7 @@ from engine import (
     kernels,
 )
 from engine.calibration.prompts import PromptCut, counted_prompt_bridge
-from engine.kernels import Kernels, OneDnnKernels, Seen
+from engine.kernels import Kept, Kernels, OneDnnKernels
 from engine.schedules import decays, orders, recipes
 from engine.shape import AttentionKind
 from tests.engine import prompts
@@ -42,10 +42,9 @@ class CountableKernels(Kernels):
     Soft caps, which cost nothing, are left out.
     """
 
-    def decode_attention(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, kind: AttentionKind) -> Tensor:
-        k, v = (x[:, :, : seen.longest] for x in (k, v))
+    def kept_attention(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept, kind: AttentionKind) -> Tensor:
         grouped = q.view(len(q), k.shape[1], -1, k.shape[3])
-        weights = (grouped @ k.transpose(-1, -2) * kind.scale + seen.mask(k.dtype)).softmax(-1)
+        weights = (grouped @ k.transpose(-1, -2) * kind.scale + kept.mask(k.dtype)).softmax(-1)
         return (weights @ v).reshape(len(q), -1)
 
     def prompt_attention(self, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind) -> Tensor:
@@ -64,9 +63,9 @@ class CountableKernels(Kernels):
 class UnpaddedKernels(CountableKernels):
     """Each decode token too with exactly the tokens it may look at: what nobody's output needs is not computed."""
 
-    def decode_attention(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, kind: AttentionKind) -> Tensor:
-        rows = zip(q, k.transpose(1, 2), v.transpose(1, 2), map(slice, seen.first, seen.end), strict=True)
-        return torch.cat([self._attend(query, keys[own], values[own], kind) for query, keys, values, own in rows])
+    def kept_attention(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept, kind: AttentionKind) -> Tensor:
+        rows = zip(q, k.transpose(1, 2), v.transpose(1, 2), map(slice, kept.first, kept.end), strict=True)
+        return torch.cat([self._attend(query, keys[seen], values[seen], kind) for query, keys, values, seen in rows])
 
 
 WINDOW = 8  # shorter than most prompts here
