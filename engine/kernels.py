@@ -21,7 +21,7 @@ QUERIES = 256  # that attend together: what later ones alone see is not computed
 _LEAST = 1e-30  # stands for a largest number of zero, to divide by
 
 
-class Kept:
+class KeptRows:
     """What B rows of a block have kept, and whose newest tokens attend to it."""
 
     def __init__(self, tokens: Sequence[int], lengths: Sequence[int], window: int | None, device: torch.device) -> None:
@@ -148,7 +148,7 @@ class Kernels:
         return True
 
     def decode_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[tuple[Tensor, Kept]], kind: AttentionKind
+        self, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[tuple[Tensor, KeptRows]], kind: AttentionKind
     ) -> Tensor:
         """One new token per row joins its row's cache, and attends to it.
 
@@ -170,7 +170,7 @@ class Kernels:
             out[kept.tokens] = self.kept_attention(q[kept.tokens], keys, values, kept, kind)
         return out
 
-    def kept_attention(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept, kind: AttentionKind) -> Tensor:
+    def kept_attention(self, q: Tensor, k: Tensor, v: Tensor, kept: KeptRows, kind: AttentionKind) -> Tensor:
         """Of one token per row, [B, heads * head_dim].
 
         The query heads that share a key/value head are its "query length": grouped heads cost no copy of the cache.
@@ -268,7 +268,7 @@ class OneDnnKernels(Kernels):
         return kind.softcap is not None or torch.get_num_threads() > RAGGED_THREADS or _ragged_attention() is None
 
     def decode_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[tuple[Tensor, Kept]], kind: AttentionKind
+        self, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[tuple[Tensor, KeptRows]], kind: AttentionKind
     ) -> Tensor:
         """As above: for 24 rows of 120 to 192 tokens on one core in 0.26 ms, not 0.77 ms; of bfloat16 in 0.21 ms."""
         ragged = _ragged_attention()

@@ -18,7 +18,7 @@ from engine.forward.cache import KVCache, RowBlock
 from engine.forward.compiled_parts import PromptMaps
 from engine.forward.operations import Compiled, Operation, RunUnit, unit_plans
 from engine.forward.prompt_pass import Prefix, PromptPass
-from engine.kernels import Kept, attended_alone
+from engine.kernels import KeptRows, attended_alone
 from engine.models.decoder import Attend, Rotations
 from engine.parts.bridge import Bridge
 from engine.schedules.schedule import Schedule
@@ -54,7 +54,7 @@ class Attending(NamedTuple):
 
     block: RowBlock
     rows: slice  # of the block
-    kept: dict[int | None, Kept]  # by window
+    kept: dict[int | None, KeptRows]  # by window
 
 
 class Plans:
@@ -295,6 +295,6 @@ class OnePass:
                 continue
             tokens = [token_of[block.seats[place]] for place in places]
             lengths = [self._lengths[first + token] for token in tokens]
-            kept = {window: Kept(tokens, lengths, window, self._device) for window in windows}
+            kept = {window: KeptRows(tokens, lengths, window, self._device) for window in windows}
             groups.append(Attending(block, slice(places[0], places[-1] + 1), kept))
         return groups

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine import kernels
-from engine.kernels import HalfOneDnnKernels, Kept, Kernels, OneDnnKernels
+from engine.kernels import HalfOneDnnKernels, KeptRows, Kernels, OneDnnKernels
 from engine.shape import AttentionKind
 
 HEADS = [(4, 1), (4, 2), (4, 4), (9, 3)]
@@ -22,8 +22,8 @@ def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "RAGGED_THREADS", torch.get_num_threads())
 
 
-def kept_by(tokens: Sequence[int], lengths: Sequence[int], window: int | None = None) -> Kept:
-    return Kept(tokens, lengths, window, torch.device("cpu"))
+def kept_by(tokens: Sequence[int], lengths: Sequence[int], window: int | None = None) -> KeptRows:
+    return KeptRows(tokens, lengths, window, torch.device("cpu"))
 
 
 def one_by_one(q: Tensor, pair: Tensor, lengths: Sequence[int], kind: AttentionKind) -> Tensor:

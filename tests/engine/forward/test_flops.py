@@ -27,7 +27,7 @@ from engine import (
     kernels,
 )
 from engine.calibration.prompts import PromptCut, counted_prompt_bridge
-from engine.kernels import Kept, Kernels, OneDnnKernels
+from engine.kernels import KeptRows, Kernels, OneDnnKernels
 from engine.schedules import decays, orders, recipes
 from engine.shape import AttentionKind
 from tests.engine import prompts
@@ -42,7 +42,7 @@ class CountableKernels(Kernels):
     Soft caps, which cost nothing, are left out.
     """
 
-    def kept_attention(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept, kind: AttentionKind) -> Tensor:
+    def kept_attention(self, q: Tensor, k: Tensor, v: Tensor, kept: KeptRows, kind: AttentionKind) -> Tensor:
         grouped = q.view(len(q), k.shape[1], -1, k.shape[3])
         weights = (grouped @ k.transpose(-1, -2) * kind.scale + kept.mask(k.dtype)).softmax(-1)
         return (weights @ v).reshape(len(q), -1)
@@ -63,7 +63,7 @@ class CountableKernels(Kernels):
 class UnpaddedKernels(CountableKernels):
     """Each decode token too with exactly the tokens it may look at: what nobody's output needs is not computed."""
 
-    def kept_attention(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept, kind: AttentionKind) -> Tensor:
+    def kept_attention(self, q: Tensor, k: Tensor, v: Tensor, kept: KeptRows, kind: AttentionKind) -> Tensor:
         rows = zip(q, k.transpose(1, 2), v.transpose(1, 2), map(slice, kept.first, kept.end), strict=True)
         return torch.cat([self._attend(query, keys[seen], values[seen], kind) for query, keys, values, seen in rows])
 
