@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -393,7 +394,12 @@ class _FrozenProduct(torch.autograd.Function):
 
 @cache
 def _ragged_attention() -> ModuleType | None:
-    """None where there is no numba, or none for this Python."""
+    """None where there is no numba, or none for this Python; and beside vLLM, which looks into every module that is
+    loaded when it starts on a CPU, and fails at numba's.
+    """
+    vllm = find_spec("vllm")
+    if vllm is not None and vllm.origin is not None:  # more than a folder of that name
+        return None
     try:
         from engine import ragged_attention
     except ImportError:

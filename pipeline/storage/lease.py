@@ -114,8 +114,8 @@ class Lease:
             self._number, content = newest + 1, self._holder.to_json()
             name = _name(self._number)
             # Refused, the write may still be this one, its answer lost.
-            if not storage.write_if_absent(name, content) and _read(storage, name) != content:
-                if max(_numbers(storage), default=0) < self._number:  # numbers never fall: nobody has taken it
+            if not storage.write_if_absent(name, content) and (standing := _read(storage, name)) != content:
+                if standing == b"" and self._number not in _numbers(storage):  # where a damaged file would be
                     raise JobError(f"{name} of {storage.url!r} is in the way, for it is no file: remove it")
                 continue
             if max(_numbers(storage), default=0) > self._number:

@@ -1,6 +1,8 @@
 """The newest token of each row attends to what its row keeps and its layer sees, whatever else the cache holds."""
 
+import sys
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import engine
 from engine import kernels
 from engine.kernels import HalfOneDnnKernels, KeptRows, Kernels, OneDnnKernels
 from engine.shape import AttentionKind
@@ -116,10 +119,14 @@ def test_what_is_no_number_is_seen_where_it_is_and_nowhere_else(dtype: torch.dty
     torch.testing.assert_close(third[2:], torch.ones_like(third[2:]))
 
 
-@pytest.mark.parametrize("why", ["no numba", "many threads", "a soft cap"])
+@pytest.mark.parametrize("why", ["no numba", "vLLM", "many threads", "a soft cap"])
 def test_torchs_attention_stands_in_and_pads(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_ragged_attention", kernels._ragged_attention.__wrapped__)  # asked anew
     if why == "no numba":
-        monkeypatch.setattr(kernels, "_ragged_attention", lambda: None)
+        monkeypatch.setitem(sys.modules, "engine.ragged_attention", None)
+        monkeypatch.delattr(engine, "ragged_attention", raising=False)
+    elif why == "vLLM":
+        monkeypatch.setattr(kernels, "find_spec", lambda name: ModuleSpec(name, None, origin="there"))
     elif why == "many threads":
         monkeypatch.setattr(kernels, "RAGGED_THREADS", 0)
     kind = AttentionKind(0.3, None, 20.0) if why == "a soft cap" else PLAIN
