@@ -18,6 +18,16 @@ _LINE = 64  # bytes of a cache line
 _LOOSE = {"reassoc", "contract", "nsz"}
 
 
+@njit(nogil=True)
+def _ask_for(kept: Any, row: Any, kv_head: Any, token: Any) -> None:
+    """That a token's keys or values come into the cache; beyond the last slot, what follows."""
+    _, kv_heads, slots, head_dim = kept.shape
+    token_bytes = head_dim * kept.itemsize
+    start = kept.ctypes.data + ((row * kv_heads + kv_head) * slots + token) * token_bytes
+    for line in range(0, token_bytes, _LINE):
+        _prefetch(start + line)
+
+
 @njit(nogil=True, fastmath=_LOOSE)
 def score(q: Any, k: Any, keys: Any, tokens: Any, first: Any, end: Any, scale: Any, scores: Any) -> None:
     """Scaled products of queries with the keys that they see, -inf for others.
@@ -31,18 +41,17 @@ def score(q: Any, k: Any, keys: Any, tokens: Any, first: Any, end: Any, scale: A
         scale: float32.
         scores: [B, heads, longest], written.
     """
-    _, kv_heads, slots, head_dim = keys.shape
-    group, row_bytes = q.shape[1] // kv_heads, head_dim * keys.itemsize
+    _, kv_heads, _, head_dim = keys.shape
+    group = q.shape[1] // kv_heads
     for row, token_of in enumerate(tokens):
         for kv_head in range(kv_heads):
-            keys[row, kv_head, end[row] - 1] = k[token_of, kv_head]
-            start = keys.ctypes.data + (row * kv_heads + kv_head) * slots * row_bytes
+            for i in range(head_dim):  # slices would take a second more to compile
+                keys[row, kv_head, end[row] - 1, i] = k[token_of, kv_head, i]
             for head in range(kv_head * group, (kv_head + 1) * group):
                 for token in range(scores.shape[2]):
                     scores[row, head, token] = -np.inf
             for token in range(first[row], end[row]):
-                for line in range(0, row_bytes, _LINE):
-                    _prefetch(start + (token + AHEAD) * row_bytes + line)
+                _ask_for(keys, row, kv_head, token + AHEAD)
                 for head in range(kv_head * group, (kv_head + 1) * group):
                     product = np.float32(0)
                     for i in range(head_dim):
@@ -59,16 +68,15 @@ def weigh(weights: Any, v: Any, values: Any, tokens: Any, first: Any, end: Any, 
         v, values, tokens, first, end: as for `score`.
         out: [N, heads, head_dim], written where `tokens` says.
     """
-    _, kv_heads, slots, head_dim = values.shape
-    group, row_bytes = out.shape[1] // kv_heads, head_dim * values.itemsize
+    _, kv_heads, _, head_dim = values.shape
+    group = out.shape[1] // kv_heads
     for row, token_of in enumerate(tokens):
         for kv_head in range(kv_heads):
-            values[row, kv_head, end[row] - 1] = v[token_of, kv_head]
-            start = values.ctypes.data + (row * kv_heads + kv_head) * slots * row_bytes
+            for i in range(head_dim):
+                values[row, kv_head, end[row] - 1, i] = v[token_of, kv_head, i]
             own = np.zeros((group, head_dim), np.float32)
             for token in range(first[row], end[row]):
-                for line in range(0, row_bytes, _LINE):
-                    _prefetch(start + (token + AHEAD) * row_bytes + line)
+                _ask_for(values, row, kv_head, token + AHEAD)
                 for head in range(group):
                     weight = weights[row, kv_head * group + head, token]
                     for i in range(head_dim):
