@@ -106,7 +106,7 @@ class KVCache:
     def __init__(
         self, shape: ModelShape, spans: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._shape, self.dtype, self._device = shape, dtype, device
+        self._shape, self._dtype, self._device = shape, dtype, device
         self.spans = spans
         self.place = {layer: (s, i) for s, span in enumerate(spans) for i, layer in enumerate(span)}
         self._blocks: list[dict[int, RowBlock]] = [{} for _ in spans]  # of each span, by slots
@@ -135,7 +135,7 @@ class KVCache:
         for span, blocks in zip(self.spans, self._blocks, strict=True):
             for slots, seats in by_slots.items():
                 if slots not in blocks:
-                    blocks[slots] = RowBlock(self._shape, len(span), slots, self.dtype, self._device)
+                    blocks[slots] = RowBlock(self._shape, len(span), slots, self._dtype, self._device)
                 blocks[slots].add(seats)
 
     def holds(self, seat: int, span: int) -> bool:
