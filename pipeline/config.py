@@ -142,7 +142,10 @@ class JobConfig(GenerationConfig, StorageConfig):
     )
     plan_rows: int = Field(320, ge=1, description="rows drawn at random for the plan and tokenised")
     plan_prompts: int = Field(
-        0, ge=0, description="of these, prompts to answer here and now, for the plan's output lengths and its speed"
+        0,
+        ge=0,
+        description="of these, prompts to answer here and now, for the plan's output lengths and its speed; several "
+        "times over where they do not fill a batch",
     )
     plan_output_tokens: int | None = Field(
         None, ge=1, description="output tokens per row that the plan assumes; default measured, else max-new-tokens"
@@ -196,7 +199,7 @@ class JobConfig(GenerationConfig, StorageConfig):
     )
     unit_attempts: int = Field(3, ge=1, description="times a work unit is tried before it is recorded as failed")
     stall_minutes: float = Field(
-        30.0, gt=0, description="stop, resumably, when no batch, commit or replica start has been seen for so long"
+        30.0, gt=0, description="stop when no batch, commit or replica start has been seen for so long; a rerun resumes"
     )
     stop_grace_s: float = Field(
         25.0, ge=0, description="after SIGTERM: seconds for units in flight to finish before they are abandoned"
@@ -210,20 +213,23 @@ class JobConfig(GenerationConfig, StorageConfig):
         "the row itself, such as 0.01",
     )
     min_audit_rouge: float | None = Field(
-        None, gt=0, le=1, description="stop, resumably, once audited outputs' ROUGE-L to full depth is surely below"
+        None,
+        gt=0,
+        le=1,
+        description="stop once audited outputs' ROUGE-L to full depth is surely below; a lower one resumes",
     )
 
     max_flops: float | None = Field(
         None,
         gt=0,
-        description="stop, resumably, once committed units have spent so many FLOPs, such as 1e18: prompts, decoding, "
-        "shared prefix, padding and audits; in all sessions of the run, of an incremental run in this one",
+        description="stop once committed units have spent so many FLOPs, such as 1e18: prompts, decoding, shared "
+        "prefix, padding and audits; in all sessions of the run, of an incremental one in this; a higher one resumes",
     )
     max_gpu_hours: float | None = Field(
         None,
         gt=0,
-        description="stop, resumably, once committed units have taken so many GPU-hours, without GPUs replica-hours, "
-        "as in the bill; in all sessions of the run, of an incremental run in this one",
+        description="stop once committed units have taken so many GPU-hours, without GPUs replica-hours, as in the "
+        "bill; in all sessions of the run, of an incremental one in this; a higher one resumes",
     )
 
     @model_validator(mode="after")

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -151,15 +152,21 @@ def _outputs(job: Preparation, ledger: Ledger, prompts: Sequence[list[int]], pre
 
 
 def _answer(job: Preparation, ledger: Ledger, prompts: Sequence[list[int]], prefix: list[int]) -> ExpectedOutputs:
-    """Answer some prompts with the run's own settings, in this process."""
+    """Answer some prompts with the run's own settings, in this process: several times over where that takes a batch to
+    be full, since fewer rows cost more each.
+    """
     config = job.config
     engine = job.backend.engine(config, config.threads_per_replica)
     engine.share_prefix(prefix)
     generator = RowGenerator(engine, config.sampling(), ledger.schedule, config.batch_size)
+    batch = len(prompts) if config.batch_size == "auto" else config.batch_size
+    times = max(1, batch // len(prompts))
     stats: list[BatchStats] = []
-    start = time.perf_counter()
     try:
-        answers = generator.generate(prompts, [f"plan:{index}" for index in range(len(prompts))], stats.append)
+        generator.generate(prompts[:1], ["plan:first"])  # what a process does once is done before time counts
+        start = time.perf_counter()
+        ids = [f"plan:{index}" for index in range(times * len(prompts))]
+        answers = generator.generate([*prompts] * times, ids, stats.append)
     except TooManyRowsFailed as error:
         raise JobError(f"the sampled prompts could not be answered: {one_line(error)}") from error
     wall = time.perf_counter() - start
@@ -169,18 +176,24 @@ def _answer(job: Preparation, ledger: Ledger, prompts: Sequence[list[int]], pref
     prefill, decode = sum(s.prefill_seconds for s in stats), sum(s.decode_seconds for s in stats)
     if not prefill + decode:
         prefill = decode = wall / 2
-    source = f"{len(good)} sampled prompts answered in {wall:.1f} s"
+    answered = f"{len(prompts)} sampled prompts answered" + (f" {times} times over" if times > 1 else "")
+    source = f"{answered} in {wall:.1f} s"
     if resolve_device(config.device).type == "cpu":  # a replica beside others may have fewer
         source += f" by {torch.get_num_threads()} threads"
-    batch = config.batch_size
-    if batch == "auto" or batch > len(prompts):
+    if config.batch_size == "auto":
         source += "; the run's larger batches may be faster"
     speed = (
         prefill / max(1, sum(answer.flops_prompt for answer in good)),
         decode / max(1, sum(answer.flops_decode for answer in good)),
         source,
     )
-    return ExpectedOutputs([answer.generated_tokens for answer in good], f"{len(good)} sampled prompts answered", speed)
+    lengths: dict[int, list[int]] = {}  # by prompt
+    for index, answer in enumerate(answers):
+        if isinstance(answer, Generation):
+            lengths.setdefault(index % len(prompts), []).append(answer.generated_tokens)
+    margin = _margin([[fmean(found)] for found in lengths.values()], job.plan.rows)
+    told = answered if margin is None else f"± {margin:.1%}, from {answered}"
+    return ExpectedOutputs([answer.generated_tokens for answer in good], told, speed)
 
 
 def _earlier(job: Preparation) -> ExpectedOutputs | None:
@@ -212,7 +225,7 @@ def _lengths(storage: Storage, commits: Sequence[Commit]) -> list[int]:
     return [found[round((index + 0.5) * len(found) / LENGTHS - 0.5)] for index in range(LENGTHS)]
 
 
-def _margin(runs: Sequence[Sequence[int]], rows: int) -> float | None:
+def _margin(runs: Sequence[Sequence[float]], rows: int) -> float | None:
     """Half of the 95 % interval of a mean from runs drawn without replacement, as a share of the mean.
 
     Runs are what varies independently, not rows: neighbours are often alike. None where one run says nothing of others.

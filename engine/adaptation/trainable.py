@@ -116,10 +116,9 @@ def with_added(schedules: Sequence[Schedule], decoder: Decoder, recipe: Recipe) 
     """
     draw = torch.Generator().manual_seed(recipe.seed)
     gated: dict[Bridge, Bridge] = {}
-    for bridge in (bridge for schedule in schedules for bridge in schedule.bridges.values()):
-        if bridge not in gated:
-            gate = _silent_gate(bridge.hidden, recipe.gate_width, draw) if recipe.gate_width else {}
-            gated[bridge] = replace(bridge, tensors={**gate, **bridge.tensors})
+    for bridge in dict.fromkeys(bridge for schedule in schedules for bridge in schedule.bridges.values()):
+        gate = _silent_gate(bridge.hidden, recipe.gate_width, draw) if recipe.gate_width else {}
+        gated[bridge] = replace(bridge, tensors={**gate, **bridge.tensors})
     bridged = any(schedule.prompt_bridge for schedule in schedules)
     projections = {unit: decoder.projections(unit) for unit in (_run(schedules) if bridged else _above(schedules))}
     is_added = recipe.adapter_rank and projections
@@ -142,8 +141,7 @@ def parts_of(schedules: Sequence[Schedule]) -> list[Bridge | PromptBridge | Adap
 
 def check_parts(schedules: Sequence[Schedule], adapter_rank: int) -> None:
     """Raises ScheduleError unless there is something to train: what schedules bring, or an adapter of such a rank."""
-    brought = any(each.bridges or each.prompt_bridge or each.adapter for each in schedules)
-    if not (brought or (adapter_rank and _above(schedules))):
+    if not (parts_of(schedules) or (adapter_rank and _above(schedules))):
         raise ScheduleError("the schedule has no bridges, and there is nothing to adapt, or adapter_rank is 0")
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from math import isfinite, nan
 from pathlib import Path
@@ -244,11 +244,11 @@ class Trainer:
         changed = any(not schedule.prompt_plan.is_full_depth for schedule in self._schedules)
         what = "full depth on the answers"
         for pack in told_packs(answers, lambda answer: answer.passes, size, what, self._progress):
-            together: Iterable[list[list[Answer]]] = [[pack]]
+            parts = [pack]
             if changed:  # gradients through prompts take the memory of all they compute: so many tokens at a time
                 of_prompts = [list(group) for _, group in groupby(pack, key=lambda answer: answer.prompt)]
                 together = packs(of_prompts, lambda group: len(group[0].prompt), PROMPT_TOKENS)
-            parts = [list(chain.from_iterable(groups)) for groups in together]
+                parts = [list(chain.from_iterable(groups)) for groups in together]
             lessons.append([_Part(self._engine, part, self._schedules, self._place) for part in parts])
         return lessons
 

@@ -132,8 +132,7 @@ class Calibration:
 
     def _schedule(self, candidate: Candidate) -> Schedule:
         """A candidate, fitted to all that its choice was fitted to and made by."""
-        with torch.inference_mode():
-            return self._final_bridges.schedule(self._shape.layers, candidate)
+        return self._final_bridges.schedule(self._shape.layers, candidate)
 
     def _bridged(self, schedule: Schedule, cut: PromptCut | None, fitted_to: int | None = None) -> Schedule:
         """The same with prompts cut so, if at all. Fitted to all prompts, or to so many."""

@@ -1,7 +1,7 @@
 """The search: which candidate comes closest to full depth at a target speed-up, on answers to choose by."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -74,10 +74,8 @@ class Search:
     def best(self, target: float) -> Found:
         """The best candidate for a decode FLOP speed-up. Raises ScheduleError."""
         plain = [Candidate.constant(warmup, 0, *FIRST) for warmup in self._depths]
-        deep: list[Candidate] = []
         for head in (None, *reversed(self._previews)):  # a preview first, the best one, if no depth will do without
-            headed = (self._as_deep_as_need_be(replace(each, head=head), target) for each in plain)
-            if deep := list(filter(None, headed)):
+            if deep := list(self._as_deep_as_need_be((replace(each, head=head) for each in plain), target)):
                 break
         else:
             raise ScheduleError(f"a decode FLOP speed-up of {target:g}x cannot be met: ask for less")
@@ -88,8 +86,7 @@ class Search:
 
     def schedule(self, candidate: Candidate) -> Schedule:
         """A candidate, fitted to nothing that it is chosen by."""
-        with torch.inference_mode():
-            return self._bridges.schedule(self._shape.layers, candidate)
+        return self._bridges.schedule(self._shape.layers, candidate)
 
     def chosen(self, candidate: Candidate) -> Quality:
         """Quality of a candidate on the answers to choose by."""
@@ -112,12 +109,12 @@ class Search:
 
     def _with_preview(self, one: Candidate, target: float) -> Candidate:
         """With the head preview, if any, behind which fewer skipped layers meet the target best, tuned again."""
-        headed = (self._as_deep_as_need_be(replace(one, head=preview), target) for preview in self._previews)
-        best = min((one, *filter(None, headed)), key=self._choose_kl)
+        headed = self._as_deep_as_need_be((replace(one, head=preview) for preview in self._previews), target)
+        best = min((one, *headed), key=self._choose_kl)
         if best.head == one.head:
             return one
-        moved = (self._as_deep_as_need_be(replace(best, warmup=warmup), target) for warmup in self._depths)
-        return self._tuned([best, *filter(None, moved)])
+        moved = self._as_deep_as_need_be((replace(best, warmup=warmup) for warmup in self._depths), target)
+        return self._tuned([best, *moved])
 
     def _tuned(self, candidates: Sequence[Candidate]) -> Candidate:
         """The best of them, then its best ridge, then its best gain."""
@@ -131,20 +128,21 @@ class Search:
         for done in range(MOST_APART):
             self._progress("trying more bridges", done + 1, MOST_APART)
             apart = [sorted((*best.apart, block), key=lambda each: each.first.place) for block in self._apart(best)]
-            more = (self._as_deep_as_need_be(replace(best, apart=tuple(each)), target) for each in apart)
-            found = min(filter(None, more), key=self._choose_kl, default=best)
+            more = self._as_deep_as_need_be((replace(best, apart=tuple(each)) for each in apart), target)
+            found = min(more, key=self._choose_kl, default=best)
             if self._choose_kl(found) >= self._choose_kl(best):
                 break
             best = found
         return best
 
-    def _as_deep_as_need_be(self, candidate: Candidate, target: float) -> Candidate | None:
-        """With the first block only so deep that the target is met; None if no depth will do."""
-        for depth in self._room_below(candidate.warmup, candidate.apart):
-            constant = replace(candidate, growth=((0, depth),))
-            if constant.speedup(self._shape, self._lengths) >= target:
-                return constant
-        return None
+    def _as_deep_as_need_be(self, candidates: Iterable[Candidate], target: float) -> Iterator[Candidate]:
+        """With the first block only so deep that the target is met, those for which some depth will do."""
+        for candidate in candidates:
+            for depth in self._room_below(candidate.warmup, candidate.apart):
+                constant = replace(candidate, growth=((0, depth),))
+                if constant.speedup(self._shape, self._lengths) >= target:
+                    yield constant
+                    break
 
     def _apart(self, candidate: Candidate) -> list[Block]:
         """What may be bridged besides: the layers above the block that are missed least, corrections soon after it."""

@@ -6,7 +6,7 @@ tokens piece by piece. A text without anything of the kind has no marks and beco
 """
 
 import re
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 _START, _END, _CUT = "\ufdd0", "\ufdd1", "\ufdd2"
@@ -40,14 +40,12 @@ class ControlTokens:
         text = _MARK.sub("", text)
         if self._normalizer is not None and self._has_some(normal := self._normalizer.normalize_str(text)):
             text = normal  # the tokenizer would do the same, and then find control tokens in it
-        core = text.strip()
-        could_join = self._could_join(core)
+        could_join = self._could_join(text.strip())
         if self._has_some(text):
             text = self._any.sub(f"{_START}\\g<0>{_END}", text)
         if could_join:
             core = text.strip()
-            at = text.index(core)
-            text = f"{text[:at]}{_CUT}{core}{_CUT}{text[at + len(core) :]}"
+            text = text.replace(core, f"{_CUT}{core}{_CUT}", 1)
         return text
 
     def encode(self, text: str) -> list[int]:
@@ -72,11 +70,9 @@ class ControlTokens:
 
     def _pieces(self, text: str) -> list[str]:
         """A marked text, cut where it must be; a piece with `_START` is a control token that is to be text."""
-        plain, cuts = "", []
-        for part in text.split(_CUT):
-            plain += part
-            cuts.append(len(plain))
-        needed = [0, *(at for at in cuts[:-1] if self._crossed(plain, at)), len(plain)]
+        parts = text.split(_CUT)
+        plain, cuts = "".join(parts), accumulate(map(len, parts[:-1]))
+        needed = [0, *(at for at in cuts if self._crossed(plain, at)), len(plain)]
         spans = [plain[start:end] for start, end in pairwise(needed)]
         token = f"({_START}(?:{self._any.pattern}){_END})|[{_START}{_END}]"  # a template may have parted a pair
         return [piece for span in spans for piece in re.split(token, span) if piece]

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeGuard
 
@@ -160,9 +160,7 @@ class Schedule:
             horizon: the step from which on the decay stays at its floor.
             name: kept in the provenance.
         """
-        sizes = [0]
-        for group in order:
-            sizes.append(sizes[-1] + len(group))
+        sizes = list(accumulate(map(len, order), initial=0))
         plateaus: list[Plateau] = []
         for step in range(horizon + 1):
             groups = decay(step)

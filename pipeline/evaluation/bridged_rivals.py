@@ -10,10 +10,11 @@ Prompt bridges are fitted for any contender here, rival or not.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache, partial
 
 import torch
 
-from engine import Block, Bridge, Engine, PromptBridge, Schedule, ScheduleError, for_target_speedup
+from engine import Block, Bridge, Engine, Schedule, ScheduleError, for_target_speedup
 from engine.calibration.collect import collect_moments
 from engine.calibration.head import HeadStates, counted_preview
 from engine.calibration.memory import sums_bytes
@@ -23,7 +24,7 @@ from engine.forward.teacher_forcing import Answer
 from engine.memory import SHARE, free_bytes
 from engine.schedules import decays, orders
 from pipeline.evaluation.contender import Contender
-from pipeline.evaluation.rivals import RivalCalibration
+from pipeline.evaluation.rivals import RivalCalibration, skipdecode_ramp
 from pipeline.monitoring.stage_progress import StageProgress
 
 log = logging.getLogger(__name__)
@@ -125,15 +126,13 @@ def with_shorter_prompts(
 
     The bridges are fitted on `prompts`, token ids; adaptive rules are passed over.
     """
+    fitted = cache(lambda cut: fit_prompt_bridge(engine, prompts, cut, StageProgress(log)))
     for layers in sorted(set(prompt_layers), reverse=True):
         note = f"prompts run {layers} layers; their bridge is fitted on {len(prompts)} prompts"
-        bridges: dict[PromptCut, PromptBridge] = {}
         for one in contenders:
             if isinstance(one.method, Schedule) and one.prompt_layers is None:
-                cut = prompt_cut(engine.shape, layers, [one.method])
-                if cut not in bridges:
-                    bridges[cut] = fit_prompt_bridge(engine, prompts, cut, StageProgress(log))
-                yield replace(one, method=replace(one.method, prompt_bridge=bridges[cut]), note=note)
+                bridge = fitted(prompt_cut(engine.shape, layers, [one.method]))
+                yield replace(one, method=replace(one.method, prompt_bridge=bridge), note=note)
 
 
 def _solve(targets: Sequence[float], calibration: RivalCalibration, bridges: RivalBridges) -> list[Named]:
@@ -142,24 +141,16 @@ def _solve(targets: Sequence[float], calibration: RivalCalibration, bridges: Riv
     Raises ScheduleError for a target out of reach.
     """
     layers, horizon = calibration.shape.layers, calibration.horizon
-    kinds: dict[str, tuple[orders.Order, Callable[[int], decays.Decay], int]] = {
-        "early termination": (orders.top_first(layers), decays.constant, 0),
-        "Unified Layer Skipping": (orders.evenly_spaced(layers), decays.constant, 0),
-        "SkipDecode": (
-            orders.lowest_first(layers, SKIPDECODE_WARMUP),
-            lambda floor: decays.linear(floor // 2, floor, horizon),
-            horizon,
-        ),
-    }
-    return [
-        (
-            f"{name}, bridged",
-            target,
-            for_target_speedup(target, calibration.lengths, calibration.shape, *how, counted=bridges.counted),
-        )
-        for target in targets
-        for name, how in kinds.items()
-    ]
+    found: list[Named] = []
+    upwards, ramp = orders.lowest_first(layers, SKIPDECODE_WARMUP), partial(skipdecode_ramp, horizon)
+    for target in targets:
+        solve = partial(for_target_speedup, target, calibration.lengths, calibration.shape, counted=bridges.counted)
+        found += [
+            ("early termination, bridged", target, solve(orders.top_first(layers))),
+            ("Unified Layer Skipping, bridged", target, solve(orders.evenly_spaced(layers))),
+            ("SkipDecode, bridged", target, solve(upwards, ramp, horizon)),
+        ]
+    return found
 
 
 def _pruned(target: float, calibration: RivalCalibration, bridges: RivalBridges) -> tuple[Schedule, PromptCut | None]:

@@ -1,11 +1,13 @@
 """Figures of the report as SVG texts, drawn by matplotlib."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from engine.adaptation.curve import Point
 from engine.bootstrap import Estimate
@@ -25,7 +27,7 @@ _OWN = {"linewidth": 2.2, "markersize": 7, "zorder": 3}
 _RIVAL = {"linewidth": 1.1, "markersize": 5, "zorder": 2}
 MOST_EXCESS = 2.0  # nats a token that are drawn: beyond them texts are broken, one as another
 
-Styles = dict[str, dict[str, object]]  # keywords of a line, by method
+Styles = dict[str, dict[str, Any]]  # keywords of a line, by method
 
 
 def line_styles(found: Sequence[Figures]) -> Styles:
@@ -43,32 +45,28 @@ def frontier(found: Sequence[Figures], styles: Styles, whole_sample: bool) -> st
     """Quality against FLOP speed-up, with intervals: excess NLL, and share of full depth's ROUGE-L."""
     figure, (left, right) = panels(2, 4.7)
     judged = "to references" if any(each.share_of_full_depth["rouge_l"] for each in found) else "to full depth's output"
-    drawn: list[tuple[Axes, str, list[Estimate | None]]] = [
-        (left, "excess NLL under full depth, nats a token", [each.excess_nll for each in found]),
-        (right, f"ROUGE-L {judged}, share of full depth", [_rouge_share(each) for each in found]),
+    drawn: list[tuple[Axes, str, Callable[[Figures], Estimate | None]]] = [
+        (left, "excess NLL under full depth, nats a token", lambda each: each.excess_nll),
+        (right, f"ROUGE-L {judged}, share of full depth", _rouge_share),
     ]
     speeds = [each.sample_flop_speedup if whole_sample else each.decode_flop_speedup for each in found]
-    for axes, title, qualities in drawn:
+    placed = [(each, speed) for each, speed in zip(found, speeds, strict=True) if speed is not None]
+    for axes, title, of in drawn:
         head(axes, title)
         for name in dict.fromkeys(each.name for each in found):
-            points = [
-                (speed, quality)
-                for each, speed, quality in zip(found, speeds, qualities, strict=True)
-                if each.name == name and quality is not None and speed is not None
-            ]
+            points = [(speed, quality) for each, speed in placed if each.name == name and (quality := of(each))]
             _line(axes, name, sorted(points), styles)
         axes.set_xlabel(f"{'whole-sample' if whole_sample else 'decode'} FLOP speed-up")
-        axes.set_xlim(left=min([1.0, *(speed.value for speed in speeds if speed is not None)]) - 0.02)
+        axes.set_xlim(left=min([1.0, *(speed.value for _, speed in placed)]) - 0.02)
     left.axhline(0, color=PALE, linewidth=1, zorder=1)
     left.set_ylim(top=min(left.get_ylim()[1], MOST_EXCESS))
-    for each, speed in zip(found, speeds, strict=True):
-        if each.excess_nll is not None and speed is not None and each.excess_nll.value > MOST_EXCESS:
+    for each, speed in placed:
+        if each.excess_nll is not None and each.excess_nll.value > MOST_EXCESS:
             style = styles[each.name] | {"marker": 6, "linestyle": ""}  # a triangle that stands for what is above
-            left.plot(speed.value, MOST_EXCESS, clip_on=False, **style)  # type: ignore[arg-type]
+            left.plot(speed.value, MOST_EXCESS, clip_on=False, **style)
     right.axhline(1, color=PALE, linewidth=1, zorder=1)
     right.set_ylim(-0.03, max(1.12, right.get_ylim()[1]))
-    handles, labels = left.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     return to_svg(figure)
 
 
@@ -106,9 +104,8 @@ def agreement_by_step(found: Sequence[Figures], styles: Styles) -> str:
         for each in scored:
             if each.target == target:
                 # Few answers are that long: the tail would be noise.
-                shown = [(step, share) for step, share, tokens in each.agreement_by_step if tokens >= 10]
-                steps, shares = (list(part) for part in zip(*shown, strict=True)) if shown else ([], [])
-                axes.plot(steps, shares, label=each.name, **(styles[each.name] | {"marker": ""}))  # type: ignore[arg-type]
+                shown = {step: share for step, share, tokens in each.agreement_by_step if tokens >= 10}
+                axes.plot(list(shown), list(shown.values()), label=each.name, **(styles[each.name] | {"marker": ""}))
         axes.set_ylim(-0.03, 1.03)
         axes.set_xlabel("decode step")
     all_axes[0].set_ylabel("agreement")
@@ -128,6 +125,7 @@ def learning_curve(points: Sequence[Point]) -> str:
     for axes, title in ((left, "nats per token"), (right, "held-out agreement with full depth")):
         head(axes, title)
         axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     left.set_ylim(bottom=0)
     left.legend(frameon=False, fontsize=9)
     return to_svg(figure)
@@ -144,4 +142,4 @@ def _line(axes: Axes, name: str, points: Sequence[tuple[Estimate, Estimate]], st
     below = [quality.value - quality.low for _, quality in points]
     # A percentile interval may, by rounding, leave out a value that has no spread at all.
     error = np.clip([below, above], 0, None) if points else None
-    axes.errorbar(x, y, error, label=name, capsize=2, elinewidth=0.9, **styles[name])  # type: ignore[arg-type]
+    axes.errorbar(x, y, error, label=name, capsize=2, elinewidth=0.9, **styles[name])

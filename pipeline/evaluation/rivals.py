@@ -143,9 +143,13 @@ def _exits(kind: Kind, calibration: RivalCalibration, target: float) -> Contende
     return Contender(kind, target, EarlyExit(kind, (check,), threshold), is_rival=True, note=note)
 
 
+def skipdecode_ramp(horizon: int, floor: int) -> decays.Decay:
+    """From half of its floor, as the paper's is: for 2x, 22 of 32 layers run at first and 11 at last."""
+    return decays.linear(floor // 2, floor, horizon)
+
+
 RIVALS: dict[str, Rival] = {
-    # The decay starts at half of its floor, as the paper's does: for 2x, 22 of 32 layers run at first and 11 at last.
-    "skipdecode": partial(_best_warmup, "SkipDecode", lambda horizon, floor: decays.linear(floor // 2, floor, horizon)),
+    "skipdecode": partial(_best_warmup, "SkipDecode", skipdecode_ramp),
     "early-termination": partial(_constant, "early termination", lambda each: orders.top_first(each.shape.layers)),
     "unified-layer-skipping": partial(
         _constant, "Unified Layer Skipping", lambda each: orders.evenly_spaced(each.shape.layers)

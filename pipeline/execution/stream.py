@@ -6,6 +6,7 @@ import threading
 import uuid
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 
 import ray
 from ray.data import ActorPoolStrategy, DataContext, Dataset
@@ -40,12 +41,10 @@ class UnitStream:
             item = self._parcels.get(timeout=timeout_s)
         except queue.Empty:
             return None
-        if isinstance(item, Parcel):
-            return item
-        self.ended = True
-        if item is None:
-            return None
-        raise item
+        self.ended = not isinstance(item, Parcel)
+        if isinstance(item, Exception):
+            raise item
+        return item
 
     def stats(self) -> str:
         """Ray Data's own account of the pass, stage by stage; what it knows so far if the pass goes on."""
@@ -59,10 +58,8 @@ class UnitStream:
             if thread.name == f"StreamingExecutor-{self._dataset.get_dataset_id()}":
                 thread.shutdown(force=True)  # type: ignore[attr-defined]
         for name in self._replicas:
-            try:
+            with suppress(ValueError, RayError):
                 ray.kill(ray.get_actor(name))
-            except (ValueError, RayError):
-                continue
 
     def _consume(self) -> None:
         try:

@@ -402,11 +402,11 @@ def _within_limit(files: Sequence[InputFile], limit: int | None) -> tuple[InputF
 def _units(files: Sequence[InputFile], rows_per_unit: int, limit: int | None, samples: int = 1) -> Iterator[WorkUnit]:
     left = sum(file.rows for file in files) if limit is None else limit
     for number, file in enumerate(files):
+        taken = min(file.rows, left)
         for sample in range(samples):
-            for start in range(0, min(file.rows, left), rows_per_unit):
-                rows = min(rows_per_unit, min(file.rows, left) - start)
-                yield _unit(number, file, start, rows, sample, samples)
-        left -= min(file.rows, left)
+            for start in range(0, taken, rows_per_unit):
+                yield _unit(number, file, start, min(rows_per_unit, taken - start), sample, samples)
+        left -= taken
 
 
 def _unit(number: int, file: InputFile, start: int, rows: int, sample: int = 0, samples: int = 1) -> WorkUnit:

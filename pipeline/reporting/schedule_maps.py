@@ -18,13 +18,17 @@ TITLE_CHARACTERS = 40  # that fit above one of them
 
 def schedule_maps(named: Sequence[tuple[str, Schedule]], longest: int) -> str:
     """Steps x units of every schedule, `longest` steps at most: dark where a unit runs, amber where a bridge stands in,
-    else white.
+    else white. Where one of them bridges prompts, a column before the first step shows what all prompt tokens run.
 
     Corrections are amber lines between units.
     """
     figure, found = panels(len(named), 2.6)
+    prompts = any(schedule.prompt_bridge for _, schedule in named)
     for axes, (label, schedule) in zip(found, named, strict=False):
-        _draw(axes, schedule, min(longest, max(8, schedule.plateaus[-1].first_step * 4 // 3 + 1)))
+        steps = min(longest, max(8, schedule.plateaus[-1].first_step * 4 // 3 + 1))
+        _draw(axes, schedule, steps)
+        if prompts:
+            _draw_prompts(axes, schedule, steps)
         lines = textwrap.wrap(label, TITLE_CHARACTERS)
         if schedule.head_preview:
             lines.append(f"head of rank {schedule.head_preview.rank}")
@@ -50,9 +54,28 @@ def _draw(axes: Axes, schedule: Schedule, steps: int) -> None:
             grid[[unit.place for unit in bridge.block.units], first:end] = 1
             if bridge.corrects:
                 corrections.append((bridge.block.first.place / 2, first, end))
-    axes.imshow(
-        grid, origin="lower", aspect="auto", cmap=mpl.colors.ListedColormap(["#ffffff", BRIDGE, ACCENT]),
-        vmin=0, vmax=2, interpolation="none", extent=(0, steps, 0, schedule.layers),
-    )  # fmt: skip
+    _image(axes, grid, (0, steps))
     for height, first, end in corrections:
         axes.hlines(height, first, end, colors=BRIDGE, linewidth=1.5)
+
+
+def _draw_prompts(axes: Axes, schedule: Schedule, steps: int) -> None:
+    """Left of the first step, as wide as an eighth of all steps."""
+    column, bridge = np.full((2 * schedule.layers, 1), 2), schedule.prompt_bridge
+    if bridge is not None:
+        column[[unit.place for unit in bridge.skipped_units]] = 1
+        column[2 * bridge.first :] = 1
+    left, right = -0.16 * steps, -0.04 * steps
+    _image(axes, column, (left, right))
+    axes.text((left + right) / 2, schedule.layers / 2, "prompts", rotation=90, ha="center", va="center", fontsize=8,
+              color="#ffffff")  # fmt: skip
+    axes.set_xlim(0, steps)
+    axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= steps])
+    axes.set_xlim(left, steps)
+
+
+def _image(axes: Axes, grid: np.ndarray, across: tuple[float, float]) -> None:
+    axes.imshow(
+        grid, origin="lower", aspect="auto", cmap=mpl.colors.ListedColormap(["#ffffff", BRIDGE, ACCENT]),
+        vmin=0, vmax=2, interpolation="none", extent=(*across, 0, len(grid) / 2),
+    )  # fmt: skip

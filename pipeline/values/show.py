@@ -8,7 +8,7 @@ digits; lists, structs and maps as JSON has them, with dates and bytes as string
 import codecs
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import Any
 from uuid import UUID
@@ -133,25 +133,20 @@ def _text(value: pa.Scalar, errors: str, limit: int | None) -> str | None:
 
 
 def _nested(value: pa.Scalar, errors: str, limit: int | None) -> Iterator[str]:
-    type_ = value.type
-    if pa.types.is_map(type_):
-        entries = value.values
-        keys, items = entries.field(0), entries.field(1)
-        yield "{"
-        for row in range(len(entries)):
-            yield ", " if row else ""
-            yield from _pieces(keys[row], errors, limit, inside=True)
-            yield ": "
-            yield from _pieces(items[row], errors, limit, inside=True)
-        yield "}"
-    elif pa.types.is_struct(type_):
-        yield "{"
-        for index, field in enumerate(type_):
-            yield f"{', ' if index else ''}{json.dumps(field.name, ensure_ascii=False)}: "
-            yield from _pieces(value[index], errors, limit, inside=True)
-        yield "}"
+    if pa.types.is_map(value.type):
+        pairs: Iterable[tuple[Any, Any]] = zip(value.values.field(0), value.values.field(1), strict=True)
+    elif pa.types.is_struct(value.type):
+        pairs = ((pa.scalar(field.name), value[index]) for index, field in enumerate(value.type))
     else:
         yield from _list(value.values, errors, limit)
+        return
+    yield "{"
+    for index, (key, item) in enumerate(pairs):
+        yield ", " if index else ""
+        yield from _pieces(key, errors, limit, inside=True)
+        yield ": "
+        yield from _pieces(item, errors, limit, inside=True)
+    yield "}"
 
 
 def _list(values: pa.Array | pa.ChunkedArray, errors: str, limit: int | None) -> Iterator[str]:

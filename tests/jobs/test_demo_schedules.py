@@ -93,3 +93,11 @@ def test_training_on_other_prompts_has_brought_the_demos_texts_closer_at_the_sam
 def test_the_figure_in_the_readme_shows_them() -> None:
     schedules = [(f"{target}x", Schedule.read(DEMO / "calibrated" / f"{target}x")) for target in TARGETS]
     assert (DEMO / "calibrated" / MAPS_FILE).read_text() == schedule_maps(schedules, 48)
+
+
+def test_what_prompts_run_is_drawn_where_a_schedule_changes_it() -> None:
+    """An image of the steps, and one of prompts: beside others for those that run all layers on prompts too."""
+    plain, bridged = (Schedule.read(DEMO / where) for where in ("calibrated/1.45x", "whole_sample_2x"))
+    for named, images in (([plain], 1), ([bridged], 2), ([plain, bridged], 4)):
+        drawn = schedule_maps([("a schedule", schedule) for schedule in named], 48)
+        assert (drawn.count("<image"), "prompts" in drawn) == (images, images > 1)

@@ -1,6 +1,7 @@
 """The plan before a run: what it says comes true, and it says where its figures come from."""
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -201,11 +202,32 @@ def test_prompts_to_answer_are_spread_over_the_sample(planned: Job) -> None:
         def before(self, prompts: Sequence[str | Sequence[int]]) -> None:
             asked.extend(map(len, prompts))
 
-    forecast_run(planned(plan_prompts=4), EchoBackend(Asked()))
-    assert len(asked) == 4
-    assert all(abs(one - other) > 1 for one, other in pairwise(asked))
+    forecast_run(planned(plan_prompts=4, batch_size=4), EchoBackend(Asked()))
+    first, *others = asked
+    assert len(others) == 4
+    assert first == others[0]
+    assert all(abs(one - other) > 1 for one, other in pairwise(others))
+    asked.clear()
     forecast_run(planned(plan_prompts=500), EchoBackend(Asked()))
-    assert sorted(asked[4:]) == list(range(1, ROWS + 1))
+    assert sorted(asked[1:]) == list(range(1, ROWS + 1))
+
+
+def test_few_prompts_are_answered_until_a_batch_is_full(planned: Job) -> None:
+    """Fewer rows cost more each; and one is answered first, since what a process does once is not to count."""
+    batches: list[list[int]] = []
+
+    class Asked(Echo):
+        def before(self, prompts: Sequence[str | Sequence[int]]) -> None:
+            batches.append(list(map(len, prompts)))
+
+    forecast = forecast_run(planned(plan_prompts=3, batch_size=13), EchoBackend(Asked()))
+    once, batch = batches
+    assert once == batch[:1]
+    assert sorted(batch) == sorted(4 * batch[:3])
+    assert forecast.speed_source.startswith("3 sampled prompts answered 4 times over in ")
+    assert re.fullmatch(r"± \d+\.\d%, from 3 sampled prompts answered 4 times over", forecast.output_source)
+    alone = forecast_run(planned(plan_prompts=1, batch_size=1), EchoBackend(Echo()))
+    assert alone.output_source == "1 sampled prompts answered"
 
 
 def test_a_run_of_the_same_answers_in_the_output_gives_lengths_and_speed(planned: Job) -> None:
