@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,16 @@ from engine.parts.adapter import Adapter
 from engine.parts.prompt_bridge import ROLES, WITHIN
 from engine.parts.unit import all_units
 from tests.engine.adapters import random_adapter
+
+# Plain attention; sliding windows with soft caps; learned positions.
+THREE_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama"},
+    "gemma2": {
+        "family": "gemma2", "sliding_window": 6, "head_dim": 8, "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 3.0,
+    },
+    "opt": {"family": "opt", "ffn_dim": 48, "word_embed_proj_dim": 32},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -115,6 +126,11 @@ def random_bridge(block: Block, hidden: int, rank: int, seed: int) -> Bridge:
     if rank == 0:
         return Bridge.affine(block, matrix(hidden, hidden), bias)
     return Bridge(block, {"down": matrix(hidden, rank), "up": matrix(rank, hidden), "bias": bias})
+
+
+def silent_bridge(block: Block, hidden: int) -> Bridge:
+    """One that does nothing yet."""
+    return Bridge.affine(block, torch.zeros(hidden, hidden), torch.zeros(hidden))
 
 
 def random_prompt_bridge(shape: ModelShape, first: int, seed: int = 0, kept: range = range(0)) -> PromptBridge:

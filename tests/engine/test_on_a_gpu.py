@@ -19,6 +19,7 @@ from engine.kernels import Kernels
 from tests.conftest import PACKAGED
 from tests.engine.models.test_families import LAYERS, VARIANTS
 from tests.engine.prompts import random_prompts
+from tests.engine.quiet import quiet
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
@@ -29,10 +30,6 @@ SAME = 0.95  # of greedy answers of a real model, at the least: others part wher
 
 Pair = tuple[Engine, Engine]  # on the CPU, on the GPU
 Schedules = Callable[..., st.SearchStrategy[Schedule]]
-
-
-def quiet(stage: str, done: int, total: int) -> None:
-    """Nobody watches."""
 
 
 def in_order(generations: Any) -> list[Generation]:

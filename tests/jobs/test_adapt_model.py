@@ -34,9 +34,12 @@ from pipeline.evaluation.charts import learning_curve
 from pipeline.execution import cluster
 from pipeline.preparing.fit import read_schedule
 from pipeline.storage.ownership import CLAIM_FILE
+from tests.engine.conftest import silent_bridge
+from tests.engine.quiet import quiet
 
 ROOT = Path(__file__).parents[2]
 CORPUS = str(ROOT / "infra" / "demo" / "package_descriptions.parquet")
+NOWHERE = ["--schedule", "", "--output", ""]  # of those who only want answers
 
 
 @pytest.fixture(scope="module")
@@ -48,19 +51,25 @@ def common(make_checkpoint: Callable[..., Path]) -> list[str]:
     ]
 
 
+def configured(arguments: list[str]) -> AdaptModel:
+    return command_line.parse(AdaptModel, adapt_model.PROGRAM, arguments)
+
+
 def adapt(arguments: list[str]) -> int:
-    config = command_line.parse(adapt_model.AdaptModel, adapt_model.PROGRAM, arguments)
+    config = configured(arguments)
     return command_line.run(adapt_model.PROGRAM, lambda: adapt_model.adapt(config))
+
+
+def calibrate(arguments: list[str]) -> None:
+    given = command_line.parse(calibrate_schedule.CalibrateSchedule, calibrate_schedule.PROGRAM, arguments)
+    calibrate_schedule.calibrate(given)
 
 
 @pytest.fixture(scope="module")
 def calibrated(common: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Schedules for two targets, to be left as they are."""
     output = tmp_path_factory.mktemp("calibrated") / "targets"
-    arguments = [*common, "--output", str(output), "--prompts", "40", "--target-speedups", "1.1", "1.3"]
-    calibrate_schedule.calibrate(
-        command_line.parse(calibrate_schedule.CalibrateSchedule, calibrate_schedule.PROGRAM, arguments)
-    )
+    calibrate([*common, "--output", str(output), "--prompts", "40", "--target-speedups", "1.1", "1.3"])
     return output
 
 
@@ -157,9 +166,9 @@ def untrained(common: list[str], tmp_path: Path) -> list[str]:
     """Flags for a schedule whose bridge does nothing yet."""
     shape = engine.describe(common[1])
     block = Block.of_layers(1, 3)
-    bridge = Bridge.affine(block, torch.zeros(shape.hidden, shape.hidden), torch.zeros(shape.hidden))
+    bridges = {"1-3": silent_bridge(block, shape.hidden)}
     plateaus = (Plateau(0, len(block.units), ("1-3",)),)
-    Schedule(shape.layers, tuple(block.units), plateaus, bridges={"1-3": bridge}).write(tmp_path / "schedule")
+    Schedule(shape.layers, tuple(block.units), plateaus, bridges=bridges).write(tmp_path / "schedule")
     return ["--schedule", str(tmp_path / "schedule"), "--output", str(tmp_path / "out")]
 
 
@@ -199,7 +208,7 @@ def test_another_option_is_refused_by_name_before_the_model_is_loaded(
     if option == "--schedule":
         value = str(tmp_path / value)
         Schedule(schedule.layers, schedule.skip_order, (Plateau(0, 2),)).write(value)
-    settings = settings_of(command_line.parse(AdaptModel, adapt_model.PROGRAM, arguments), [schedule])
+    settings = settings_of(configured(arguments), [schedule])
     assert settings["--workers"] == 1, "with others updates are of other answers"
     state = json.dumps({"settings": settings})
     (tmp_path / "out").mkdir()
@@ -234,7 +243,7 @@ def test_a_schedule_that_has_seen_what_it_is_judged_by_is_said_to(
     drawn: int, seed: int, warned: bool, common: list[str], calibrated: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = [*common, "--output", "out", "--prompts", "60", "--seed", str(seed)]  # of which so many may be there
-    config = command_line.parse(AdaptModel, adapt_model.PROGRAM, given)
+    config = configured(given)
     warn_of_seen_prompts(config, Schedule.read(calibrated / "1.1x"), drawn)
     assert ("was calibrated on 40 prompts of the all part" in caplog.text) == warned
 
@@ -310,11 +319,9 @@ def test_several_schedules_are_trained_together_and_a_job_chooses_among_them(
 @pytest.mark.timeout(600)
 def test_several_workers_train_on_a_ray_cluster(common: list[str], tmp_path: Path) -> None:
     """As one process would on the mean of their gradients (tests/engine/adaptation/test_peers.py)."""
-    model = Engine.load(common[1], device="cpu")
-    zeros = torch.zeros(model.shape.hidden, model.shape.hidden), torch.zeros(model.shape.hidden)
     block = Block.of_layers(1, 2)
-    bridged = {"1-2": Bridge.affine(block, *zeros)}
-    Schedule(5, block.units, (Plateau(0, 2, ("1-2",)),), bridges=bridged).write(tmp_path / "calibrated")
+    bridges = {"1-2": silent_bridge(block, engine.describe(common[1]).hidden)}
+    Schedule(5, block.units, (Plateau(0, 2, ("1-2",)),), bridges=bridges).write(tmp_path / "calibrated")
     adapted = tmp_path / "adapted"  # named relative to where the job is started
     program = [sys.executable, str(ROOT / "jobs" / adapt_model.PROGRAM), "--workers", "2", "--ray-address", "local"]
     arguments = [*common, "--schedule", str(tmp_path / "calibrated"), "--prompts", "60", "--output", adapted.name]
@@ -369,7 +376,7 @@ def test_workers_on_cpus_claim_no_gpus(
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4.0, "GPU": 1.0})
     monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 4.0, "GPU": 1.0}}])
     monkeypatch.setattr("ray.train.torch.TorchTrainer", no_trainer)
-    config = command_line.parse(AdaptModel, adapt_model.PROGRAM, [*common, *untrained, "--workers", "2"])
+    config = configured([*common, *untrained, "--workers", "2"])
     (tmp_path / "out").mkdir()
     with pytest.raises(JobError, match="asked for enough"):
         train_on_cluster(config, [])
@@ -391,16 +398,13 @@ def test_what_a_worker_could_not_do_is_what_the_user_is_told() -> None:
 def test_prompts_are_cut_short_in_training_as_in_a_job(common: list[str], tmp_path: Path) -> None:
     """What they share is computed at full depth there, before any prompt."""
     common = [*common, "--prompt", "Say it in a few words: {text}"]
-    calibrated = [*common, "--output", str(tmp_path), "--prompts", "40", "--prompt-layers", "2"]
-    calibrated += ["--target-speedups", "1.1"]
-    calibrate_schedule.calibrate(
-        command_line.parse(calibrate_schedule.CalibrateSchedule, calibrate_schedule.PROGRAM, calibrated)
-    )
+    into = ["--output", str(tmp_path), "--prompts", "40", "--prompt-layers", "2", "--target-speedups", "1.1"]
+    calibrate([*common, *into])
     chosen = ["--schedule", str(tmp_path / "1.1x"), "--output", str(tmp_path / "adapted"), "--prompts", "60"]
     assert adapt([*common, *chosen, "--steps", "1"]) == 0
-    config = command_line.parse(adapt_model.AdaptModel, adapt_model.PROGRAM, [*common, *chosen])
+    config = configured([*common, *chosen])
     model = config.load_engine()
-    held_out = answer_corpus(config, model, lambda *_: None)[0][-6:]  # and has it share the prefix
+    held_out = answer_corpus(config, model, quiet)[0][-6:]  # and has it share the prefix
     schedule = Schedule.read(tmp_path / "1.1x")
     with torch.inference_mode():
         judge = Judge(model.teacher_forced(held_out))
@@ -410,71 +414,53 @@ def test_prompts_are_cut_short_in_training_as_in_a_job(common: list[str], tmp_pa
 
 
 def test_more_answers_to_a_prompt_are_more_to_learn_from(common: list[str]) -> None:
-    config = command_line.parse(
-        adapt_model.AdaptModel, adapt_model.PROGRAM, [*common, "--schedule", "", "--output", "", "--prompts", "20"]
-    )
+    config = configured([*common, *NOWHERE, "--prompts", "20"])
     model = config.load_engine()
-    answers = answer_corpus(config, model, lambda *_: None)[0]
-    more = with_more_answers(config, model, answers, 3, lambda *_: None)
+    answers = answer_corpus(config, model, quiet)[0]
+    more = with_more_answers(config, model, answers, 3, quiet)
     assert more[::3] == answers
     prompts = [answer.prompt for answer in more]
     assert prompts == [answer.prompt for answer in answers for _ in range(3)]
     assert len({tuple(answer.tokens) for answer in more}) > 2 * len(answers)
     twice = [*answers, Answer(answers[0].prompt, (5, 6))]
-    assert with_more_answers(config, model, twice, 3, lambda *_: None) == [answers[0], twice[-1], *more[1:]]
+    assert with_more_answers(config, model, twice, 3, quiet) == [answers[0], twice[-1], *more[1:]]
 
 
 def test_more_answers_are_others_where_the_first_are_drawn_too(common: list[str]) -> None:
-    flags = [*common, "--schedule", "", "--output", "", "--prompts", "20", "--temperature", "1"]
-    config = command_line.parse(adapt_model.AdaptModel, adapt_model.PROGRAM, flags)
+    config = configured([*common, *NOWHERE, "--prompts", "20", "--temperature", "1"])
     model = config.load_engine()
-    answers = answer_corpus(config, model, lambda *_: None)[0]
-    more = with_more_answers(config, model, answers, 2, lambda *_: None)
+    answers = answer_corpus(config, model, quiet)[0]
+    more = with_more_answers(config, model, answers, 2, quiet)
     assert more[::2] == answers
     assert not any(first == second for first, second in zip(more[::2], more[1::2], strict=True))
 
 
-def test_a_schedule_of_full_depth_is_refused_before_the_model_is_loaded(
-    common: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Schedule.full_depth(5).write(tmp_path / "plain")
-    arguments = [*common, "--schedule", str(tmp_path / "plain"), "--output", str(tmp_path / "out")]
-    assert adapt(arguments) == 1
-    assert "skips nothing" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("order", "rank"), [(orders.evenly_spaced, "0"), (orders.top_first, "4")])
+@pytest.mark.parametrize(
+    ("schedule", "rank", "said"),
+    [
+        (Schedule.full_depth(5), "4", "skips nothing"),
+        (Schedule.build(5, orders.evenly_spaced(5), decays.constant(2), 0), "0", "there is nothing to adapt"),
+        (Schedule.build(5, orders.top_first(5), decays.constant(2), 0), "4", "there is nothing to adapt"),
+    ],
+    ids=["full depth", "without bridges or adapter", "nothing runs above what it skips"],
+)
 def test_a_schedule_with_nothing_to_learn_is_refused_before_the_model_is_loaded(
-    common: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    order: Callable[[int], orders.Order],
-    rank: str,
-) -> None:
-    """It has no bridges, and no adapter is asked for, or nothing runs above what it skips."""
-    Schedule.build(5, order(5), decays.constant(2), 0).write(tmp_path / "bare")
-    arguments = [
-        *common,
-        "--schedule",
-        str(tmp_path / "bare"),
-        "--output",
-        str(tmp_path / "out"),
-        "--adapter-rank",
-        rank,
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "load", lambda *_, **__: pytest.fail("a model was loaded"))
-        assert adapt(arguments) == 1
-    assert "there is nothing to adapt" in capsys.readouterr().err
+    schedule: Schedule, rank: str, said: str, common: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    schedule.write(tmp_path / "bare")
+    monkeypatch.setattr(Engine, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    named = ["--schedule", str(tmp_path / "bare"), "--output", str(tmp_path / "out")]
+    assert adapt([*common, *named, "--adapter-rank", rank]) == 1
+    assert said in capsys.readouterr().err
 
 
 def test_a_prompt_that_comes_twice_is_answered_once(common: list[str], tmp_path: Path) -> None:
     """Else one of the two would be learnt from and the other judged by."""
     texts = pq.read_table(CORPUS).slice(0, 15)["text"].to_pylist() * 2
     pq.write_table(pa.table({"id": range(30), "text": texts}), tmp_path / "texts.parquet")
-    options = [*common, "--input", str(tmp_path / "texts.parquet"), "--prompts", "30", "--schedule", "", "--output", ""]
-    config = command_line.parse(AdaptModel, adapt_model.PROGRAM, options)
-    drawn, provenance = answer_corpus(config, config.load_engine(), lambda *_: None)
+    config = configured([*common, *NOWHERE, "--input", str(tmp_path / "texts.parquet"), "--prompts", "30"])
+    drawn, provenance = answer_corpus(config, config.load_engine(), quiet)
     prompts = [tuple(answer.prompt) for answer in drawn]
     assert len(prompts) == len(set(prompts)) == provenance["prompts"] == 15
 
@@ -482,16 +468,15 @@ def test_a_prompt_that_comes_twice_is_answered_once(common: list[str], tmp_path:
 def test_a_prompts_answers_are_the_same_whichever_process_draws_them(
     common: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = [*common, "--temperature", "1.0", "--prompts", "20", "--schedule", "", "--output", ""]
-    config = command_line.parse(AdaptModel, adapt_model.PROGRAM, options)
+    config = configured([*common, *NOWHERE, "--temperature", "1.0", "--prompts", "20"])
     model = config.load_engine()
-    alone = answer_corpus(config, model, lambda *_: None)[0]
+    alone = answer_corpus(config, model, quiet)[0]
     shares: list[Answer] = []
     for rank in range(3):
         monkeypatch.setattr(answers.Peers, "__init__", lambda self, rank=rank: vars(self).update(rank=rank, count=3))
         monkeypatch.setattr(answers.Peers, "firsts", lambda self, value: value)
         monkeypatch.setattr(answers.Peers, "everyones", lambda self, value: [value])
-        shares += answer_corpus(config, model, lambda *_: None)[0]
+        shares += answer_corpus(config, model, quiet)[0]
     assert shares == alone
 
 
@@ -515,8 +500,7 @@ def test_held_out_answers_are_not_learnt_from(
 def test_kept_answers_are_of_one_model_sampling_precision_and_prompts(
     common: list[str], make_checkpoint: Callable[..., Path]
 ) -> None:
-    flags = [*common, "--schedule", "", "--output", "", "--prompts", "20"]
-    config = command_line.parse(AdaptModel, adapt_model.PROGRAM, flags)
+    config = configured([*common, *NOWHERE, "--prompts", "20"])
 
     def drawn_as(prompts: list[list[int]], **changes: Any) -> str:
         given = config.model_copy(update=changes)

@@ -153,30 +153,28 @@ def test_a_whole_sample_target_is_met_by_both_savings(model: Path, tmp_path: Pat
         read_schedule(str(tmp_path), 1.9)
 
 
-def test_layers_on_prompts_are_chosen_by_one_of_the_two(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--input", "x", "--output", "y", "--target-sample-speedups", "2", "--prompt-layers", "9"]
+def mistake(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """What is said of flags that are refused at once."""
     with pytest.raises(SystemExit):
-        command_line.parse(calibrate_schedule.CalibrateSchedule, calibrate_schedule.PROGRAM, flags)
-    assert "leave out prompt_layers" in capsys.readouterr().err
+        configured(Path("m"), Path("y"), *flags)
+    return capsys.readouterr().err
+
+
+def test_layers_on_prompts_are_chosen_by_one_of_the_two(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "leave out prompt_layers" in mistake(capsys, "--target-sample-speedups", "2", "--prompt-layers", "9")
 
 
 @pytest.mark.parametrize("flag", ["--target-speedups", "--target-sample-speedups"])
 @pytest.mark.parametrize("target", ["nan", "inf", "-3", "0.5", "1"])
 def test_a_target_is_a_number_above_1(capsys: pytest.CaptureFixture[str], flag: str, target: str) -> None:
-    flags = ["--input", "x", "--output", "y", flag, "1.5", target]
-    with pytest.raises(SystemExit):
-        command_line.parse(calibrate_schedule.CalibrateSchedule, calibrate_schedule.PROGRAM, flags)
-    assert f"error: {flag} Input should be" in capsys.readouterr().err
+    assert f"error: {flag} Input should be" in mistake(capsys, flag, "1.5", target)
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--prompts", "19"), ("--max-new-tokens", "1")])
 def test_less_than_calibration_needs_is_refused_at_once(
     capsys: pytest.CaptureFixture[str], flag: str, value: str
 ) -> None:
-    flags = ["--input", "x", "--output", "y", flag, value]
-    with pytest.raises(SystemExit):
-        command_line.parse(calibrate_schedule.CalibrateSchedule, calibrate_schedule.PROGRAM, flags)
-    assert f"error: {flag} Input should be greater than or equal to" in capsys.readouterr().err
+    assert f"error: {flag} Input should be greater than or equal to" in mistake(capsys, flag, value)
 
 
 def test_schedules_for_other_targets_are_not_left_among_the_new_ones(model: Path, tmp_path: Path) -> None:
@@ -246,7 +244,7 @@ def test_what_cannot_work_is_said_before_a_prompt_is_answered(
 ) -> None:
     monkeypatch.setattr(answers, "answer_prompts", lambda *_: pytest.fail("prompts were answered"))
     with pytest.raises((JobError, ScheduleError), match=said):
-        calibrate_schedule.calibrate(parsed(model, tmp_path, *flags))
+        calibrate_schedule.calibrate(configured(model, tmp_path, *flags))
 
 
 def test_layers_on_prompts_that_the_model_has_not_are_said_before_it_is_loaded(
@@ -254,7 +252,7 @@ def test_layers_on_prompts_that_the_model_has_not_are_said_before_it_is_loaded(
 ) -> None:
     monkeypatch.setattr(Engine, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     with pytest.raises(ScheduleError, match="prompts can run 1 to 11 of this model's layers, not 12"):
-        calibrate_schedule.calibrate(parsed(model, tmp_path, "--prompt-layers", "12"))
+        calibrate_schedule.calibrate(configured(model, tmp_path, "--prompt-layers", "12"))
 
 
 def test_more_prompts_than_the_memory_holds_are_refused_before_one_is_answered(
@@ -262,25 +260,16 @@ def test_more_prompts_than_the_memory_holds_are_refused_before_one_is_answered(
 ) -> None:
     monkeypatch.setattr(answers, "answer_prompts", lambda *_: pytest.fail("prompts were answered"))
     monkeypatch.setattr(calibrate_schedule, "free_bytes", lambda _: 1_000_000)
-    with pytest.raises(ScheduleError, match=r"calibrating on 24 answers keeps some .* works in alone does not fit"):
-        calibrate_schedule.calibrate(parsed(model, tmp_path, "--target-speedups", "1.02"))
+    with pytest.raises(ScheduleError, match=r"calibrating on 40 answers keeps some .* works in alone does not fit"):
+        calibrate_schedule.calibrate(configured(model, tmp_path, "--target-speedups", "1.02"))
 
 
 def test_a_whole_sample_target_out_of_reach_is_said(model: Path, tmp_path: Path) -> None:
-    config = parsed(model, tmp_path, "--target-speedups", "1.02", "--target-sample-speedups", "90")
+    config = configured(model, tmp_path, "--target-speedups", "1.02", "--target-sample-speedups", "90")
     with pytest.raises(ScheduleError, match=r"90x of the whole sample cannot be met with 1\.02x in"):
         calibrate_schedule.calibrate(config)
 
 
-def test_targets_whose_directories_would_be_one_are_refused(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        parsed(model, tmp_path, "--target-speedups", "1.25", "1.2500001")
-    assert "two targets have the directory '1.25x'" in capsys.readouterr().err
-
-
-def parsed(model: Path, output: Path, *flags: str) -> calibrate_schedule.CalibrateSchedule:
-    given = ["--input", str(ROOT / CORPUS), "--model", str(model), "--output", str(output), "--threads", "1"]
-    given += ["--part", "all", "--prompts", "24", "--max-new-tokens", "4", *flags]
-    return command_line.parse(calibrate_schedule.CalibrateSchedule, calibrate_schedule.PROGRAM, given)
+def test_targets_whose_directories_would_be_one_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    said = mistake(capsys, "--target-speedups", "1.25", "1.2500001")
+    assert "two targets have the directory '1.25x'" in said

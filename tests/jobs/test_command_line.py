@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -333,34 +334,29 @@ def test_help_shows_options_under_what_they_are_about(capsys: pytest.CaptureFixt
     assert "--s3-endpoint" in storage
 
 
-@pytest.mark.parametrize("error", [JobError, ModelError, ScheduleError, FloatingPointError])
-def test_what_a_user_has_to_change_is_one_line_and_exit_code_1(
-    capsys: pytest.CaptureFixture[str], error: type[Exception]
-) -> None:
+def ends_with(error: BaseException) -> Callable[[], None]:
+    """A job that raises it."""
+
     def job() -> None:
-        raise error("the model 'x' is gone")
+        raise error
 
-    assert command_line.run("job.py", job) == 1
-    assert capsys.readouterr().err == "job.py: error: the model 'x' is gone\n"
-
-
-def test_nothing_to_do_is_said_and_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
-    def job() -> None:
-        raise NothingToDo("another job does it")
-
-    assert command_line.run("job.py", job) == 0
-    assert capsys.readouterr().err == "job.py: nothing to do: another job does it\n"
+    return job
 
 
-@pytest.mark.parametrize(("error", "code", "word"), [(UnitsFailed, 3, "incomplete"), (StorageGone, 4, "stopped")])
-def test_what_a_rerun_goes_on_with_has_an_exit_code_of_its_own(
+@pytest.mark.parametrize(
+    ("error", "code", "word"),
+    [
+        *((error, 1, "error") for error in (JobError, ModelError, ScheduleError, FloatingPointError)),
+        (NothingToDo, 0, "nothing to do"),
+        (UnitsFailed, 3, "incomplete"),  # with which a rerun goes on
+        (StorageGone, 4, "stopped"),  # likewise
+    ],
+)
+def test_how_a_job_ended_is_one_line_and_an_exit_code(
     capsys: pytest.CaptureFixture[str], error: type[Exception], code: int, word: str
 ) -> None:
-    def job() -> None:
-        raise error("start the job again")
-
-    assert command_line.run("job.py", job) == code
-    assert capsys.readouterr().err == f"job.py: {word}: start the job again\n"
+    assert command_line.run("job.py", ends_with(error("the model 'x' is gone"))) == code
+    assert capsys.readouterr().err == f"job.py: {word}: the model 'x' is gone\n"
 
 
 @pytest.mark.parametrize("machines", [False, True])
@@ -370,11 +366,8 @@ def test_an_interrupted_job_says_so_and_can_be_started_again(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def job() -> None:
-        raise KeyboardInterrupt
-
     monkeypatch.setattr("pipeline.logs.for_machines", lambda: machines)
-    assert command_line.run("job.py", job) == 4
+    assert command_line.run("job.py", ends_with(KeyboardInterrupt())) == 4
     said = caplog.messages if machines else [capsys.readouterr().err.removeprefix("job.py: ").rstrip("\n")]
     assert said == ["stopped: interrupted; start it again"]
 
@@ -396,11 +389,8 @@ def test_sigterm_ends_a_job_as_ctrl_c_does_whatever_it_is_at_and_a_second_one_do
 def test_no_mistake_repeats_what_lets_anyone_in(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command_line.parse(SummarizeCorpus, "job.py", ["s3://AKIAKEY:SECRET@bucket/in", "--batch-size", "x:SECRET@y"])
-
-    def job() -> None:
-        raise ModelError("model 's3://AKIAKEY:SECRET@bucket/m' does not exist")
-
-    assert command_line.run("job.py", job) == 1
+    error = ModelError("model 's3://AKIAKEY:SECRET@bucket/m' does not exist")
+    assert command_line.run("job.py", ends_with(error)) == 1
     said = capsys.readouterr().err
     assert "belongs to no option" in said
     assert "does not exist" in said
@@ -421,10 +411,7 @@ def test_no_mistake_repeats_what_lets_anyone_in(capsys: pytest.CaptureFixture[st
 def test_what_a_disk_does_not_do_is_one_line_and_can_be_started_again(
     number: int, name: str | Path | None, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def job() -> None:
-        raise OSError(number, "some words", name)
-
-    assert command_line.run("job.py", job) == 4
+    assert command_line.run("job.py", ends_with(OSError(number, "some words", name))) == 4
     assert capsys.readouterr().err == f"job.py: stopped: {said} and start it again\n"
 
 
@@ -432,24 +419,11 @@ def test_what_a_disk_does_not_do_is_one_line_and_can_be_started_again(
 def test_memory_that_runs_out_is_one_line_with_the_way_out(
     error: Exception, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def job() -> None:
-        raise error
-
-    assert command_line.run("job.py", job) == 1
+    assert command_line.run("job.py", ends_with(error)) == 1
     assert re.fullmatch(r"job.py: error: memory ran out \(.*\): lower batch_size, .*\n", capsys.readouterr().err)
 
 
-def test_an_error_that_no_disk_makes_keeps_its_traceback() -> None:
-    def job() -> None:
-        raise FileNotFoundError(errno.ENOENT, "no such file", "x")
-
-    with pytest.raises(FileNotFoundError):
-        command_line.run("job.py", job)
-
-
-def test_a_bug_keeps_its_traceback() -> None:
-    def job() -> None:
-        raise RuntimeError("a bug")
-
-    with pytest.raises(RuntimeError):
-        command_line.run("job.py", job)
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), FileNotFoundError(errno.ENOENT, "no such file", "x")])
+def test_a_bug_and_an_error_that_no_disk_makes_keep_their_traceback(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        command_line.run("job.py", ends_with(error))

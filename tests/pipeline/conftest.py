@@ -8,6 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from engine_double import ByteTokenizer
+from fixture_types import Job, ReadOutput, WriteParquet
+from inline_session import inline as inline
 
 from engine import Tokenizer
 from pipeline.commits.commit import read_commits
@@ -26,9 +28,6 @@ def tokenizer() -> Tokenizer:
 def byte_tokens() -> ByteTokenizer:
     """One token per byte."""
     return ByteTokenizer()
-
-
-WriteParquet = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +58,7 @@ def input_file() -> Callable[..., InputFile]:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Callable[..., JobConfig]:
+def job(tmp_path: Path) -> Job:
     """A job from tmp_path/in to tmp_path/out whose prompts are the bare texts, on one replica."""
 
     def make(**options: Any) -> JobConfig:
@@ -75,8 +74,14 @@ def job(tmp_path: Path) -> Callable[..., JobConfig]:
     return make
 
 
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    """What such a job writes to."""
+    return Storage(str(tmp_path / "out"))
+
+
 @pytest.fixture(scope="session")
-def read_output() -> Callable[[str | Path], pa.Table]:
+def read_output() -> ReadOutput:
     """The committed rows of an output, units in order."""
 
     def read(output: str | Path) -> pa.Table:

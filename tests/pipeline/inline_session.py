@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 
 import pytest
-from engine_double import Echo
+from engine_double import Echo, EchoBackend
 
 from pipeline import run
 from pipeline.commits.commit import Commit, commit_unit
 from pipeline.commits.failed import FailedUnit, record_failure
+from pipeline.config import JobConfig
 from pipeline.errors import JobError, JobStopped
 from pipeline.execution.interruption import Interruption
 from pipeline.execution.session import Done
@@ -76,3 +77,17 @@ def without_ray(patch: pytest.MonkeyPatch) -> type[InlineSession]:
     patch.setattr(InlineSession, "units_done", 0)
     patch.setattr(InlineSession, "begin_unit", InlineSession.begin_unit)  # which tests replace
     return InlineSession
+
+
+def run_until(config: JobConfig, backend: EchoBackend, units: int) -> None:
+    """A job without Ray that is stopped once it has done so many units."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InlineSession, "stop_after", units)
+        with pytest.raises(JobStopped, match="told to"):
+            run.run_job(config, backend)
+
+
+@pytest.fixture
+def inline(monkeypatch: pytest.MonkeyPatch) -> type[InlineSession]:
+    """Without Ray, for one test."""
+    return without_ray(monkeypatch)

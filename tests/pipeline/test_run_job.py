@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,22 +12,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from engine_double import LAYERS, SUMMED, Echo, EchoBackend, NoEngineBackend
-from inline_session import without_ray
+from fixture_types import Job, ReadOutput, WriteParquet
 from trap_double import Company
 
 from pipeline import run
 from pipeline.commits.commit import read_commits
 from pipeline.config import JobConfig
-from pipeline.errors import JobError
+from pipeline.errors import JobError, JobStopped
 from pipeline.preparing import preparation
 from pipeline.preparing.preparation import prepare_run
 from pipeline.preparing.run_record import claim_output
 from pipeline.run import RunResult, run_job
 from pipeline.storage.storage import Storage
-
-Job = Callable[..., JobConfig]
-WriteParquet = Callable[..., Path]
-ReadOutput = Callable[[str | Path], pa.Table]
 
 SCHEDULE = {"format": 1, "layers": LAYERS, "skip_order": ["a2", "m2"], "skipped": [[0, 1], [5, 2]], "name": "test"}
 TEXTS = [f"file {file} row {row}" for file in range(3) for row in range(33)]
@@ -76,11 +73,10 @@ def test_a_run_that_another_job_finished_meanwhile_keeps_its_manifest(
     assert not listings
 
 
+@pytest.mark.usefixtures("inline")
 def test_at_full_depth_nothing_is_audited_and_it_is_said(
-    job: Job, write_parquet: WriteParquet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    job: Job, write_parquet: WriteParquet, tmp_path: Path, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    without_ray(monkeypatch)
     write_parquet(tmp_path / "in/0.parquet", {"text": ["one"]})
     run_job(job(audit_fraction=0.5), EchoBackend())
     assert "and so nothing is audited: full depth would be compared with itself" in caplog.messages
@@ -164,6 +160,49 @@ def test_a_run_that_died_before_its_manifest_only_writes_manifest_and_report(cop
     assert (output / "report.html").exists()
 
 
+@pytest.mark.usefixtures("inline")
+def test_a_report_that_cannot_be_made_costs_no_run(
+    job: Job, write_parquet: WriteParquet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_parquet(tmp_path / "in/a.parquet", {"text": ["x"] * 4})
+
+    def fail(*_: object) -> None:
+        raise MemoryError("too much")
+
+    config = job()
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "write_report", fail)
+        assert run_job(config, EchoBackend()).totals.rows == 4
+    assert json.loads(Path(config.output, "_SUCCESS.json").read_text())["totals"]["rows"] == 4
+    assert not Path(config.output, "report.html").exists()
+    run_job(config, NoEngineBackend())
+    assert "4 rows" in Path(config.output, "report.html").read_text()
+
+
+@pytest.mark.usefixtures("inline")
+def test_a_run_that_died_between_manifest_and_report_makes_the_report_of_all_its_rows(
+    job: Job, write_parquet: WriteParquet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_parquet(tmp_path / "in/a.parquet", {"text": ["x"] * 4})
+    config = job(rows_per_unit=2)
+    run_job(config, EchoBackend())
+    whole = Path(config.output, "report.html").read_text()
+    stale = re.sub("commits [0-9a-f]{64}", "commits of two rows", whole).replace("4 rows", "2 rows")
+
+    def die(*_: object) -> None:
+        raise JobStopped("killed")
+
+    Path(config.output, "_SUCCESS.json").unlink()
+    Path(config.output, "report.html").write_text(stale)  # of what an earlier session had committed
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "write_report", die)
+        with pytest.raises(JobStopped):
+            run_job(config, NoEngineBackend())
+    assert Path(config.output, "_SUCCESS.json").exists()
+    run_job(config, NoEngineBackend())
+    assert "4 rows" in Path(config.output, "report.html").read_text()
+
+
 def test_a_finished_run_is_billed_at_a_price_that_is_named_later(copied: JobConfig) -> None:
     output = Path(copied.output)
     manifest = (output / "_SUCCESS.json").stat().st_mtime_ns
@@ -231,16 +270,6 @@ def test_the_output_of_another_run_is_refused_and_the_difference_named(
     with pytest.raises(JobError, match=f"belongs to run .*, which differs in {part}: ") as refused:
         run_job(config.model_copy(update=change), NoEngineBackend())
     assert config.output in str(refused.value)
-
-
-def test_an_input_file_that_changed_makes_it_another_run(
-    finished: tuple[JobConfig, RunResult], tmp_path: Path, write_parquet: WriteParquet, job: Job
-) -> None:
-    write_parquet(tmp_path / "in/a.parquet", {"text": pa.array([], pa.string())})
-    run_job(job(), NoEngineBackend())
-    write_parquet(tmp_path / "in/a.parquet", {"text": pa.array([], pa.string())}, [0, 0])
-    with pytest.raises(JobError, match=r"input file .a\.parquet. has changed"):
-        run_job(job(), NoEngineBackend())
 
 
 def test_how_a_run_is_spread_may_change_between_sessions(copied: JobConfig) -> None:

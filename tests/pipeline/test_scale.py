@@ -1,7 +1,7 @@
 """A million rows pass through a job whose driver only ever sees commit records."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -9,9 +9,9 @@ import psutil
 import pyarrow as pa
 import pytest
 from engine_double import EchoBackend
+from fixture_types import Job, WriteParquet
 
 from pipeline.commits.commit import read_commits
-from pipeline.config import JobConfig
 from pipeline.run import run_job
 from pipeline.storage.storage import Storage
 
@@ -41,9 +41,7 @@ def peak_memory() -> Iterator[list[int]]:
 
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.slow
-def test_the_drivers_memory_does_not_grow_with_the_rows(
-    tmp_path: Path, job: Callable[..., JobConfig], write_parquet: Callable[..., Path]
-) -> None:
+def test_the_drivers_memory_does_not_grow_with_the_rows(tmp_path: Path, job: Job, write_parquet: WriteParquet) -> None:
     peaks = []
     for rows in (100_000, 1_000_000):
         table = pa.table({"text": pa.array(["x"] * rows)})

@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from engine import Block, Bridge, Engine, Plateau, Schedule, ScheduleError
+from engine import Engine, ScheduleError
 from engine.adaptation.peers import Peers
 from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import Trainer
 from engine.forward.teacher_forcing import Answer
 from engine.kernels import Kernels
-from engine.schedules.orders import lowest_first
+from tests.engine.adaptation.training import bridged
+from tests.engine.quiet import quiet
 
 RECIPE = Recipe(steps=6, tokens_per_step=40, warmup_steps=2, adapter_rank=2, judge_every=2)
 Curve = list[list[float]]
@@ -35,11 +36,7 @@ def unequal() -> list[Answer]:
 
 def train(checkpoint: str, train: list[Answer], state: Path | None = None) -> tuple[Curve, Trainer]:
     engine = Engine.load(checkpoint, device="cpu", kernels=Kernels())
-    width, layers = engine.shape.hidden, engine.shape.layers
-    bridge = Bridge.affine(Block.of_layers(1, 3), torch.zeros(width, width), torch.zeros(width))
-    order = tuple(unit for group in lowest_first(layers, 1)[:2] for unit in group)
-    schedule = Schedule(layers, order, (Plateau(0, 4, ("1-3",)),), bridges={"1-3": bridge})
-    trainer = Trainer(engine, [schedule], train, answers(6, seed=9), RECIPE, lambda *_: None)
+    trainer = Trainer(engine, [bridged(engine.shape, 1, 3)], train, answers(6, seed=9), RECIPE, quiet)
     return [[point.step, point.loss, point.kl, point.agreement] for point in trainer.run(state)], trainer
 
 

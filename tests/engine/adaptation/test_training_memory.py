@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import Block, Bridge, Engine, ModelShape, Plateau, Sampling, Schedule, ScheduleError
+from engine import Engine, Sampling, ScheduleError
 from engine.adaptation.memory import (
     LOGITS,
     SCATTERED,
@@ -25,25 +25,15 @@ from engine.forward.prompt_pass import PROMPT_TOKENS
 from engine.forward.teacher_forcing import LOGIT_TOKENS, Answer
 from engine.kernels import Kernels
 from engine.memory import check_memory
+from tests.engine.adaptation.training import bridged
+from tests.engine.quiet import quiet
 from tests.engine.tensors import tensor_bytes
-
-
-@pytest.fixture(scope="module")
-def engine(make_checkpoint: Callable[..., Path]) -> Engine:
-    return Engine.load(str(make_checkpoint()), device="cpu", kernels=Kernels())
-
-
-def bridged(shape: ModelShape, end: int) -> Schedule:
-    """Layers from 1 on give way to a bridge."""
-    block = Block.of_layers(1, end)
-    bridge = Bridge.affine(block, torch.zeros(shape.hidden, shape.hidden), torch.zeros(shape.hidden))
-    return Schedule(shape.layers, block.units, (Plateau(0, len(block.units), ("b",)),), bridges={"b": bridge})
 
 
 @pytest.mark.parametrize(("end", "prompt_layers"), [(3, None), (3, 4), (5, None)])
 def test_what_training_keeps_is_foreseen(engine: Engine, end: int, prompt_layers: int | None) -> None:
     shape = engine.shape
-    schedule = bridged(shape, end)
+    schedule = bridged(shape, 1, end)
     if prompt_layers is not None:
         found = counted_prompt_bridge(shape, prompt_cut(shape, prompt_layers, [schedule]))
         schedule = replace(schedule, prompt_bridge=found)
@@ -52,7 +42,7 @@ def test_what_training_keeps_is_foreseen(engine: Engine, end: int, prompt_layers
     sampling = Sampling(max_new_tokens=8, min_new_tokens=8)
     answers = [Answer(tuple(prompts[g.index]), g.tokens) for g in engine.generate(prompts, sampling)]
     before = tensor_bytes()
-    trainer = Trainer(engine, [schedule], answers[40:], answers[:40], Recipe(adapter_rank=0), lambda *_: None)
+    trainer = Trainer(engine, [schedule], answers[40:], answers[:40], Recipe(adapter_rank=0), quiet)
     kept = tensor_bytes() - before
     foreseen = kept_bytes(shape, [schedule], [60] * 160, [60] * 40, 8)
     assert trainer.tokens == 160 * 7
@@ -84,7 +74,7 @@ def test_the_model_is_counted_as_kernels_keep_it_on_a_cpu_with_what_gradients_pa
 @pytest.mark.parametrize("prompt_layers", [None, 4])
 def test_what_is_trained_is_counted_with_its_optimizers_moments(engine: Engine, prompt_layers: int | None) -> None:
     shape, recipe = engine.shape, Recipe(adapter_rank=3, gate_width=5)
-    schedule = bridged(shape, 3)
+    schedule = bridged(shape, 1, 3)
     if prompt_layers is not None:
         found = counted_prompt_bridge(shape, prompt_cut(shape, prompt_layers, [schedule]))
         schedule = replace(schedule, prompt_bridge=found)
@@ -100,7 +90,7 @@ def test_what_is_trained_is_counted_with_its_optimizers_moments(engine: Engine, 
 
 def test_where_prompts_learn_the_longest_may_need_more_than_a_pass_of_others(engine: Engine) -> None:
     shape = engine.shape
-    prompts = counted_prompt_bridge(shape, prompt_cut(shape, 4, [schedule := bridged(shape, 3)]))
+    prompts = counted_prompt_bridge(shape, prompt_cut(shape, 4, [schedule := bridged(shape, 1, 3)]))
     schedules = [replace(schedule, prompt_bridge=prompts)]
     usual = working_bytes(shape, schedules, [60, 100], [60])
     assert usual == working_bytes(shape, schedules, [PROMPT_TOKENS], [60])
@@ -123,7 +113,7 @@ def test_the_teachers_matrices_are_free_again_in_the_precision_that_they_had(
 
 def test_a_lesson_takes_its_logits_and_what_gradients_need_wherever_prompts_run_at_full_depth(engine: Engine) -> None:
     shape, answer_tokens = engine.shape, Recipe().tokens_per_step
-    found = {end: working_bytes(shape, [bridged(shape, end)], [60] * 18, [60] * 2) for end in (3, 5)}
+    found = {end: working_bytes(shape, [bridged(shape, 1, end)], [60] * 18, [60] * 2) for end in (3, 5)}
     assert found[3] == found[5]  # both change from layer 1 on
     above = answer_tokens * (shape.layers - 1) * 2 * shape.layer_parameters // shape.hidden
     assert found[3] == 4 * (above + LOGITS * LOGIT_TOKENS * shape.vocab)

@@ -27,14 +27,11 @@ from engine.kernels import Kernels
 from engine.parts.prompt_bridge import PromptBridge
 from engine.shape import AttentionKind
 from tests.engine.prompts import random_prompts, sharing
+from tests.engine.quiet import quiet
 
 WIDTH, LAYERS = 12, 8
 CPU = torch.device("cpu")
 START, END = 4, 10  # places
-
-
-def quiet(stage: str, done: int, total: int) -> None:
-    """Nobody watches."""
 
 
 def random_states(count: int, seed: int = 0) -> dict[int, Tensor]:

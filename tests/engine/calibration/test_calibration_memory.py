@@ -13,6 +13,7 @@ from engine.forward.teacher_forcing import Answer
 from engine.kernels import Kernels
 from engine.memory import token_elements
 from tests.engine.prompts import random_prompts
+from tests.engine.quiet import quiet
 from tests.engine.tensors import tensor_bytes
 
 TOKENS = 12  # of every answer
@@ -29,7 +30,7 @@ def test_what_calibrating_keeps_is_foreseen(engine: Engine, tokens: int) -> None
     sampling = Sampling(max_new_tokens=TOKENS, min_new_tokens=TOKENS)
     answers = [Answer(prompts[each.index], each.tokens) for each in engine.generate(prompts, sampling)]
     before = tensor_bytes()
-    calibration = Calibration(engine, answers, [1.2], lambda *_: None, whole_head=True)
+    calibration = Calibration(engine, answers, [1.2], quiet, whole_head=True)
     found = tensor_bytes() - before
     assert calibration is not None
     depths = foreseen_depths([1.2], shape, [tokens] * 100, TOKENS, whole_head=True)

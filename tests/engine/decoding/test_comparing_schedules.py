@@ -1,38 +1,31 @@
 """Comparing schedules cheaply gives what running each of them alone gives."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import engine.decoding.stream
-from engine import BatchStats, Engine, Generation, PromptError, Sampling, Schedule, ScheduleError, memory
-from engine.decoding.sampling import Sampler
+from engine import BatchStats, Engine, Generation, PromptError, Sampling, Schedule, ScheduleError, kernels, memory
 from engine.schedules import decays, orders, recipes
+from tests.engine.conftest import THREE_FAMILIES
 from tests.engine.prompts import random_prompts
+from tests.engine.tapped import tapped
 
 Schedules = Callable[..., st.SearchStrategy[Schedule]]
 LAYERS = 5
 NO_SCHEDULE = recipes.skipdecode(LAYERS, warmup=1, max_active=5, min_active=5, horizon=1)
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2", "opt"])
+@pytest.fixture(scope="module", params=THREE_FAMILIES)
 def tiny(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Path]) -> Iterator[Engine]:
-    """Plain attention; sliding windows with soft caps; learned positions."""
-    family = {
-        "llama": {},
-        "gemma2": {"sliding_window": 6, "head_dim": 8, "query_pre_attn_scalar": 8},
-        "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    }[request.param]
-    directory = make_checkpoint(family=request.param, num_hidden_layers=LAYERS, eos=[3, 19, 35], **family)
+    directory = make_checkpoint(num_hidden_layers=LAYERS, eos=[3, 19, 35], **THREE_FAMILIES[request.param])
     with pytest.MonkeyPatch.context() as patch:
         # In 8-bit integers a last bit of a state may move the rough logits of head previews by a hundredth.
-        patch.setattr(engine.kernels, "_integers_are_exact", lambda: False)
+        patch.setattr(kernels, "_integers_are_exact", lambda: False)
         yield Engine.load(str(directory), device="cpu")
 
 
@@ -97,21 +90,15 @@ def test_rows_that_do_not_fit_twice_run_in_smaller_batches(tiny: Engine, monkeyp
     assert seats == [2, 2, 2, 2, 1, 1]
 
 
-def logits_of(engine_: Engine, prompts: list[list[int]], sampling: Sampling, schedule: Schedule) -> list[list[Tensor]]:
-    """[prompt][step]: what each token was chosen from, in cached decoding."""
-    found: list[list[Tensor]] = [[] for _ in prompts]
-
-    class Tapped(Sampler):
-        def choose(self, logits: Tensor, seats: Sequence[int], steps: Sequence[int]) -> Tensor:
-            found[len(done)].append(logits[0].clone())
-            return super().choose(logits, seats, steps)
-
-    done: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.decoding.stream, "Sampler", Tapped)
-        for prompt in prompts:
-            list(engine_.generate([prompt], sampling, schedule))
-            done.append(1)
+def logits_of(
+    engine: Engine, prompts: list[list[int]], answers: list[list[int]], schedule: Schedule
+) -> list[list[Tensor]]:
+    """[prompt][step]: in cached decoding under a schedule that is made to write the given answers."""
+    found = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with tapped({"0": answer}) as logits:
+            list(engine.generate([prompt], Sampling(max_new_tokens=len(answer)), schedule))
+        found.append(logits["0"])
     return found
 
 
@@ -122,44 +109,15 @@ def test_a_score_compares_the_logits_of_cached_decoding(
 ) -> None:
     schedule = data.draw(schedules(LAYERS, 32, adaptable=tiny.decoder, previews=True))
     prompts = random_prompts(lengths, seed)
-    sampling = Sampling(max_new_tokens=14)
-    answers = [list(g.tokens) for prompt in prompts for g in tiny.generate([prompt], sampling)]
-    full = logits_of(tiny, prompts, sampling, NO_SCHEDULE)
-    forced = _forced_logits(tiny, prompts, answers, schedule)
+    answers = [list(g.tokens) for prompt in prompts for g in tiny.generate([prompt], Sampling(max_new_tokens=14))]
+    full, scheduled = (logits_of(tiny, prompts, answers, each) for each in (NO_SCHEDULE, schedule))
     (scores,) = tiny.score(prompts, answers, [schedule]).schedules
-    for answer, expected, ours, score in zip(answers, full, forced, scores, strict=True):
+    for answer, expected, ours, score in zip(answers, full, scheduled, scores, strict=True):
         assert len(score.kl) == len(score.agrees) == len(answer) - 1
         for step, (kl, agrees) in enumerate(zip(score.kl, score.agrees, strict=True)):
             p, q = expected[step + 1].log_softmax(-1), ours[step + 1].log_softmax(-1)
             assert kl == pytest.approx(float((p.exp() * (p - q)).sum()), abs=1e-4, rel=1e-4)
             assert agrees == bool(p.argmax() == q.argmax())
-
-
-def _forced_logits(
-    engine_: Engine, prompts: list[list[int]], answers: list[list[int]], schedule: Schedule
-) -> list[list[Tensor]]:
-    """Logits of cached decoding under a schedule that is made to write the given answers."""
-    found: list[list[Tensor]] = []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        seen: list[Tensor] = []
-
-        class Forced(Sampler):
-            def choose(
-                self,
-                logits: Tensor,
-                seats: Sequence[int],
-                steps: Sequence[int],
-                seen: list[Tensor] = seen,
-                answer: list[int] = answer,
-            ) -> Tensor:
-                seen.append(logits[0].clone())
-                return torch.tensor([answer[steps[0]]])
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine.decoding.stream, "Sampler", Forced)
-            list(engine_.generate([prompt], Sampling(max_new_tokens=len(answer)), schedule))
-        found.append(seen)
-    return found
 
 
 def test_full_depth_scores_itself_perfectly_and_worse_schedules_worse(packaged: Engine, chats: list[list[int]]) -> None:

@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-import engine.decoding.stream
 from engine import Block, Bridge, Engine, Generation, Sampling, Schedule, Unit
 from engine.checkpoints import checkpoint
-from engine.decoding.sampling import Sampler
 from engine.schedules import decays, orders, recipes
 from tests.conftest import PACKAGED
 from tests.engine.adapters import adapted
 from tests.engine.prompts import random_prompts
+from tests.engine.tapped import tapped
 
 Schedules = Callable[..., st.SearchStrategy[Schedule]]
 LAYERS = 5
@@ -27,33 +26,13 @@ MOST_ROUNDING = 4e-5  # of the largest logit
 ROUNDINGS = 4  # a pass may be off, beyond that, by so many roundings of its embeddings (3.3 seen over 4,200 texts)
 
 
-class TappedSampler(Sampler):
-    """The real sampler, which keeps a copy of the logits it is given: `logits[sample id][step]`, [vocab]."""
-
-    logits: dict[str, list[Tensor]]
-    widths: list[int]  # rows at each step
-    ids: dict[int, str]  # by seat
-
-    def enter(self, seat: int, prompt: Sequence[int], sample_id: str) -> None:
-        super().enter(seat, prompt, sample_id)
-        self.ids[seat] = sample_id
-
-    def choose(self, logits: Tensor, seats: Sequence[int], steps: Sequence[int]) -> Tensor:
-        self.widths.append(len(logits))
-        for seat, row in zip(seats, logits.clone(), strict=True):
-            self.logits.setdefault(self.ids[seat], []).append(row)
-        return super().choose(logits, seats, steps)
-
-
 def generate_tapped(
-    engine_: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, schedule: Schedule, batch_size: int
-) -> tuple[list[Generation], dict[str, list[Tensor]], list[int]]:
-    """Generations in the order of their prompts, the logits by sample id and step, and the rows at each step."""
-    TappedSampler.logits, TappedSampler.widths, TappedSampler.ids = {}, [], {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.decoding.stream, "Sampler", TappedSampler)
-        generations = list(engine_.generate(prompts, sampling, schedule, batch_size))
-    return sorted(generations, key=lambda g: (g.index, g.sample)), TappedSampler.logits, TappedSampler.widths
+    engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, schedule: Schedule, batch_size: int
+) -> tuple[list[Generation], dict[str, list[Tensor]]]:
+    """Generations in the order of their prompts, and the logits by sample id and step."""
+    with tapped() as logits:
+        generations = list(engine.generate(prompts, sampling, schedule, batch_size))
+    return sorted(generations, key=lambda g: (g.index, g.sample)), logits
 
 
 @torch.inference_mode()
@@ -162,11 +141,11 @@ def test_every_logit_is_that_of_the_masked_forward(
     new_tokens: int,
     batch_size: int,
 ) -> None:
-    engine_, model = tiny
-    schedule = data.draw(schedules(LAYERS, hidden=engine_.shape.hidden, adaptable=engine_.decoder))
+    engine, model = tiny
+    schedule = data.draw(schedules(LAYERS, hidden=engine.shape.hidden, adaptable=engine.decoder))
     prompts = random_prompts(lengths, seed)
     sampling = Sampling(max_new_tokens=new_tokens, temperature=1.5)
-    generations, logits, _ = generate_tapped(engine_, prompts, sampling, schedule, batch_size)
+    generations, logits = generate_tapped(engine, prompts, sampling, schedule, batch_size)
     assert_matches_masked_forward(model, prompts, schedule, generations, logits)
 
 
@@ -182,23 +161,23 @@ ORDERS = {
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_order_down_to_its_last_group(tiny: tuple[Engine, LlamaForCausalLM], order: str) -> None:
-    engine_, model = tiny
+    engine, model = tiny
     groups = ORDERS[order]
     schedule = Schedule.build(LAYERS, groups, decays.linear(0, len(groups), 8), horizon=8)
     prompts = random_prompts([1, 2, 5, 9, 14, 17, 23, 30], seed=7)
-    generations, logits, _ = generate_tapped(engine_, prompts, Sampling(max_new_tokens=16), schedule, batch_size=8)
+    generations, logits = generate_tapped(engine, prompts, Sampling(max_new_tokens=16), schedule, batch_size=8)
     assert max(generation.generated_tokens for generation in generations) > 10
     assert_matches_masked_forward(model, prompts, schedule, generations, logits)
 
 
 def test_rows_that_leave_the_batch_do_not_disturb_the_others(tiny: tuple[Engine, LlamaForCausalLM]) -> None:
-    engine_, model = tiny
+    engine, model = tiny
     schedule = recipes.skipdecode(LAYERS, warmup=1, max_active=5, min_active=2, horizon=12)
     prompts = random_prompts([3, 4, 8, 8, 12, 15, 16, 21, 25, 28, 30, 30], seed=3)
     sampling = Sampling(max_new_tokens=60, temperature=1.0, samples_per_prompt=2)
-    generations, logits, widths = generate_tapped(engine_, prompts, sampling, schedule, batch_size=24)
-    assert widths[0] == 24
-    assert len(set(widths)) > 3, "no row left before others: the test is worth little"
+    generations, logits = generate_tapped(engine, prompts, sampling, schedule, batch_size=24)
+    assert len(logits) == 24
+    assert len({len(rows) for rows in logits.values()}) > 3, "no row left before others: the test is worth little"
     assert_matches_masked_forward(model, prompts, schedule, generations, logits)
 
 
@@ -209,22 +188,22 @@ def test_biases_and_grouped_heads_are_skipped_with_their_block(make_checkpoint: 
     schedule = Schedule.build(5, orders.of_units(orders.top_first(5)), decays.cosine(1, 7, 10), horizon=10)
     prompts = random_prompts([2, 9, 33], seed=1)
     sampling = Sampling(max_new_tokens=16)
-    generations, logits, _ = generate_tapped(Engine.load(str(directory), device="cpu"), prompts, sampling, schedule, 3)
+    generations, logits = generate_tapped(Engine.load(str(directory), device="cpu"), prompts, sampling, schedule, 3)
     assert_matches_masked_forward(reference(directory), prompts, schedule, generations, logits)
 
 
 def test_a_single_token_needs_no_schedule(tiny: tuple[Engine, LlamaForCausalLM]) -> None:
     """The first generated token comes from the prompt pass, which runs at full depth."""
-    engine_, _ = tiny
+    engine, _ = tiny
     prompts = random_prompts([4, 9, 20], seed=5)
     shallow = Schedule.build(LAYERS, orders.lowest_first(LAYERS), decays.constant(LAYERS - 1), horizon=0)
-    first = [[g.tokens for g in engine_.generate(prompts, Sampling(max_new_tokens=1), s)] for s in (None, shallow)]
+    first = [[g.tokens for g in engine.generate(prompts, Sampling(max_new_tokens=1), s)] for s in (None, shallow)]
     assert first[0] == first[1]
 
 
 def test_a_bridge_of_zeros_is_a_bare_skip(tiny: tuple[Engine, LlamaForCausalLM]) -> None:
-    engine_, _ = tiny
-    width = engine_.shape.hidden
+    engine, _ = tiny
+    width = engine.shape.hidden
     bare = recipes.skipdecode(LAYERS, warmup=1, max_active=4, min_active=2, horizon=6)
     blocks = {f"b{p.skipped}": Block.of_layers(1, 1 + p.skipped // 2) for p in bare.plateaus}
     zeros = replace(
@@ -233,8 +212,8 @@ def test_a_bridge_of_zeros_is_a_bare_skip(tiny: tuple[Engine, LlamaForCausalLM])
         bridges={n: Bridge.affine(b, torch.zeros(width, width), torch.zeros(width)) for n, b in blocks.items()},
     )
     prompts, sampling = random_prompts([3, 9, 20], seed=2), Sampling(max_new_tokens=12, temperature=1.0)
-    tokens, logits, _ = generate_tapped(engine_, prompts, sampling, bare, 3)
-    bridged_tokens, bridged_logits, _ = generate_tapped(engine_, prompts, sampling, zeros, 3)
+    tokens, logits = generate_tapped(engine, prompts, sampling, bare, 3)
+    bridged_tokens, bridged_logits = generate_tapped(engine, prompts, sampling, zeros, 3)
     assert [g.tokens for g in tokens] == [g.tokens for g in bridged_tokens]
     for sample_id, steps in logits.items():
         assert torch.equal(torch.stack(steps), torch.stack(bridged_logits[sample_id]))
@@ -245,6 +224,6 @@ def test_the_packaged_model_under_skipdecode(packaged: Engine, chats: list[list[
     schedule = recipes.skipdecode(layers=30, warmup=4, max_active=28, min_active=14, horizon=12)
     prompts = sorted(chats, key=len)[::33]
     sampling = Sampling(max_new_tokens=20)
-    generations, logits, _ = generate_tapped(packaged, prompts, sampling, schedule, batch_size=4)
+    generations, logits = generate_tapped(packaged, prompts, sampling, schedule, batch_size=4)
     assert max(generation.generated_tokens for generation in generations) == 20
     assert_matches_masked_forward(model, prompts, schedule, generations, logits)

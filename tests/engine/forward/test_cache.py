@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
 
 import engine.decoding.stream
 from engine import Engine, ModelShape, Plateau, Sampling, Schedule, Unit
@@ -155,22 +154,3 @@ def test_the_memory_of_a_layer_skipped_for_good_is_freed(tiny: Engine) -> None:
     expected = [every, *[every - {1}] * 3, *[every - {1, 2}] * 2, *[{0, 4}] * 2]
     assert [layers for layers, _ in history] == expected
     assert [size for _, size in history] == [history[0][1] * len(layers) // 6 for layers in expected]
-
-
-def test_long_generations_go_on_as_in_transformers(make_checkpoint: Callable[..., Path]) -> None:
-    directory = make_checkpoint(num_hidden_layers=2)
-    prompts = [[7, 8, 9, 10, 11], [60, 50, 40]]
-    model = AutoModelForCausalLM.from_pretrained(directory)
-    lengths = {"max_new_tokens": 300, "min_new_tokens": 300}
-    expected = [
-        model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt)),
-            do_sample=False,
-            pad_token_id=0,
-            **lengths,
-        )[0, len(prompt) :].tolist()
-        for prompt in prompts
-    ]
-    generations = Engine.load(str(directory), device="cpu").generate(prompts, Sampling(**lengths))
-    assert [list(generation.tokens) for generation in sorted(generations, key=lambda g: g.index)] == expected

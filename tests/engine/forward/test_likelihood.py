@@ -13,20 +13,15 @@ from engine.forward import quality
 from engine.forward.prompt_pass import PromptPass
 from engine.forward.teacher_forcing import KeptPrompts
 from engine.schedules import recipes
+from tests.engine.conftest import THREE_FAMILIES
 from tests.engine.prompts import random_prompts
 
 LAYERS = 3
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2", "opt"])
+@pytest.fixture(scope="module", params=THREE_FAMILIES)
 def checkpoint(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Path]) -> Path:
-    """Plain attention; sliding windows with soft caps; learned positions."""
-    family = {
-        "llama": {},
-        "gemma2": {"sliding_window": 6, "head_dim": 8, "query_pre_attn_scalar": 8},
-        "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    }[request.param]
-    return make_checkpoint(family=request.param, num_hidden_layers=LAYERS, **family)
+    return make_checkpoint(num_hidden_layers=LAYERS, **THREE_FAMILIES[request.param])
 
 
 def by_transformers(

@@ -1,49 +1,25 @@
 """One teacher-forced pass over known answers gives the logits that decoding them step by step gave."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-import engine.decoding.stream
 from engine import Engine, Sampling, Schedule
-from engine.decoding.sampling import Sampler
 from engine.forward.operations import Compiled
 from engine.forward.teacher_forcing import Answer
-from tests.engine.conftest import random_prompt_bridge
+from tests.engine.conftest import THREE_FAMILIES, random_prompt_bridge
+from tests.engine.tapped import tapped
 
 LAYERS = 5
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "gemma2": {  # sliding windows, soft caps
-        "head_dim": 8,
-        "sliding_window": 6,
-        "attn_logit_softcapping": 3.0,
-        "query_pre_attn_scalar": 8,
-    },
-    "opt": {"word_embed_proj_dim": 32, "ffn_dim": 48, "dropout": 0.0},
-}
 
 
-class KeptLogits(Sampler):
-    """The real sampler; keeps the logits of a batch of one, step by step."""
-
-    kept: list[Tensor]
-
-    def choose(self, logits: Tensor, seats: Sequence[int], steps: Sequence[int]) -> Tensor:
-        self.kept.append(logits[0].clone())
-        return super().choose(logits, seats, steps)
-
-
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=THREE_FAMILIES)
 def model(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Path]) -> Engine:
-    name: str = request.param
-    return Engine.load(str(make_checkpoint(family=name, num_hidden_layers=LAYERS, **MODELS[name])), device="cpu")
+    return Engine.load(str(make_checkpoint(num_hidden_layers=LAYERS, **THREE_FAMILIES[request.param])), device="cpu")
 
 
 @settings(max_examples=15)
@@ -62,15 +38,13 @@ def test_teacher_forcing_is_decoding(
     schedule = data.draw(schedules(LAYERS, model.shape.hidden, model.shape, model.decoder))
     answers, decoded = [], []
     sampling = Sampling(max_new_tokens=new_tokens, min_new_tokens=2, temperature=1.0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.decoding.stream, "Sampler", KeptLogits)
+    with tapped() as kept:
         for index, length in enumerate(lengths):
             # Of one length is one prompt: some have several answers.
             prompt = torch.randint(1, 96, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-            KeptLogits.kept = []
             [generation] = model.generate([prompt], sampling, schedule, sample_ids=[str(index)])
             answers.append(Answer(prompt, generation.tokens))
-            decoded += KeptLogits.kept[1 : len(generation.tokens)]
+            decoded += kept[str(index)][1 : len(generation.tokens)]
     with torch.inference_mode():
         compiled = model.compiled(schedule)
         forced = model.teacher_forced(answers, schedule.prompt_plan, compiled)

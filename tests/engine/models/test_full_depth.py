@@ -117,6 +117,13 @@ def test_end_of_sequence_ends_a_generation_where_it_ends_in_transformers(make_ch
     assert generated_by_engine(Engine.load(str(directory), device="cpu"), prompts, max_new_tokens=40) == expected
 
 
+def test_long_generations_go_on_as_in_transformers(make_checkpoint: Callable[..., Path]) -> None:
+    directory = make_checkpoint(num_hidden_layers=2)
+    prompts, settings = [[7, 8, 9, 10, 11], [60, 50, 40]], {"max_new_tokens": 300, "min_new_tokens": 300}
+    expected = generated_by_transformers(AutoModelForCausalLM.from_pretrained(directory), prompts, **settings)
+    assert generated_by_engine(Engine.load(str(directory), device="cpu"), prompts, **settings) == expected
+
+
 def test_a_checkpoint_in_shards_loads_like_one_in_a_single_file(make_checkpoint: Callable[..., Path]) -> None:
     whole, shards = make_checkpoint(), make_checkpoint(max_shard_size="20KB")
     assert len(list(shards.glob("*.safetensors"))) > 3

@@ -102,6 +102,14 @@ def test_an_adapted_model_shares_what_is_left_alone(engine: Engine, schedule: Sc
         assert [a is b for a, b in zip(projections.mlp, changed.mlp, strict=True)].count(False) == 1
 
 
+def test_what_a_schedule_brings_is_made_once_whatever_runs_at_full_depth_in_between(
+    engine: Engine, schedule: Schedule
+) -> None:
+    first = engine.compiled(schedule)
+    assert not engine.compiled(Schedule.full_depth(engine.shape.layers)).adapted
+    assert engine.compiled(schedule).adapted[schedule.adapter] is first.adapted[schedule.adapter]
+
+
 def test_a_lost_damaged_or_exchanged_file_is_named(engine: Engine, schedule: Schedule, tmp_path: Path) -> None:
     schedule.write(tmp_path)
     file = tmp_path / ADAPTER_FILE

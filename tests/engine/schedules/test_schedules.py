@@ -136,6 +136,7 @@ MALFORMED: dict[str, tuple[object, str]] = {
     "layer 0": ({**GOOD, "skip_order": ["a2", "m0"]}, "m0"),
     "a unit twice": ({**GOOD, "skip_order": ["a2", "m2", "a2"]}, "twice"),
     "no plateaus": ({**GOOD, "skipped": None}, "skipped .* None"),
+    "plateaus in one word": ({**GOOD, "skipped": "none"}, "skipped .* 'none'"),
     "an empty list of plateaus": ({**GOOD, "skipped": []}, "plateau at step 0"),
     "a late first plateau": ({**GOOD, "skipped": [[1, 2]]}, "plateau at step 0"),
     "a plateau of three numbers": ({**GOOD, "skipped": [[0, 1, 2]]}, r"\[\[0, 1, 2\]\]"),

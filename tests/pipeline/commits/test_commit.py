@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import math
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,11 +21,6 @@ from pipeline.rows.unit import WorkUnit
 from pipeline.storage.storage import Storage
 
 UNIT = WorkUnit("00000-000000000", "in/a.parquet", 0, 5)
-
-
-@pytest.fixture
-def storage(tmp_path: Path) -> Storage:
-    return Storage(str(tmp_path))
 
 
 @pytest.fixture(scope="module")

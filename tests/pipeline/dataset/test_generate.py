@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from engine_double import Echo, EchoBackend, NoEngineBackend
-from inline_session import without_ray
+from fixture_types import WriteParquet
+from inline_session import InlineSession
 from openai.types.chat import ChatCompletion
 from pydantic import ValidationError
 
@@ -26,11 +27,12 @@ from pipeline.inspection import inspect, verify
 from pipeline.storage.lease import Lease
 from pipeline.storage.storage import Storage
 
+Config = Callable[..., DatasetConfig]
 TEXTS = [f"text {number:02d} {'x' * number}" for number in range(12)] + ["TEXT 03 xxx"]
 
 
 @pytest.fixture
-def config(tmp_path: Path, write_parquet: Callable[..., Path]) -> Callable[..., DatasetConfig]:
+def config(tmp_path: Path, write_parquet: WriteParquet) -> Config:
     write_parquet(tmp_path / "in/0.parquet", {"id": range(len(TEXTS)), "text": TEXTS}, [5, 8])
 
     def make(**options: Any) -> DatasetConfig:
@@ -44,9 +46,7 @@ def config(tmp_path: Path, write_parquet: Callable[..., Path]) -> Callable[..., 
 
 
 @pytest.mark.usefixtures("cluster")
-def test_samples_are_filtered_sharded_and_loaded_with_their_card(
-    config: Callable[..., DatasetConfig], tmp_path: Path
-) -> None:
+def test_samples_are_filtered_sharded_and_loaded_with_their_card(config: Config, tmp_path: Path) -> None:
     given = config(
         samples_per_prompt=2, finish_reasons=["stop"], rows_per_shard=4, dataset_name="Echoes", dataset_license="mit"
     )
@@ -123,18 +123,15 @@ def test_a_batch_of_requests_is_answered_request_by_request(tmp_path: Path) -> N
 
 
 def test_an_incremental_data_set_grows_with_its_input(
-    config: Callable[..., DatasetConfig],
-    tmp_path: Path,
-    write_parquet: Callable[..., Path],
+    config: Config, tmp_path: Path, write_parquet: WriteParquet, inline: type[InlineSession],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    session = without_ray(monkeypatch)
+) -> None:  # fmt: skip
     given = config(incremental=True, samples_per_prompt=2, duplicates="keep", max_new_tokens=50)
     assert generate_dataset(given, EchoBackend()).kept == 2 * len(TEXTS)
-    units = session.units_done
+    units = inline.units_done
     write_parquet(tmp_path / "in/1.parquet", {"id": [100, 101], "text": ["new 0", "new 1"]})
     assert generate_dataset(given, EchoBackend()).kept == 2 * (len(TEXTS) + 2)
-    assert session.units_done == units + 2
+    assert inline.units_done == units + 2
     assert verify(Storage(f"{given.output}/{GENERATION}"), inspect(Storage(f"{given.output}/{GENERATION}"))) == []
 
     loaded = datasets.load_dataset(given.output, split="train", cache_dir=str(tmp_path / "cache"))
@@ -148,14 +145,11 @@ def test_an_incremental_data_set_grows_with_its_input(
         generate_dataset(given, NoEngineBackend())
 
 
+@pytest.mark.usefixtures("inline")
 def test_a_data_set_that_another_job_has_taken_over_is_left_to_it(
-    config: Callable[..., DatasetConfig],
-    tmp_path: Path,
-    write_parquet: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
+    config: Config, tmp_path: Path, write_parquet: WriteParquet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own is paused for longer than the lease lasts, with the rows that it publishes in hand."""
-    without_ray(monkeypatch)
     given = config(incremental=True, rows_per_shard=2, max_new_tokens=50)
     files = generate_dataset(given, EchoBackend()).files
     before = {name: (tmp_path / "set" / name).read_bytes() for name in files}
@@ -178,10 +172,10 @@ def test_a_data_set_that_another_job_has_taken_over_is_left_to_it(
     assert not (tmp_path / "set/_DATASET.json").exists()
 
 
+@pytest.mark.usefixtures("inline")
 def test_shards_have_the_columns_of_an_output_and_the_sample_but_those_that_are_alike_in_all_rows(
-    config: Callable[..., DatasetConfig], monkeypatch: pytest.MonkeyPatch
+    config: Config,
 ) -> None:
-    without_ray(monkeypatch)
     (shard,) = generate_dataset(config(), EchoBackend()).files
     assert pq.read_schema(Path(config().output, shard)).names == [
         "id", "sample", "generation", "finish_reason", "prompt_tokens", "prompt_truncated", "generated_tokens",
@@ -194,10 +188,10 @@ def test_requests_are_not_done_incrementally() -> None:
         DatasetConfig(input="in.jsonl", output="out", input_format="openai-batch", incremental=True)
 
 
+@pytest.mark.usefixtures("inline")
 def test_a_data_set_of_which_every_row_was_dropped_is_warned_of_at_each_start(
-    config: Callable[..., DatasetConfig], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    config: Config, caplog: pytest.LogCaptureFixture
 ) -> None:
-    without_ray(monkeypatch)
     given = config(finish_reasons=["stop"], require_pattern="no such text")  # 5 of the 13 end at their length
     for backend in (EchoBackend(), NoEngineBackend()):
         caplog.clear()
@@ -206,10 +200,8 @@ def test_a_data_set_of_which_every_row_was_dropped_is_warned_of_at_each_start(
         assert said.startswith(f"all 13 rows of '{given.output}' were dropped, most of them (9) under pattern: look")
 
 
-def test_another_title_or_licence_makes_another_card(
-    config: Callable[..., DatasetConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_ray(monkeypatch)
+@pytest.mark.usefixtures("inline")
+def test_another_title_or_licence_makes_another_card(config: Config, tmp_path: Path) -> None:
     generate_dataset(config(), EchoBackend())
     for options in ({"dataset_name": "Echoes"}, {"dataset_name": "Echoes", "dataset_license": "mit"}):
         generate_dataset(config(**options), NoEngineBackend())
@@ -217,10 +209,8 @@ def test_another_title_or_licence_makes_another_card(
         assert (front["pretty_name"], front.get("license")) == ("Echoes", options.get("dataset_license"))
 
 
-def test_shards_whose_writers_died_are_swept_and_strangers_are_not(
-    config: Callable[..., DatasetConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_ray(monkeypatch)
+@pytest.mark.usefixtures("inline")
+def test_shards_whose_writers_died_are_swept_and_strangers_are_not(config: Config, tmp_path: Path) -> None:
     generate_dataset(config(), EchoBackend())
     data = tmp_path / "set/data"
     names = [f".train-00000.parquet.{'0' * 32}", ".train-00000.parquet.swp", f".train-00001.parquet.{'1' * 32}"]
@@ -232,11 +222,9 @@ def test_shards_whose_writers_died_are_swept_and_strangers_are_not(
     assert [name for name in names if (data / name).exists()] == names[1:]  # one may still be written
 
 
+@pytest.mark.usefixtures("inline")
 @pytest.mark.parametrize("lost", ["README.md", "data/train-00001.parquet"])
-def test_what_was_lost_of_a_data_set_is_published_again(
-    config: Callable[..., DatasetConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
-) -> None:
-    without_ray(monkeypatch)
+def test_what_was_lost_of_a_data_set_is_published_again(config: Config, tmp_path: Path, lost: str) -> None:
     given = config(rows_per_shard=6)
     files = generate_dataset(given, EchoBackend()).files
     before = (tmp_path / "set" / lost).read_bytes()
@@ -247,7 +235,7 @@ def test_what_was_lost_of_a_data_set_is_published_again(
 
 @pytest.mark.usefixtures("cluster")
 def test_wide_rows_fill_a_shard_sooner_and_a_shard_that_was_changed_is_named(
-    config: Callable[..., DatasetConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(generate, "SHARD_BYTES", 1)
     given = config(duplicates="keep")
@@ -269,17 +257,17 @@ def test_wide_rows_fill_a_shard_sooner_and_a_shard_that_was_changed_is_named(
 
 
 def test_an_input_column_named_sample_is_refused_before_the_run(
-    config: Callable[..., DatasetConfig], tmp_path: Path, write_parquet: Callable[..., Path]
+    config: Config, tmp_path: Path, write_parquet: WriteParquet
 ) -> None:
     write_parquet(tmp_path / "in/0.parquet", {"id": [1], "text": ["one"], "sample": [7]})
     with pytest.raises(JobError, match="input column 'sample' has a name that the job needs: leave it out with keep_"):
         generate_dataset(config(id_column=None), NoEngineBackend())
 
 
+@pytest.mark.usefixtures("inline")
 def test_a_data_set_is_made_afresh_though_the_first_try_died_once_it_had_discarded_the_old_one(
-    config: Callable[..., DatasetConfig], monkeypatch: pytest.MonkeyPatch
+    config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without_ray(monkeypatch)
     files = generate_dataset(config(), EchoBackend()).files
 
     def killed(*_: object) -> None:

@@ -2,25 +2,20 @@
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 from engine_double import Echo, EchoBackend
+from fixture_types import Job, ReadOutput, WriteParquet
 from trap_double import Company, TrapBackend, trap_backend
 
 from pipeline.commits.commit import read_commits
 from pipeline.commits.failed import read_failures
-from pipeline.config import GenerationConfig, JobConfig
+from pipeline.config import GenerationConfig
 from pipeline.errors import JobError, UnitsFailed
 from pipeline.preparing.backend import ModelIdentity
 from pipeline.run import run_job
 from pipeline.storage.storage import Storage
-
-Job = Callable[..., JobConfig]
-WriteParquet = Callable[..., Path]
-ReadOutput = Callable[[str | Path], pa.Table]
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

@@ -11,11 +11,11 @@ import pyarrow as pa
 import pytest
 import ray
 from engine_double import EchoBackend
+from fixture_types import Job, ReadOutput, WriteParquet
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 from trap_double import Trap
 
 from engine import ModelError
-from pipeline.config import JobConfig
 from pipeline.execution import isolation
 from pipeline.execution.cluster import ReplicaResources
 from pipeline.execution.isolation import MOST_DEATHS, MOST_SPLITS, Isolation, _assemble, _Cell
@@ -25,10 +25,6 @@ from pipeline.preparing.preparation import prepare_run
 from pipeline.rows.row_generator import RowGenerator, TooManyRowsFailed
 from pipeline.rows.rows import generate
 from pipeline.rows.unit import WorkUnit
-
-Job = Callable[..., JobConfig]
-WriteParquet = Callable[..., Path]
-ReadOutput = Callable[[str | Path], pa.Table]
 
 
 @dataclass

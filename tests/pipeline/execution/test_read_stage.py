@@ -1,7 +1,6 @@
 """What a damaged page, or a row that no column holds, costs the units that are read with it."""
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,6 +8,7 @@ from typing import Any, cast
 import pyarrow as pa
 import pytest
 from engine_double import LAYERS, EchoBackend
+from fixture_types import Job, WriteParquet
 
 from engine import Schedule
 from pipeline.config import JobConfig
@@ -17,9 +17,6 @@ from pipeline.execution.wire import Parcel
 from pipeline.rows.template import PromptTemplate
 from pipeline.rows.unit import WorkUnit
 from pipeline.storage.storage import Storage
-
-Job = Callable[..., JobConfig]
-WriteParquet = Callable[..., Path]
 
 
 def parcels(

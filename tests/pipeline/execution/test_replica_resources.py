@@ -4,13 +4,10 @@ from collections.abc import Callable
 
 import pytest
 import ray
+from fixture_types import Job
 
-from pipeline.config import JobConfig
 from pipeline.errors import JobError
 from pipeline.execution.cluster import ReplicaResources, replica_resources
-
-Job = Callable[..., JobConfig]
-
 
 Nodes = Callable[..., None]
 

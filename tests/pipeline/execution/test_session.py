@@ -3,7 +3,6 @@ moves is noticed, one that is merely slow is not."""
 
 import gzip
 import json
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from typing import Any, Literal
 
 import pytest
 import ray
+from fixture_types import Job
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from engine import ModelError, ScheduleError
@@ -29,16 +29,11 @@ UNITS = [WorkUnit("00000-000000000", "a.parquet", 0, 256), WorkUnit("00000-00000
 
 
 def test_rows_of_units_that_are_lost_or_given_up_are_not_counted_as_done(
-    job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch
+    job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    board = _BoardActor()
-    monkeypatch.setattr(session, "Board", lambda: board)
-    monkeypatch.setattr(session, "replica_resources", lambda config: None)
+    under_way = begun_after([], job(), monkeypatch)
+    board: Any = under_way._board
     monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": "node", "Alive": True}])
-    task: Any = SimpleNamespace(config=job(), run="run")
-    plan: Any = SimpleNamespace(rows=512)
-    under_way = Session(task, plan, [], Interruption(), None)
-    under_way._pending = {unit.id: unit for unit in UNITS}
     for unit in UNITS:
         board.take(unit.id, "process 1", "node")
         board.batch_done(unit.id, 200, 800)
@@ -51,7 +46,7 @@ def test_rows_of_units_that_are_lost_or_given_up_are_not_counted_as_done(
 
 @pytest.mark.parametrize("incremental", [False, True])
 def test_what_earlier_sessions_spent_counts_towards_a_ceiling_and_what_earlier_nights_did_does_not(
-    job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch, incremental: bool
+    job: Job, monkeypatch: pytest.MonkeyPatch, incremental: bool
 ) -> None:
     begun = begun_after([commit(UNITS[0], flops_decode=6)], job(incremental=incremental, max_flops=10.0), monkeypatch)
     begun._receive(Parcel(UNITS[1], commit=commit(UNITS[1], flops_decode=5)))
@@ -60,7 +55,7 @@ def test_what_earlier_sessions_spent_counts_towards_a_ceiling_and_what_earlier_n
 
 @pytest.mark.parametrize("incremental", [False, True])
 def test_audited_rows_stop_a_session_at_work_by_the_runs_figures_and_of_a_nights_by_its_own(
-    job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch, incremental: bool
+    job: Job, monkeypatch: pytest.MonkeyPatch, incremental: bool
 ) -> None:
     """Eight rows say enough: here five of each commit, none of whose words are those of full depth."""
     config = job(incremental=incremental, audit_fraction=0.1, min_audit_rouge=0.6)
@@ -93,7 +88,7 @@ def begun_after(before: list[Commit], config: JobConfig, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("earlier", "sizes"), [(0, [2, 4, 6, 9, 13, 19]), (4, [6, 9, 13, 19])])
 def test_a_session_puts_all_commits_into_snapshots_earlier_ones_too_and_the_rarer_the_more_there_are(
-    job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch, earlier: int, sizes: list[int]
+    job: Job, monkeypatch: pytest.MonkeyPatch, earlier: int, sizes: list[int]
 ) -> None:
     monkeypatch.setattr(session, "SNAPSHOT_EVERY", 2)
     config = job()
@@ -125,7 +120,7 @@ def test_a_session_puts_all_commits_into_snapshots_earlier_ones_too_and_the_rare
     ],
 )
 def test_storage_that_is_gone_ends_a_session_resumably_a_refused_commit_ends_it_and_all_else_is_its_units_own(
-    job: Callable[..., JobConfig],
+    job: Job,
     monkeypatch: pytest.MonkeyPatch,
     stage: Stage,
     kind: Literal["unit", "storage", "refused"],
@@ -141,7 +136,7 @@ def test_storage_that_is_gone_ends_a_session_resumably_a_refused_commit_ends_it_
 
 @pytest.mark.parametrize("committed", [0, 1, 2])
 def test_a_user_who_stops_a_session_is_told_how_far_it_is_unless_it_is_done(
-    job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, committed: int
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, committed: int
 ) -> None:
     begun = begun_after([], job(stop_grace_s=7), monkeypatch)
     begun._counted_at = float("inf")  # the cluster, which is not there, is not looked at
@@ -159,9 +154,7 @@ def test_a_user_who_stops_a_session_is_told_how_far_it_is_unless_it_is_done(
         begun._end_if_stopping()
 
 
-def test_a_session_in_which_nothing_moves_ends_resumably(
-    job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_in_which_nothing_moves_ends_resumably(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(session, "Board", _BoardActor)

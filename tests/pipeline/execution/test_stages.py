@@ -8,6 +8,7 @@ from typing import Any, cast
 import pyarrow as pa
 import pytest
 from engine_double import LAYERS, ByteTokenizer, Echo, EchoBackend
+from fixture_types import Job
 
 from engine import BatchStats, Generation, ModelError, Schedule
 from pipeline.config import JobConfig
@@ -31,6 +32,15 @@ class NoBoard:
         return lambda *_: None
 
 
+TEMPLATE, TABLE = PromptTemplate("{text}", format="raw"), pa.table({"text": ["one", "two"]})
+PREPARED = prepare(TABLE, TABLE.schema, "text", TEMPLATE, ByteTokenizer(), 100)
+
+
+def task_of(config: JobConfig, echo: Echo | None = None) -> Task:
+    schedule = Schedule.full_depth(LAYERS)
+    return Task(config, EchoBackend(echo or Echo()), TEMPLATE, schedule, ("text",), TABLE.schema, 100, "run")
+
+
 @dataclass(frozen=True)
 class Named(Echo):
     """Remembers what rows' random streams are named."""
@@ -46,47 +56,34 @@ class Named(Echo):
 
 
 def test_rows_draw_by_their_places_and_samples_and_what_they_share_is_charged_once(
-    job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch
+    job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(EnergyMeter, "of_this_process", lambda gpus: EnergyMeter([]))
-    template, table = PromptTemplate("{text}", format="raw"), pa.table({"text": ["one", "two"]})
-    engine, board, config = Named(), cast(Any, NoBoard()), job()
-    schedule = Schedule.full_depth(LAYERS)
-    task = Task(config, EchoBackend(engine), template, schedule, ("text",), table.schema, 100, "run")
-    prepared = prepare(table, table.schema, "text", template, ByteTokenizer(), 100)
+    engine, config = Named(), job()
     path = config.input_storage().url.rstrip("/") + "/a.parquet"
-    generator = UnitGenerator(task, ONE, board)
+    generator = UnitGenerator(task_of(config, engine), ONE, cast(Any, NoBoard()))
     units = [WorkUnit(f"0000{sample}-000000004", path, 4, 2, sample=sample) for sample in (0, 1)]
-    parcels = [generator.run(unit, prepared) for unit in units]
+    parcels = [generator.run(unit, PREPARED) for unit in units]
     assert engine.ids == ["a.parquet:4", "a.parquet:5", "a.parquet:4\x001", "a.parquet:5\x001"]
     assert [(parcel.cost or {}).get("flops_prefix") for parcel in parcels] == [5, None]
 
 
-def test_the_time_of_an_audit_is_that_of_its_unit(
-    job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_time_of_an_audit_is_that_of_its_unit(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     def audit(*_: object) -> dict[str, float]:
         time.sleep(AUDIT_S)
         return {"audited": 1}
 
     monkeypatch.setattr(Auditor, "audit", audit)
     monkeypatch.setattr(EnergyMeter, "of_this_process", lambda gpus: EnergyMeter([]))
-    template, table = PromptTemplate("{text}", format="raw"), pa.table({"text": ["one", "two"]})
-    schedule = Schedule.full_depth(LAYERS)
-    task = Task(job(), EchoBackend(), template, schedule, ("text",), table.schema, 100, "run")
-    board: Any = NoBoard()
-    prepared = prepare(table, table.schema, "text", template, ByteTokenizer(), 100)
-    two_gpus = replace(ONE, gpus=2.0)
-    parcel = UnitGenerator(task, two_gpus, board).run(WorkUnit("00000-000000000", "in/a.parquet", 0, 2), prepared)
+    generator = UnitGenerator(task_of(job()), replace(ONE, gpus=2.0), cast(Any, NoBoard()))
+    parcel = generator.run(WorkUnit("00000-000000000", "in/a.parquet", 0, 2), PREPARED)
     cost = parcel.cost or {}
     assert cost["gpu_seconds"] == 2 * cost["seconds"]
     assert cost["audited"] == 1
     assert cost["seconds"] >= AUDIT_S
 
 
-def test_an_audit_under_way_is_a_sign_of_life_that_counts_no_rows(
-    job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_audit_under_way_is_a_sign_of_life_that_counts_no_rows(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a job whose audits take long would be ended as one in which nothing moves."""
     told: list[tuple[Any, ...]] = []
 
@@ -102,10 +99,8 @@ def test_an_audit_under_way_is_a_sign_of_life_that_counts_no_rows(
 
     monkeypatch.setattr(Auditor, "audit", audit)
     monkeypatch.setattr(stages, "TELL_EVERY_S", 0.0)
-    template, table = PromptTemplate("{text}", format="raw"), pa.table({"text": ["one", "two"]})
-    task = Task(job(), EchoBackend(), template, Schedule.full_depth(LAYERS), ("text",), table.schema, 100, "run")
-    prepared = prepare(table, table.schema, "text", template, ByteTokenizer(), 100)
-    UnitGenerator(task, ONE, cast(Any, Board())).run(WorkUnit("00000-000000000", "in/a.parquet", 0, 2), prepared)
+    generator = UnitGenerator(task_of(job()), ONE, cast(Any, Board()))
+    generator.run(WorkUnit("00000-000000000", "in/a.parquet", 0, 2), PREPARED)
     assert told == [("00000-000000000", 0, 0)] * 3
 
 
@@ -116,7 +111,7 @@ class Unstarted(Echo):
 
 
 def test_an_engine_that_does_not_start_ends_its_replica_before_it_says_that_it_is_ready(
-    job: Callable[..., JobConfig],
+    job: Job,
 ) -> None:
     """Not the rows of its first unit, one by one."""
     told: list[str] = []
@@ -125,8 +120,6 @@ def test_an_engine_that_does_not_start_ends_its_replica_before_it_says_that_it_i
         def __getattr__(self, name: str) -> Callable[..., None]:
             return lambda *_: told.append(name)
 
-    template = PromptTemplate("{text}", format="raw")
-    task = Task(job(), EchoBackend(Unstarted()), template, Schedule.full_depth(LAYERS), (), pa.schema([]), 100, "run")
     with pytest.raises(ModelError, match="does not start"):
-        UnitGenerator(task, ONE, cast(Any, Board()))
+        UnitGenerator(task_of(job(), Unstarted()), ONE, cast(Any, Board()))
     assert told == ["starting"]

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +19,16 @@ Named = Callable[[str], list[str]]
 TRAIN = ["train-00000.parquet", "train.4.parquet", "train.parquet", "train1.parquet", "train_1.parquet"]
 FILES = [
     *TRAIN, "test.parquet", "UPPER.PARQUET", "notes.txt", ".hidden.parquet", "_mine.parquet", "_commits/a.parquet",
+    ".hidden/a.parquet",
     "2024/a.parquet", "2024/deep/b.parquet", "2025/a.parquet", "run[1]/a.parquet", "run1/a.parquet",
     "table.parquet/part-0.parquet", "table.parquet/_SUCCESS", "bare/part-0", "bare/part-1",
     "x[1].parquet", "x1.parquet",
 ]  # fmt: skip
+UNASKED = {"notes.txt", "bare/part-0", "bare/part-1", "table.parquet/_SUCCESS"}
+EVERYTHING = sorted(file for file in set(FILES) - UNASKED if file[0] not in "._")
 NAMED = [
+    ("", EVERYTHING),
+    ("*", EVERYTHING),
     ("train*.parquet", TRAIN),
     ("train?.parquet", ["train1.parquet"]),
     ("train[_.]*.parquet", ["train.4.parquet", "train_1.parquet"]),
@@ -44,15 +50,6 @@ NAMED = [
     ("_commits", ["_commits/a.parquet"]),
     ("notes.txt", ["notes.txt"]),
     ("bare/part-*", ["bare/part-0", "bare/part-1"]),
-    (
-        "*",
-        sorted(
-            set(FILES)
-            - {"notes.txt", "bare/part-0", "bare/part-1"}
-            - {f for f in FILES if f[0] in "._"}
-            - {"table.parquet/_SUCCESS"}
-        ),
-    ),
 ]
 
 
@@ -73,12 +70,11 @@ def s3_tree(s3: S3Server) -> str:
 
 
 @pytest.fixture(params=["local", "s3"])
-def named(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Named:
+def named(request: pytest.FixtureRequest) -> Named:
     """Files that a path below a tree names, on a disk and on a real S3 server."""
     tree: str = request.getfixturevalue(f"{request.param}_tree")
     if request.param == "s3":
-        for name, value in request.getfixturevalue("s3").environment.items():
-            monkeypatch.setenv(name, value)
+        request.getfixturevalue("credentials")
     root = Storage(tree).root
 
     def files(path: str) -> list[str]:
@@ -99,7 +95,7 @@ def test_what_is_left_out_is_said(named: Named, caplog: pytest.LogCaptureFixture
         caplog.clear()
         named("")
     (line,) = caplog.messages
-    assert '4 names that begin with "_" or "." (such as ' in line
+    assert '5 names that begin with "_" or "." (such as ' in line
     assert "3 files that do not end in .parquet" in line
     assert "notes.txt" in line or "part-0" in line
 
@@ -137,8 +133,9 @@ def test_an_input_that_holds_nothing_is_named(named: Named) -> None:
 
 
 def test_a_name_that_a_disk_has_not_is_told_from_a_place_without_files(tmp_path: Path) -> None:
-    for path, why in (("absent.parquet", "does not exist"), ("", "holds no"), ("absent*", "holds no")):
-        with pytest.raises(JobError, match=f"{path}' {why}".replace("*", r"\*")):
+    absent, empty = "does not exist", "holds no Parquet files"
+    for path, why in (("absent.parquet", absent), ("absent", absent), ("", empty), ("absent*", empty)):
+        with pytest.raises(JobError, match=re.escape(f"input '{tmp_path}/{path}' {why}")):
             find_input_files(Storage(f"{tmp_path}/{path}"))
 
 

@@ -13,8 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from engine_double import Echo, EchoBackend
-from inline_session import InlineSession, without_ray
-from servers import BUCKET, S3Server
+from fixture_types import Job, WriteParquet
+from inline_session import InlineSession, run_until
+from servers import BUCKET
 
 from pipeline.commits.failed import read_failures
 from pipeline.config import JobConfig
@@ -29,21 +30,17 @@ from pipeline.rows.unit import WorkUnit
 from pipeline.run import run_job
 from pipeline.storage.storage import Storage
 
-Job = Callable[..., JobConfig]
 Put = Callable[..., None]
-Outcome = Callable[..., list[str]]
 
 ROWS = 8
 
 
 @pytest.fixture(params=["local", "s3"])
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A fresh directory, on a disk and on a real S3 server."""
     if request.param == "local":
         return str(tmp_path / "in")
-    server: S3Server = request.getfixturevalue("s3")
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
+    request.getfixturevalue("credentials")
     return f"s3://{BUCKET}/{uuid.uuid4().hex}"
 
 
@@ -61,9 +58,8 @@ def put(place: str) -> Put:
 
 
 @pytest.fixture
-def work(job: Job, place: str, monkeypatch: pytest.MonkeyPatch) -> Job:
+def work(job: Job, place: str, inline: object) -> Job:
     """A job in units of two rows, without Ray."""
-    without_ray(monkeypatch)
     return lambda **options: job(**{"input": place, "rows_per_unit": 2, "max_new_tokens": 40, **options})
 
 
@@ -79,14 +75,6 @@ def committed(config: JobConfig) -> list[str]:
     assert verify(storage, found) == []
     tables = [pq.read_table(f"{config.output}/{commit.file}") for commit in found.commits]
     return sorted(text for table in tables for text in table["text"].to_pylist())
-
-
-def run_until(config: JobConfig, echo: EchoBackend, units: int) -> None:
-    """A job that stops when so many units are done."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(InlineSession, "stop_after", units)
-        with pytest.raises(JobStopped):
-            run_job(config, echo)
 
 
 def archive(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -133,15 +121,12 @@ def test_a_file_replaced_while_it_is_read_fails_its_units_by_name_and_is_never_m
 
 
 def test_a_file_that_alone_has_a_column_may_be_unreadable_where_a_run_goes_on(
-    work: Job, write_parquet: Callable[..., Path], tmp_path: Path, echo: EchoBackend
+    work: Job, write_parquet: WriteParquet, tmp_path: Path, echo: EchoBackend
 ) -> None:
     for name, column in (("a", {}), ("b", {"lang": ["en"]})):
         write_parquet(tmp_path / f"columns/{name}.parquet", {"text": [name], **column})
     config = work(input=str(tmp_path / "columns"), output=str(tmp_path / "columns-out"))
-    InlineSession.stop_after = 1
-    with pytest.raises(JobStopped):
-        run_job(config, echo)
-    InlineSession.stop_after = None
+    run_until(config, echo, units=1)
     whole = (tmp_path / "columns/b.parquet").read_bytes()
     (tmp_path / "columns/b.parquet").write_bytes(b"")
     with pytest.raises(UnitsFailed, match=r"b\.parquet' cannot be read as Parquet"):
@@ -155,9 +140,7 @@ def test_a_file_changed_between_two_starts_is_named_and_the_run_refused(work: Jo
     for name in "abc":
         put(name)
     config = work()
-    InlineSession.stop_after = 5
-    with pytest.raises(JobStopped):
-        run_job(config, echo)
+    run_until(config, echo, units=5)
     done = committed(config)
     put("b", "new")
     with pytest.raises(JobError, match=r"input file 'b\.parquet' has changed since the run"):
@@ -441,11 +424,9 @@ def test_a_file_that_vanishes_during_the_run_fails_its_own_units_by_name(
     assert {unit.path.rsplit("/")[-1] for unit in read_failures(Storage(config.output))} == {"b.parquet"}
 
 
+@pytest.mark.usefixtures("inline")
 @pytest.mark.parametrize("incremental", [False, True])
-def test_what_is_no_readable_file_fails_alone(
-    tmp_path: Path, job: Job, echo: EchoBackend, monkeypatch: pytest.MonkeyPatch, incremental: bool
-) -> None:
-    without_ray(monkeypatch)
+def test_what_is_no_readable_file_fails_alone(tmp_path: Path, job: Job, echo: EchoBackend, incremental: bool) -> None:
     (tmp_path / "in").mkdir()
     pq.write_table(pa.table({"text": ["yes"]}), tmp_path / "in/a.parquet")
     os.mkfifo(tmp_path / "in/fifo.parquet")  # which would be waited for
@@ -461,7 +442,7 @@ def test_what_is_no_readable_file_fails_alone(
     assert sorted(failed) == ["dangling.parquet", "empty.parquet", "fifo.parquet", "round.parquet"]
 
 
-def test_a_file_without_permission_fails_alone(write_parquet: Callable[..., Path]) -> None:
+def test_a_file_without_permission_fails_alone(write_parquet: WriteParquet) -> None:
     root = os.geteuid() == 0
     with TemporaryDirectory() as folder:  # no parent of which is closed to other users
         for name in "ab":
@@ -495,10 +476,10 @@ def test_columns_whose_types_differ_are_cast_and_the_output_has_one_schema(
     assert committed(config) == [text for name in "abcde" for text in texts(name)]
 
 
+@pytest.mark.usefixtures("inline")
 def test_names_with_dots_nested_columns_and_columns_twice_do_no_harm(
-    tmp_path: Path, job: Job, echo: EchoBackend, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, job: Job, echo: EchoBackend
 ) -> None:
-    without_ray(monkeypatch)
     table = pa.table(
         {"a": [{"b": 1, "text": "no"}], "a.b": ["dotted"], "text": ["yes"], "text.more": ["other"], "zero": [None]}
     )
@@ -514,7 +495,7 @@ def test_names_with_dots_nested_columns_and_columns_twice_do_no_harm(
 
 
 def test_two_files_that_records_would_take_for_one_are_refused(
-    tmp_path: Path, job: Job, write_parquet: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, job: Job, write_parquet: WriteParquet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stores have names with two slashes in a row, where disks have none."""
     path = str(write_parquet(tmp_path / "in/a.parquet", {"text": ["x"]}))
@@ -523,19 +504,8 @@ def test_two_files_that_records_would_take_for_one_are_refused(
         make_plan(job(), PromptTemplate("{text}"))
 
 
-def test_files_without_any_rows_are_a_job_without_units(
-    tmp_path: Path, job: Job, echo: EchoBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_ray(monkeypatch)
-    (tmp_path / "in").mkdir()
-    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "in/a.parquet")
-    assert run_job(job(), echo).totals.rows == 0
-
-
-def test_a_lost_or_damaged_record_of_the_input_is_said(
-    tmp_path: Path, job: Job, echo: EchoBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_ray(monkeypatch)
+@pytest.mark.usefixtures("inline")
+def test_a_lost_or_damaged_record_of_the_input_is_said(tmp_path: Path, job: Job, echo: EchoBackend) -> None:
     (tmp_path / "in").mkdir()
     pq.write_table(pa.table({"text": ["x"] * 5}), tmp_path / "in/a.parquet")
     run_job(job(), echo)
@@ -550,9 +520,7 @@ def test_a_lost_or_damaged_record_of_the_input_is_said(
         run_job(job(), echo)
 
 
-def test_a_file_rewritten_in_place_while_it_is_read_is_noticed(
-    tmp_path: Path, write_parquet: Callable[..., Path]
-) -> None:
+def test_a_file_rewritten_in_place_while_it_is_read_is_noticed(tmp_path: Path, write_parquet: WriteParquet) -> None:
     path = write_parquet(tmp_path / "in/a.parquet", {"text": ["old"] * 8}, [4, 4])
     config = JobConfig(input=str(tmp_path / "in"), output="", rows_per_unit=2)
     plan = make_plan(config, PromptTemplate("{text}"))

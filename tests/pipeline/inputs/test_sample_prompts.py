@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from engine_double import ByteTokenizer
+from fixture_types import WriteParquet
 
 from engine import ModelError, Tokenizer
 from pipeline.errors import JobError
@@ -24,7 +25,7 @@ Drawn = Callable[..., list[str]]
 
 
 @pytest.fixture
-def drawn(tmp_path: Path, write_parquet: Callable[..., Path], byte_tokens: ByteTokenizer) -> Drawn:
+def drawn(tmp_path: Path, write_parquet: WriteParquet, byte_tokens: ByteTokenizer) -> Drawn:
     """Texts of the prompts drawn from two files."""
 
     def draw(part: Part, count: int = ROWS, table: pa.Table = TABLE, **options: object) -> list[str]:
@@ -80,7 +81,7 @@ def test_a_larger_sample_adds_to_a_smaller_and_another_seed_draws_others(drawn: 
 
 
 def test_rows_that_cannot_be_read_are_no_reason_to_draw_others(
-    tmp_path: Path, write_parquet: Callable[..., Path], byte_tokens: ByteTokenizer
+    tmp_path: Path, write_parquet: WriteParquet, byte_tokens: ByteTokenizer
 ) -> None:
     """A sample is the same in every process that draws it, or none."""
     write_parquet(tmp_path / "in/0.parquet", {"text": ["near"] * 50, "at": pa.array([1] * 50, pa.timestamp("ns"))})
@@ -118,7 +119,7 @@ def test_rows_none_of_which_makes_a_prompt_say_why(drawn: Drawn) -> None:
 
 
 def test_a_model_that_makes_no_prompt_at_all_is_told_before_a_row_is_read(
-    tmp_path: Path, write_parquet: Callable[..., Path], make_checkpoint: Callable[..., Path]
+    tmp_path: Path, write_parquet: WriteParquet, make_checkpoint: Callable[..., Path]
 ) -> None:
     write_parquet(tmp_path / "in/0.parquet", TABLE.slice(0, 10))
     tokenizer = Tokenizer.load(str(make_checkpoint()))
@@ -127,7 +128,7 @@ def test_a_model_that_makes_no_prompt_at_all_is_told_before_a_row_is_read(
 
 
 def test_rows_of_a_file_without_the_id_column_are_parted_by_their_texts(
-    tmp_path: Path, write_parquet: Callable[..., Path], byte_tokens: ByteTokenizer
+    tmp_path: Path, write_parquet: WriteParquet, byte_tokens: ByteTokenizer
 ) -> None:
     write_parquet(tmp_path / "in/0.parquet", TABLE.slice(0, 2000))
     write_parquet(tmp_path / "in/1.parquet", TABLE.slice(2000).drop_columns(["id"]))

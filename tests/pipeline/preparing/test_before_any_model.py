@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from fixture_types import Job, WriteParquet
 from pydantic import ValidationError
 
 from engine import Engine, ModelError, ScheduleError
@@ -14,9 +15,6 @@ from pipeline.config import GenerationConfig, JobConfig
 from pipeline.errors import JobError
 from pipeline.preparing.backend import Backend
 from pipeline.run import run_job
-
-Job = Callable[..., JobConfig]
-WriteParquet = Callable[..., Path]
 
 
 class DescribedOnly(Backend):
@@ -102,14 +100,7 @@ def test_a_schedule_for_another_depth(refusal: Callable[..., str], write_schedul
     ("content", "culprit"),
     [
         ("{", "cannot be read: Expecting property name"),
-        ([], "a schedule is a JSON object, got list"),
         ({"format": 9}, "format 9"),
-        ({"format": 1, "layers": 30, "skip_order": ["x4"], "skipped": [[0, 0]]}, "x4"),
-        ({"format": 1, "layers": 30, "skip_order": ["a99"], "skipped": [[0, 0]]}, "a99"),
-        ({"format": 1, "layers": 30, "skip_order": ["a4"], "skipped": [[0, 1], [8, 0]]}, "may only shrink"),
-        ({"format": 1, "layers": 30, "skip_order": ["a4"], "skipped": [[0, 2]]}, "2"),
-        ({"format": 1, "layers": 30, "skip_order": ["a4"], "skipped": "none"}, "none"),
-        ({"format": 1, "layers": 30, "skip_order": [4], "skipped": [[0, 1]]}, "4"),
     ],
 )
 def test_a_malformed_schedule_file(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from servers import BUCKET, S3Server
 
 from engine import Block, Bridge, ModelShape, Plateau, Schedule, ScheduleError
 from engine.calibration.prompts import PromptCut, counted_prompt_bridge
@@ -14,7 +15,6 @@ from pipeline.config import GenerationConfig
 from pipeline.errors import JobError
 from pipeline.preparing.fit import choose_schedule, warn_of_another_model
 from pipeline.storage.settings import StorageConfig
-from tests.servers import BUCKET, S3Server
 
 SHAPE = ModelShape("llama", 8, 16, 2, 1, 8, 50, 512, 900, 2000, 800)
 
@@ -74,10 +74,9 @@ def test_one_schedule_leaves_nothing_to_choose(directory: str) -> None:
         choose_schedule(GenerationConfig(schedule=one, target_speedup=1.5), SHAPE)
 
 
+@pytest.mark.usefixtures("credentials")
 def test_schedules_are_read_from_object_storage(directory: str, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """With their bridges and adapter: all of them, one, or its file."""
-    for name, value in s3.environment.items():
-        monkeypatch.setenv(name, value)
     adapter = Adapter({"a3.q.down": torch.ones(16, 1), "a3.q.up": torch.ones(1, 16)})
     whole = replace(calibrated(4, 1.66), adapter=adapter)
     whole.write(Path(directory) / "1.65x")

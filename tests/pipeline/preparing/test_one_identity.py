@@ -23,7 +23,7 @@ from engine_double import Echo
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from inline_session import InlineSession, without_ray
+from inline_session import InlineSession
 from safetensors.torch import load_file, save_file
 
 from engine import Block, Bridge, ModelError, Schedule, model_files
@@ -42,9 +42,13 @@ TEMPLATES = (
     "user: {{ messages[0].content }}",
     "{{ strftime_now('%Y-%m-%d %H:%M:%S') }} {{ messages[0].content }}",
 )
-
-
 CHANGES = ("weights", "template", "generation_config", "schedule", "input")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests of files are kept in the test's own directory."""
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
 
 
 class NamedBackend(Backend):
@@ -232,11 +236,10 @@ class Jobs(RuleBasedStateMachine):
 
 
 def test_no_output_holds_rows_of_two_identities(
-    make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make_checkpoint: Callable[..., Path], inline: type[InlineSession]
 ) -> None:
-    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
     Jobs.original = make_checkpoint()
-    Jobs.session = without_ray(monkeypatch)
+    Jobs.session = inline
     Jobs.TestCase.settings = settings(max_examples=10, stateful_step_count=8, deadline=None)
     Jobs.finished, Jobs.refusals = 0, []
     for change in CHANGES:
@@ -255,9 +258,8 @@ def test_no_output_holds_rows_of_two_identities(
 
 
 def test_a_model_replaced_after_the_run_was_prepared_is_refused_by_name(
-    make_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
     model = Path(shutil.copytree(make_checkpoint(), tmp_path / "model"))
     config = GenerationConfig(model=str(model), device="cpu")
     backend = Backend()
@@ -275,7 +277,7 @@ def test_a_model_replaced_after_the_run_was_prepared_is_refused_by_name(
 
 
 def test_a_run_has_the_commit_that_a_hub_id_meant_when_it_began(
-    make_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_checkpoint: Callable[..., Path], tmp_path: Path, inline: type[InlineSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both commits hold the same files here: it is the name that is told apart."""
     first, later = "0" * 39 + "1", "0" * 39 + "2"
@@ -287,11 +289,9 @@ def test_a_run_has_the_commit_that_a_hub_id_meant_when_it_began(
     reference.write_text(first)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "in").mkdir()
     pq.write_table(pa.table({"text": ["one", "two", "three"]}), tmp_path / "in/a.parquet")
-    session = without_ray(monkeypatch)
-    session.stop_after = 1
+    inline.stop_after = 1
 
     def run(model: str) -> None:
         config = JobConfig(
@@ -303,7 +303,7 @@ def test_a_run_has_the_commit_that_a_hub_id_meant_when_it_began(
     with pytest.raises(JobStopped):
         run("somebody/some-model")
     assert json.loads((tmp_path / "out/_run.json").read_text())["model"][0] == f"somebody/some-model@{first}"
-    session.stop_after = None
+    inline.stop_after = None
     reference.write_text(later)
     with pytest.raises(JobError, match=f"differs in model: .*{first[-9:]}.* -> .*{later[-9:]}"):
         run("somebody/some-model")

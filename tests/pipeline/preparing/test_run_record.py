@@ -2,16 +2,15 @@
 
 import base64
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 from engine_double import EchoBackend, NoEngineBackend
-from inline_session import without_ray
+from fixture_types import Job, WriteParquet
+from inline_session import InlineSession
 
 from pipeline.commits.commit import commit_unit, read_commits
-from pipeline.config import JobConfig
 from pipeline.errors import JobError, JobStopped
 from pipeline.inspection import inspect
 from pipeline.preparing.run_record import claim_output
@@ -24,11 +23,6 @@ from pipeline.storage.storage import Storage, StorageRefused
 RUN = {"sampling": {"seed": 0}, "version": "1", "schedule": {"layers": 2}, "input": {}}
 UNIT = WorkUnit("00000-000000000", "in/a.parquet", 0, 1)
 ROWS = pa.Table.from_pylist([{"mean_active_layers": 1.0, "generated_tokens": 1}], schema=GENERATED)
-
-
-@pytest.fixture
-def storage(tmp_path: Path) -> Storage:
-    return Storage(str(tmp_path))
 
 
 def test_the_second_session_of_a_run_resumes_its_claim(storage: Storage) -> None:
@@ -87,9 +81,9 @@ def test_a_zombie_from_before_fresh_can_neither_commit_nor_finish(storage: Stora
 
 
 def test_a_run_whose_output_was_given_away_meanwhile_sweeps_and_publishes_nothing(
-    job: Callable[..., JobConfig], write_parquet: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session, storage = without_ray(monkeypatch), Storage(str(tmp_path / "out"))
+    job: Job, write_parquet: WriteParquet, tmp_path: Path, storage: Storage, inline: type[InlineSession],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     theirs = f"data/00007-000000000-{'0' * 12}.parquet"
     write_parquet(tmp_path / "in" / "a.parquet", {"text": ["one"]})
 
@@ -98,7 +92,7 @@ def test_a_run_whose_output_was_given_away_meanwhile_sweeps_and_publishes_nothin
         claim_output(storage, RUN)
         storage.write(theirs, b"theirs")
 
-    monkeypatch.setattr(session, "begin_unit", given_away)
+    monkeypatch.setattr(inline, "begin_unit", given_away)
     with pytest.raises(JobError, match="was discarded by another job with --fresh"):
         run_job(job(), EchoBackend())
     assert storage.read(theirs) == b"theirs"
@@ -106,9 +100,9 @@ def test_a_run_whose_output_was_given_away_meanwhile_sweeps_and_publishes_nothin
 
 
 def test_a_finished_run_that_lacks_a_unit_is_unfinished_until_that_is_done_again(
-    job: Callable[..., JobConfig], write_parquet: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session, storage = without_ray(monkeypatch), Storage(str(tmp_path / "out"))
+    job: Job, write_parquet: WriteParquet, tmp_path: Path, storage: Storage, inline: type[InlineSession],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     write_parquet(tmp_path / "in" / "a.parquet", {"text": ["one"]})
     run_job(job(), EchoBackend())
     (commit,) = read_commits(storage)
@@ -118,7 +112,7 @@ def test_a_finished_run_that_lacks_a_unit_is_unfinished_until_that_is_done_again
         raise JobStopped("stopped")
 
     with monkeypatch.context() as patch:
-        patch.setattr(session, "begin_unit", stopped)
+        patch.setattr(inline, "begin_unit", stopped)
         with pytest.raises(JobStopped):
             run_job(job(), EchoBackend())
     assert inspect(storage).manifest is None, "it would tell readers of a file that is not there"
@@ -126,11 +120,10 @@ def test_a_finished_run_that_lacks_a_unit_is_unfinished_until_that_is_done_again
     assert inspect(storage).state == "done"
 
 
+@pytest.mark.usefixtures("inline")
 def test_who_may_not_write_is_told_so_before_an_engine_is_loaded_also_where_a_run_goes_on(
-    job: Callable[..., JobConfig], write_parquet: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: Job, write_parquet: WriteParquet, tmp_path: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without_ray(monkeypatch)
-    storage = Storage(str(tmp_path / "out"))
     write_parquet(tmp_path / "in" / "a.parquet", {"text": ["one", "two"]})
     run_job(job(rows_per_unit=1), EchoBackend())
     whole, commit = storage.read("_SUCCESS.json"), read_commits(storage)[0]
@@ -185,6 +178,7 @@ def damaged_by(storage: Storage, **changes: object) -> None:
     storage.write("_run.json", json.dumps(record).encode())
 
 
+@pytest.mark.usefixtures("inline")
 @pytest.mark.parametrize(
     ("schema", "said"),
     [
@@ -195,14 +189,12 @@ def damaged_by(storage: Storage, **changes: object) -> None:
     ],
 )
 def test_a_schema_that_a_run_cannot_have_is_damage(
-    job: Callable[..., JobConfig], write_parquet: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    schema: str | pa.Schema, said: str,
-) -> None:  # fmt: skip
-    without_ray(monkeypatch)
+    job: Job, write_parquet: WriteParquet, tmp_path: Path, storage: Storage, schema: str | pa.Schema, said: str
+) -> None:
     write_parquet(tmp_path / "in" / "a.parquet", {"text": ["one"]})
     run_job(job(), EchoBackend())
     if isinstance(schema, pa.Schema):
         schema = base64.b64encode(schema.serialize()).decode()
-    damaged_by(Storage(str(tmp_path / "out")), kept_schema=schema)
+    damaged_by(storage, kept_schema=schema)
     with pytest.raises(JobError, match=rf"_run\.json of .* is damaged \({said}.*: discard the run with --fresh"):
         run_job(job(), NoEngineBackend())

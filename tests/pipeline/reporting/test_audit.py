@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from engine_double import EchoBackend, NoEngineBackend
-from inline_session import without_ray
+from fixture_types import Job, WriteParquet
 from pydantic import ValidationError
 
 from engine import BatchStats, Engine, Generation, Ledger, Sampling, Schedule
@@ -31,6 +31,13 @@ from pipeline.rows.row_generator import DeviceBroken, RowGenerator
 from pipeline.rows.rows import ERROR, TOKENS, TRUNCATED, generate
 from pipeline.run import run_job
 
+
+def skipping(layers: int) -> Schedule:
+    """Of the packaged model."""
+    return Schedule.build(30, orders.lowest_first(30, 4), decays.constant(layers), horizon=0)
+
+
+TWO_SKIPPED = skipping(2)
 IDS = [f"part-0.parquet:{row}" for row in range(20_000)]
 SAMPLING = Sampling(max_new_tokens=12)
 
@@ -108,10 +115,7 @@ def prompts(packaged: Engine, texts: list[str]) -> list[list[int] | None]:
 
 
 def test_the_audit_tells_a_good_schedule_from_a_bad_one(packaged: Engine, prompts: list[list[int] | None]) -> None:
-    two, twenty = (
-        Schedule.build(30, orders.lowest_first(30, 4), decays.constant(floor), horizon=0) for floor in (2, 20)
-    )
-    good, bad = (audit_of(packaged, schedule, prompts, 1.0) for schedule in (two, twenty))
+    good, bad = (audit_of(packaged, schedule, prompts, 1.0) for schedule in (TWO_SKIPPED, skipping(20)))
     assert good["audited"] == bad["audited"] == 4
     assert good["audit_rouge"] / 4 > 0.6 > 0.3 > bad["audit_rouge"] / 4
     assert good["audit_agreeing"] / good["audit_steps"] > 0.75 > 0.4 > bad["audit_agreeing"] / bad["audit_steps"]
@@ -146,18 +150,17 @@ def test_what_an_audit_found_is_said_with_an_interval_once_there_are_units_enoug
 
 
 def test_the_audit_names_what_it_cost(packaged: Engine, prompts: list[list[int] | None]) -> None:
-    schedule = Schedule.build(30, orders.lowest_first(30, 4), decays.constant(2), horizon=0)
     told: list[BatchStats] = []
-    found = audit_of(packaged, schedule, prompts, 1.0, told.append)
+    found = audit_of(packaged, TWO_SKIPPED, prompts, 1.0, told.append)
     assert sum(stats.samples for stats in told) == 4
-    expected, ledger = 0, Ledger(packaged.shape, schedule)
+    expected, ledger = 0, Ledger(packaged.shape, TWO_SKIPPED)
     full = [prompt for prompt in prompts if prompt]
     for generation in packaged.generate(full, SAMPLING):
         n, g = generation.prompt_tokens, generation.generated_tokens
         whole = ledger.full_depth.prompt(n) + ledger.full_depth.decode(n, g)
         # Generated, then passed again at both depths, with our answer after the same prompt and both first tokens.
         expected += 2 * whole + ledger.decode(n, g)
-        [ours] = packaged.generate([full[generation.index]], SAMPLING, schedule)
+        [ours] = packaged.generate([full[generation.index]], SAMPLING, TWO_SKIPPED)
         expected += ledger.full_depth.decode(n, ours.generated_tokens)
     assert found["flops_audit"] == expected
 
@@ -165,14 +168,12 @@ def test_the_audit_names_what_it_cost(packaged: Engine, prompts: list[list[int] 
 def test_nothing_is_audited_at_full_depth_or_outside_the_sample(
     packaged: Engine, prompts: list[list[int] | None]
 ) -> None:
-    schedule = Schedule.build(30, orders.lowest_first(30, 4), decays.constant(2), horizon=0)
     assert audit_of(packaged, Schedule.full_depth(30), prompts, 1.0) == {}
-    assert audit_of(packaged, schedule, prompts, 0.0) == {}
+    assert audit_of(packaged, TWO_SKIPPED, prompts, 0.0) == {}
 
 
 def test_what_an_audit_needs_is_loaded_before_its_first_row() -> None:
     """Else a replica without the memory for it would die of each row that is audited."""
-    plain, skipping = Schedule.full_depth(30), Schedule.build(30, orders.lowest_first(30, 4), decays.constant(2), 0)
     asked: list[object] = []
 
     class Asked:
@@ -180,9 +181,9 @@ def test_what_an_audit_needs_is_loaded_before_its_first_row() -> None:
             asked.append(given)
 
     shape = replace(EchoBackend().shape(JobConfig(input="in", output="out")), layers=30)
-    for schedule, fraction in ((plain, 1.0), (skipping, 0.0), (skipping, 0.01)):
+    for schedule, fraction in ((Schedule.full_depth(30), 1.0), (TWO_SKIPPED, 0.0), (TWO_SKIPPED, 0.01)):
         Auditor(Asked(), None, shape, SAMPLING, schedule, 8, fraction).begin()  # type: ignore[arg-type]
-    assert asked == [([[0]], [[0]], [skipping])]
+    assert asked == [([[0]], [[0]], [TWO_SKIPPED])]
 
 
 class Failing:
@@ -197,9 +198,9 @@ class Failing:
     score = generate
 
 
-def failing(error: Exception, packaged: Engine, schedule: Schedule) -> Auditor:
+def failing(error: Exception, packaged: Engine) -> Auditor:
     broken: Any = Failing(error)
-    return Auditor(broken, packaged.tokenizer, packaged.shape, SAMPLING, schedule, 4, 1.0)
+    return Auditor(broken, packaged.tokenizer, packaged.shape, SAMPLING, TWO_SKIPPED, 4, 1.0)
 
 
 def written(packaged: Engine, prompts: list[list[int]]) -> dict[int, Generation]:
@@ -208,34 +209,31 @@ def written(packaged: Engine, prompts: list[list[int]]) -> dict[int, Generation]
 
 @pytest.mark.parametrize("error", [MemoryError(), ValueError("odd prompt")])
 def test_an_audit_that_fails_costs_no_output(packaged: Engine, error: Exception) -> None:
-    schedule = Schedule.build(30, orders.lowest_first(30, 4), decays.constant(2), horizon=0)
-    auditor, answers = failing(error, packaged, schedule), written(packaged, [[1], [2]])
+    auditor, answers = failing(error, packaged), written(packaged, [[1], [2]])
     assert auditor.audit(prepared([[1], [2]]), IDS[:2], answers) == {}
 
 
 def test_a_broken_device_is_not_hidden(packaged: Engine) -> None:
-    schedule = Schedule.build(30, orders.lowest_first(30, 4), decays.constant(2), horizon=0)
-    auditor = failing(RuntimeError("CUDA error: an illegal memory access was encountered"), packaged, schedule)
+    auditor = failing(RuntimeError("CUDA error: an illegal memory access was encountered"), packaged)
     with pytest.raises(DeviceBroken):
         auditor.audit(prepared([[1], [2]]), IDS[:2], written(packaged, [[1], [2]]))
 
 
 def test_an_audit_of_no_numbers_costs_no_output(packaged: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in half precision logits may overflow: a record that holds them could not be written."""
-    schedule = Schedule.build(30, orders.lowest_first(30, 4), decays.constant(2), horizon=0)
-    auditor = Auditor(packaged, packaged.tokenizer, packaged.shape, SAMPLING, schedule, 4, 1.0)
+    auditor = Auditor(packaged, packaged.tokenizer, packaged.shape, SAMPLING, TWO_SKIPPED, 4, 1.0)
     monkeypatch.setattr(auditor, "_compare", lambda *_: {"audited": 2, "audit_nll": float("nan")})
     assert auditor.audit(prepared([[1], [2]]), IDS[:2], written(packaged, [[1], [2]])) == {}
 
 
+@pytest.mark.usefixtures("inline")
 def test_starting_a_job_again_accepts_no_audit_that_it_was_stopped_for(
-    job: Callable[..., JobConfig],
+    job: Job,
     tmp_path: Path,
-    write_parquet: Callable[..., Path],
+    write_parquet: WriteParquet,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All units may have been in flight, and are committed by then."""
-    without_ray(monkeypatch)
 
     def audited(storage: Any, unit: Any, output: Any, run: str, cost: dict[str, float]) -> Any:
         found = {"audited": unit.rows, "audit_rouge": 0.1 * unit.rows, "audit_rouge_squares": 0.01 * unit.rows}

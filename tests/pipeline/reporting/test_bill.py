@@ -1,23 +1,18 @@
 """Cost ceilings: what counts, and that a job which has spent what it may stops, and can be resumed."""
 
-from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 from engine_double import Echo, EchoBackend, NoEngineBackend
+from fixture_types import Job, ReadOutput, WriteParquet
 from pydantic import ValidationError
 
 from pipeline.commits.commit import Commit, Totals, read_commits, total
-from pipeline.config import JobConfig
 from pipeline.errors import JobStopped
 from pipeline.execution import session
 from pipeline.reporting.bill import bill, check_ceiling, reached_ceiling
 from pipeline.run import run_job
 from pipeline.storage.storage import Storage
-
-Job = Callable[..., JobConfig]
-ReadOutput = Callable[[str | Path], pa.Table]
 
 PARTS = ("flops_prompt", "flops_decode", "flops_prefix", "flops_padding", "flops_audit")
 
@@ -68,7 +63,7 @@ UNIT_FLOPS = PER_UNIT * ROW_FLOPS + 7  # and 7 of padding for each batch
 
 
 @pytest.fixture
-def short_rows(tmp_path: Path, write_parquet: Callable[..., Path]) -> None:
+def short_rows(tmp_path: Path, write_parquet: WriteParquet) -> None:
     write_parquet(tmp_path / "in/a.parquet", {"id": range(ROWS), "text": [f"row {row:03d}" for row in range(ROWS)]})
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from engine_double import LAYERS, ByteTokenizer, Echo
+from fixture_types import Job
 
 from engine import Sampling, Schedule
 from pipeline.commits.commit import Totals, commit_unit
 from pipeline.commits.failed import FailedUnit
-from pipeline.config import JobConfig
 from pipeline.reporting.report import summary, write_report
 from pipeline.rows.row_generator import RowGenerator
 from pipeline.rows.rows import generate, prepare
@@ -26,7 +26,7 @@ FETCHES = re.compile(
 
 
 @pytest.fixture
-def report_of(tmp_path: Path, job: Callable[..., JobConfig]) -> Callable[..., str]:
+def report_of(tmp_path: Path, job: Job) -> Callable[..., str]:
     """The report of a run over these texts, in units of two."""
 
     def render(

@@ -2,12 +2,12 @@
 
 import pickle
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from fixture_types import WriteParquet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +18,6 @@ from pipeline.rows.unit import WorkUnit
 from pipeline.storage.storage import Storage
 from pipeline.values import row_groups
 
-WriteParquet = Callable[..., Path]
 LOCAL = Storage("/")
 
 

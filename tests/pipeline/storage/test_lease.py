@@ -12,17 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from servers import BUCKET, S3Server, wait_until
+from servers import BUCKET, wait_until
 
 from pipeline.errors import JobError, JobStopped, NothingToDo
 from pipeline.storage import lease as leases
 from pipeline.storage.lease import Holder, Lease
 from pipeline.storage.storage import Storage, StorageGone
-
-
-@pytest.fixture
-def storage(tmp_path: Path) -> Storage:
-    return Storage(str(tmp_path / "out"))
 
 
 def write(storage: Storage, number: int, released: bool = False) -> None:
@@ -359,10 +354,8 @@ def test_a_release_that_fails_does_not_hide_what_the_job_ended_with(
     assert "could not be released (away): the next job waits for 120 s" in caplog.text
 
 
-@pytest.mark.usefixtures("short")
-def test_on_object_storage_too_one_of_many_takes_it(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in s3.environment.items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.usefixtures("short", "credentials")
+def test_on_object_storage_too_one_of_many_takes_it() -> None:
     storage = Storage(f"s3://{BUCKET}/lease")
     write(storage, 1)
     (winner,) = race(storage, 6)

@@ -22,7 +22,6 @@ from engine_double import Echo, EchoBackend, NoEngineBackend
 from huggingface_hub import DatasetCard
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from inline_session import without_ray
 
 import jobs.job_output
 import pipeline.run
@@ -59,8 +58,7 @@ ENDS = (JobError, JobStopped, NothingToDo, UnitsFailed, ModelError, ScheduleErro
 
 
 @pytest.fixture(autouse=True)
-def inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_ray(monkeypatch)
+def without_an_engine(inline: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs.job_output, "forecast_run", partial(forecast_run, backend=EchoBackend()))
 
 

@@ -3,16 +3,13 @@
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_double import EchoBackend
-from inline_session import without_ray
-from servers import S3Server
+from fixture_types import Job, WriteParquet
 
-from engine import parse_json
 from pipeline.commits.commit import Commit, Totals, _read_snapshot, read_commits, write_snapshot
 from pipeline.commits.failed import forget_failures, read_failures
 from pipeline.commits.manifest import read_manifest
@@ -27,11 +24,6 @@ COMMIT = json.loads(
     Commit(UNIT, "a", f"data/{UNIT}-a.parquet", "sha256:0", 1, "in", 0, totals=Totals(rows=1)).to_json()
 )
 FAILURE = {"unit": UNIT, "path": "in", "start": 0, "rows": 1, "attempts": 3, "error": "no"}
-
-
-@pytest.fixture
-def storage(tmp_path: Path) -> Storage:
-    return Storage(str(tmp_path / "out"))
 
 
 def _commit(**changes: Any) -> bytes:
@@ -74,9 +66,8 @@ def test_a_record_that_is_a_link_to_endless_zeros_or_a_pipe_is_not_read(storage:
         path.unlink()
 
 
-def test_no_more_of_a_record_is_fetched_than_one_may_hold(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in s3.environment.items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.usefixtures("credentials")
+def test_no_more_of_a_record_is_fetched_than_one_may_hold() -> None:
     storage = Storage("s3://corpus/records")
     storage.write("_run.json", b"")
     with pytest.raises(JobError, match=r"_run\.json of .* is damaged"):
@@ -104,21 +95,9 @@ def test_a_field_of_a_later_version_is_ignored(storage: Storage) -> None:
     assert failed.error == "no"
 
 
-@pytest.mark.parametrize(
-    "text", ["NaN", "-Infinity", "[1e999]", '{"a": -1e999}', "9" * 5000, "[" * 80 + "]" * 80, "\ufeff1"]
-)
-def test_json_is_what_every_program_reads_alike(text: str) -> None:
-    for given in (text, text.encode()):
-        with pytest.raises(ValueError, match=r"."):
-            parse_json(given)
-    assert parse_json('{"a": [1.5, null, "\\ud83d\\ude00"]}') == {"a": [1.5, None, "😀"]}
-
-
 @pytest.fixture
-def done(job: Callable[..., JobConfig], write_parquet: Callable[..., Path], tmp_path: Path,
-         monkeypatch: pytest.MonkeyPatch) -> JobConfig:  # fmt: skip
+def done(job: Job, write_parquet: WriteParquet, tmp_path: Path, inline: object) -> JobConfig:
     """A job that has come to its end."""
-    without_ray(monkeypatch)
     write_parquet(tmp_path / "in/a.parquet", {"text": ["one", "two", "three"]})
     run_job(job(rows_per_unit=2), EchoBackend())
     return job(rows_per_unit=2)

@@ -6,33 +6,16 @@ import os
 import pickle
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
 
 import pytest
+from fixture_types import Job
 
-from pipeline.config import JobConfig
 from pipeline.errors import JobError, JobStopped
 from pipeline.storage.settings import StorageConfig, refuse_credentials
 from pipeline.storage.storage import Storage, StorageGone, StorageRefused, absolute
-
-
-def test_of_many_writers_of_one_name_exactly_one_wins_and_its_content_is_whole(tmp_path: Path) -> None:
-    writers = 16
-    contents = [bytes([writer]) * 200_000 for writer in range(writers)]
-    together = Barrier(writers)
-
-    def write(content: bytes) -> bool:
-        storage = Storage(str(tmp_path))
-        together.wait()
-        return storage.write_if_absent("_commits/unit.json", content)
-
-    with ThreadPoolExecutor(writers) as pool:
-        won = list(pool.map(write, contents))
-    assert sum(won) == 1
-    assert Storage(str(tmp_path)).read("_commits/unit.json") == contents[won.index(True)]
 
 
 def test_a_lost_write_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -175,7 +158,7 @@ def test_settings_reach_the_s3_client() -> None:
     assert (fs.config_kwargs["retries"], fs.retries) == ({"mode": "standard", "total_max_attempts": 1}, 1)
 
 
-def test_a_public_input_is_read_without_credentials_and_the_output_is_not(job: Callable[..., JobConfig]) -> None:
+def test_a_public_input_is_read_without_credentials_and_the_output_is_not(job: Job) -> None:
     config = job(input="s3://public/in", output="s3://mine/out", s3_anonymous_input=True)
     assert (config.input_storage().fs.anon, config.output_storage().fs.anon) == (True, False)
 

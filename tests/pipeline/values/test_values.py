@@ -1,9 +1,6 @@
 """Columns of every Arrow type through a whole job and what follows: report, data set, inspection, the next night."""
 
 import io
-import json
-import re
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
@@ -12,30 +9,21 @@ import pyarrow.parquet as pq
 import pytest
 from arrow_values import COLUMNS, ROWS
 from engine_double import EchoBackend, NoEngineBackend
-from inline_session import InlineSession, without_ray
+from fixture_types import Job, ReadOutput, WriteParquet
 
-from pipeline import run
-from pipeline.config import JobConfig
 from pipeline.dataset.config import DatasetConfig
 from pipeline.dataset.generate import generate_dataset
-from pipeline.errors import JobStopped
 from pipeline.inspection import inspect, verify
 from pipeline.run import run_job
 from pipeline.storage.storage import Storage
 from pipeline.values.row_groups import read_parquet
 from pipeline.values.show import shown
 
-Job = Callable[..., JobConfig]
 TABLE = pa.table({"text": [f"text {row}" for row in range(ROWS)], **COLUMNS})
 
 
 @pytest.fixture
-def inline(monkeypatch: pytest.MonkeyPatch) -> type[InlineSession]:
-    return without_ray(monkeypatch)
-
-
-@pytest.fixture
-def source(tmp_path: Path, write_parquet: Callable[..., Path]) -> Path:
+def source(tmp_path: Path, write_parquet: WriteParquet) -> Path:
     """A file with a column of every type."""
     return write_parquet(tmp_path / "in/a.parquet", TABLE, [3, 1])
 
@@ -53,7 +41,7 @@ def assert_same(found: pa.Table, wanted: pa.Table = TABLE) -> None:
 
 @pytest.mark.usefixtures("inline", "source")
 def test_all_types_at_once_pass_through_a_job_its_inspection_and_the_next_night(
-    job: Job, read_output: Callable[..., pa.Table], write_parquet: Callable[..., Path], tmp_path: Path
+    job: Job, read_output: ReadOutput, write_parquet: WriteParquet, tmp_path: Path
 ) -> None:
     config = job(incremental=True, rows_per_unit=2)
     result = run_job(config, EchoBackend())
@@ -116,41 +104,3 @@ def test_a_column_of_any_type_names_the_rows_of_a_report_and_fills_prompts(job: 
     assert f"<th>{name}</th>" in html
     assert html.count("<td>null</td>") >= 1
     assert "is not valid UTF-8" in html or not any(broken)
-
-
-@pytest.mark.usefixtures("inline", "source")
-def test_a_report_that_cannot_be_made_costs_no_run(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise MemoryError("too much")
-
-    config = job()
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "write_report", fail)
-        assert run_job(config, EchoBackend()).totals.rows == ROWS
-    assert json.loads(Path(config.output, "_SUCCESS.json").read_text())["totals"]["rows"] == ROWS
-    assert not Path(config.output, "report.html").exists()
-    run_job(config, NoEngineBackend())
-    assert "4 rows" in Path(config.output, "report.html").read_text()
-
-
-@pytest.mark.usefixtures("inline", "source")
-def test_a_run_that_died_between_manifest_and_report_makes_the_report_of_all_its_rows(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = job(rows_per_unit=2)
-    run_job(config, EchoBackend())
-    whole = Path(config.output, "report.html").read_text()
-    stale = re.sub("commits [0-9a-f]{64}", "commits of two rows", whole).replace("4 rows", "2 rows")
-
-    def die(*_: object) -> None:
-        raise JobStopped("killed")
-
-    Path(config.output, "_SUCCESS.json").unlink()
-    Path(config.output, "report.html").write_text(stale)  # of what an earlier session had committed
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "write_report", die)
-        with pytest.raises(JobStopped):
-            run_job(config, NoEngineBackend())
-    assert Path(config.output, "_SUCCESS.json").exists()
-    run_job(config, NoEngineBackend())
-    assert "4 rows" in Path(config.output, "report.html").read_text()

@@ -1,19 +1,14 @@
-"""Training bridges is exact, helps, leaves the model alone, and goes on from a checkpoint as if never interrupted."""
+"""Training bridges is exact, helps, leaves the model alone, and ends in time where it does not help."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
-from engine import Block, Bridge, Engine, Plateau, Sampling, Schedule, ScheduleError
+from engine import Block, Engine, Plateau, Sampling, Schedule, ScheduleError
 from engine.adaptation import trainable
-from engine.adaptation.curve import Point, is_early_look, reachable_kl
-from engine.adaptation.recipe import Recipe
 from engine.adaptation.trainer import Trainer
 from engine.calibration.collect import answer_prompts
 from engine.calibration.prompts import counted_prompt_bridge, prompt_cut
@@ -21,78 +16,14 @@ from engine.forward.quality import Judge
 from engine.forward.teacher_forcing import Answer
 from engine.kernels import FrozenHalfKernels, Kernels, training_kernels_for
 from engine.schedules import recipes
-from engine.schedules.orders import lowest_first
+from tests.engine.adaptation.training import RECIPE, bridged, train, trainer_of
 from tests.engine.adapters import random_adapter
-from tests.engine.conftest import random_prompt_bridge
+from tests.engine.conftest import random_prompt_bridge, silent_bridge
 from tests.engine.prompts import random_prompts
-
-RECIPE = Recipe(
-    steps=40, tokens_per_step=120, learning_rate=3e-3, warmup_steps=5, gate_width=8, adapter_rank=0, judge_every=10
-)
+from tests.engine.quiet import quiet
 
 CPU = torch.device("cpu")
 STORED = 1e-3  # relative error of what is kept in half precision
-
-
-def quiet(stage: str, done: int, total: int) -> None:
-    """Nobody watches."""
-
-
-@pytest.fixture(scope="module")
-def engine(make_checkpoint: Callable[..., Path]) -> Engine:
-    """With exact products, which every CPU has; those of training itself differ from one to another."""
-    return Engine.load(str(make_checkpoint()), device="cpu", kernels=Kernels())
-
-
-@pytest.fixture(scope="module")
-def answers(engine: Engine) -> list[Answer]:
-    draw = torch.Generator().manual_seed(7)
-    prompts = [torch.randint(1, 96, (length,), generator=draw).tolist() for length in (*range(4, 28), *[6] * 176)]
-    return answer_prompts(engine, prompts, Sampling(max_new_tokens=14, min_new_tokens=6), 8, quiet)
-
-
-@pytest.mark.parametrize("rows", [1, 7, 64])
-@pytest.mark.parametrize("half", [False, True])
-def test_gradients_pass_frozen_weights_as_plain_ones(rows: int, half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if half and not torch.cpu._is_avx512_bf16_supported():
-        pytest.skip("this CPU does not multiply bfloat16 numbers")
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: half)
-    draw = torch.Generator().manual_seed(rows)
-    weight, bias, x, pull = (torch.randn(size, generator=draw) for size in ((48, 32), (48,), (rows, 32), (rows, 48)))
-    found = []
-    for kernels in (Kernels(), training_kernels_for(CPU)):
-        linear, leaf = kernels.linear(weight, bias), x.clone().requires_grad_()
-        out = linear(leaf)
-        (out * pull).sum().backward()
-        assert leaf.grad is not None
-        found.append((out.detach(), leaf.grad))
-        assert torch.equal(linear(x), out)  # of full depth, to learn from
-        with torch.no_grad():
-            torch.testing.assert_close(linear(x), x @ weight.T + bias)  # to judge by
-    for plain, ours in zip(*found, strict=True):
-        if half:
-            assert (ours - plain).norm() < 2e-2 * plain.norm()
-        else:
-            torch.testing.assert_close(ours, plain)
-
-
-def test_products_of_half_precision_have_gradients_as_close_as_themselves() -> None:
-    """As a GPU has them; with weights that are of these numbers, as those of most checkpoints."""
-    draw = torch.Generator().manual_seed(1)
-    weight, bias, x, pull = (torch.randn(size, generator=draw) for size in ((48, 32), (48,), (7, 32), (7, 48)))
-    found = []
-    weight = weight.bfloat16().float()
-    with torch.no_grad():  # logits to judge by are exact
-        assert torch.equal(FrozenHalfKernels().linear(weight, bias)(x), Kernels().linear(weight, bias)(x))
-    for kernels in (Kernels(), FrozenHalfKernels()):
-        linear, leaf = kernels.linear(weight, bias), x.clone().requires_grad_()
-        out = linear(leaf)
-        assert out.dtype == torch.float32
-        (out * pull).sum().backward()
-        assert leaf.grad is not None
-        found.append((out.detach(), leaf.grad))
-    for plain, ours in zip(*found, strict=True):
-        assert 1e-5 < (ours - plain).norm() / plain.norm() < 1e-2
 
 
 @pytest.mark.parametrize("fast", [FrozenHalfKernels(), training_kernels_for(CPU)], ids=["a GPU's", "this CPU's"])
@@ -106,34 +37,6 @@ def test_training_with_fast_products_ends_where_training_with_exact_ones_does(
         ends.append(trainer.best()[0][1].mean_kl / curve[0].kl)
     assert ends[0] == pytest.approx(ends[1], rel=0.05)
     assert ends[0] < 0.97
-
-
-@pytest.fixture
-def schedule(engine: Engine) -> Schedule:
-    """Layers 1 and, from step 4 on, 2 give way to bridges that do nothing yet."""
-    width, layers = engine.shape.hidden, engine.shape.layers
-    bridges = {
-        f"1-{end}": Bridge.affine(Block.of_layers(1, end), torch.zeros(width, width), torch.zeros(width))
-        for end in (2, 3)
-    }
-    order = tuple(unit for group in lowest_first(layers, 1)[:2] for unit in group)
-    return Schedule(layers, order, (Plateau(0, 2, ("1-2",)), Plateau(4, 4, ("1-3",))), bridges=bridges)
-
-
-@pytest.fixture
-def deeper(engine: Engine) -> Schedule:
-    """Layers 2 and 3 give way to a bridge that does nothing yet."""
-    width, layers = engine.shape.hidden, engine.shape.layers
-    bridges = {"2-4": Bridge.affine(Block.of_layers(2, 4), torch.zeros(width, width), torch.zeros(width))}
-    order = tuple(unit for group in lowest_first(layers, 2)[:2] for unit in group)
-    return Schedule(layers, order, (Plateau(0, 4, ("2-4",)),), bridges=bridges)
-
-
-def train(
-    engine: Engine, schedule: Schedule, answers: list[Answer], recipe: Recipe = RECIPE, checkpoint: Path | None = None
-) -> tuple[Trainer, list[Point]]:
-    trainer = Trainer(engine, [schedule], answers[6:24], answers[:6], recipe, quiet)
-    return trainer, list(trainer.run(checkpoint))
 
 
 def assert_decoding_runs(best: Schedule, engine: Engine, answers: list[Answer], directory: Path) -> None:
@@ -175,15 +78,6 @@ def test_training_brings_held_out_answers_closer_and_leaves_the_model_alone(
     assert not torch.allclose(untrained, quality.kl, rtol=10 * STORED, atol=10 * STORED)
 
 
-def test_the_rate_rises_and_falls_however_few_the_steps_are() -> None:
-    for steps in (1, 3, 10, 12, 200):
-        rates = [Recipe(steps=steps).rate(step) for step in range(steps)]
-        assert max(rates) <= 1e-3
-        assert sorted(rates[min(10, steps // 4) :], reverse=True) == rates[min(10, steps // 4) :]
-        assert steps < 10 or rates[-1] < 0.2 * max(rates)
-    assert Recipe().rate(4) == 5e-4  # of ten steps of warm-up
-
-
 def test_a_prompt_that_learns_is_passed_once_for_all_of_its_answers(
     engine: Engine, schedule: Schedule, answers: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +99,7 @@ def test_a_judgement_that_is_no_number_ends_training_with_its_best_so_far(
     engine: Engine, schedule: Schedule, answers: list[Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def judging(*factors: float) -> Trainer:
-        made, each = Trainer(engine, [schedule], answers[6:24], answers[:6], RECIPE, quiet), iter(factors)
+        made, each = trainer_of(engine, [schedule], answers), iter(factors)
         untrained = made.untrained
         monkeypatch.setattr(made, "_qualities", lambda: [replace(q, kl=q.kl * next(each)) for q in untrained])
         return made
@@ -260,16 +154,13 @@ def test_the_adapter_covers_what_runs_above_the_first_bridge(
 
 def test_bridges_that_act_at_once_share_the_step(engine: Engine, answers: list[Answer]) -> None:
     """AdamW's first step is the learning rate for every number that has a gradient."""
-    width, layers = engine.shape.hidden, engine.shape.layers
-    bridges = {
-        f"{layer}": Bridge.affine(Block.of_layers(layer, layer + 1), torch.zeros(width, width), torch.zeros(width))
-        for layer in (2, 4)
-    }
-    order = tuple(unit for layer in (2, 4) for unit in Block.of_layers(layer, layer + 1).units)
+    blocks = {f"{layer}": Block.of_layers(layer, layer + 1) for layer in (2, 4)}
+    bridges = {name: silent_bridge(block, engine.shape.hidden) for name, block in blocks.items()}
+    order = tuple(unit for block in blocks.values() for unit in block.units)
     plateaus = (Plateau(0, 2, ("2",)), Plateau(3, 4, ("2", "4")))
     recipe = replace(RECIPE, steps=1, warmup_steps=1, gate_width=0, adapter_rank=2)
     both, alone = (
-        train(engine, Schedule(layers, order, some, bridges=bridges), answers, recipe)[0].best()[0][0]
+        train(engine, Schedule(engine.shape.layers, order, some, bridges=bridges), answers, recipe)[0].best()[0][0]
         for some in (plateaus, plateaus[:1])
     )
     for schedule, share in ((both, 1 / 2), (alone, 1)):
@@ -320,31 +211,21 @@ def test_a_step_takes_the_mean_of_the_schedules_gradients(
 ) -> None:
     """A schedule beside itself learns what it learns alone."""
     recipe = replace(RECIPE, adapter_rank=3, steps=10)
-    alone, twice = (
-        Trainer(engine, schedules, answers[6:24], answers[:6], recipe, quiet)
-        for schedules in ([schedule], [schedule, schedule])
-    )
+    alone, twice = (trainer_of(engine, schedules, answers, recipe) for schedules in ([schedule], [schedule, schedule]))
     curves = [[value for p in trainer.run() for value in (p.loss, p.kl)] for trainer in (alone, twice)]
     assert curves[0] == pytest.approx(curves[1])
-    other = list(Trainer(engine, [schedule, deeper], answers[6:24], answers[:6], recipe, quiet).run())
+    other = list(trainer_of(engine, [schedule, deeper], answers, recipe).run())
     assert other[-1].kl != pytest.approx(curves[0][-1])
 
 
 def test_a_bridge_to_the_top_learns(engine: Engine, answers: list[Answer]) -> None:
     """Above it nothing attends to prompts."""
-    width, layers = engine.shape.hidden, engine.shape.layers
-    block = Block.of_layers(3, layers)
-    bridges = {"top": Bridge.affine(block, torch.zeros(width, width), torch.zeros(width))}
-    schedule = Schedule(layers, block.units, (Plateau(0, len(block.units), ("top",)),), bridges=bridges)
-    points = train(engine, schedule, answers)[1]
+    _, points = train(engine, bridged(engine.shape, 3, engine.shape.layers), answers)
     assert points[-1].loss < 0.9 * points[0].loss
 
 
 def test_a_lesson_that_ends_before_the_first_bridge_changes_nothing(engine: Engine, answers: list[Answer]) -> None:
-    width, layers = engine.shape.hidden, engine.shape.layers
-    block = Block.of_layers(1, 3)
-    bridges = {"late": Bridge.affine(block, torch.zeros(width, width), torch.zeros(width))}
-    schedule = Schedule(layers, block.units, (Plateau(0, 0), Plateau(4, 4, ("late",))), bridges=bridges)
+    schedule = replace(bridged(engine.shape, 1, 3), plateaus=(Plateau(0, 0), Plateau(4, 4, ("bridge",))))
     short = [Answer(answer.prompt, answer.tokens[:3]) for answer in answers[6:24]]
     recipe = replace(RECIPE, steps=10, tokens_per_step=2, gate_width=0)
     trainer = Trainer(engine, [schedule], short, answers[:6], recipe, quiet)
@@ -353,15 +234,15 @@ def test_a_lesson_that_ends_before_the_first_bridge_changes_nothing(engine: Engi
     assert last.loss < 0.1 * first.kl  # they are full depth's own
 
 
-@pytest.mark.parametrize("bridged", [False, True])
+@pytest.mark.parametrize("beside_bridges", [False, True])
 def test_a_prompt_bridge_learns_through_the_answers(
-    engine: Engine, schedule: Schedule, answers: list[Answer], bridged: bool, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, schedule: Schedule, answers: list[Answer], beside_bridges: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone or with the schedule's bridges; what it was judged as is what its prompts give when they run anew."""
     monkeypatch.setattr(trainable, "PROMPT_PACE", 1.0)  # a random model's states are small all the way up
     prompts = random_prompt_bridge(engine.shape, 3)
-    schedule = replace(schedule if bridged else Schedule.full_depth(engine.shape.layers), prompt_bridge=prompts)
-    trained, points = train(engine, schedule, answers)
+    others = schedule if beside_bridges else Schedule.full_depth(engine.shape.layers)
+    trained, points = train(engine, replace(others, prompt_bridge=prompts), answers)
     ((best, quality),) = trained.best()
     assert points[-1].loss < 0.9 * points[0].loss
     assert best.prompt_bridge is not None
@@ -375,58 +256,19 @@ def test_a_prompt_bridge_learns_through_the_answers(
     assert again.mean_kl == pytest.approx(quality.mean_kl, rel=1e-3)
 
 
-@pytest.mark.parametrize(("adapter_rank", "together"), [(0, False), (3, False), (3, True)])
-def test_a_killed_training_goes_on_to_the_same_curve(
-    engine: Engine,
-    schedule: Schedule,
-    deeper: Schedule,
-    answers: list[Answer],
-    tmp_path: Path,
-    adapter_rank: int,
-    together: bool,
-) -> None:
-    recipe = replace(RECIPE, adapter_rank=adapter_rank)
-    schedules = [schedule, deeper] if together else [schedule]
-    whole, killed, resumed = (Trainer(engine, schedules, answers[6:24], answers[:6], recipe, quiet) for _ in range(3))
-    points = list(whole.run())
-    checkpoint = tmp_path / "training.safetensors"
-    for point in killed.run(checkpoint):
-        if point.step > 20:
-            break  # after this step's judgement, before its checkpoint
-    again = list(resumed.run(checkpoint))
-
-    def curve(points: list[Point]) -> list[tuple[int, float, float, float]]:
-        return [(p.step, p.loss, p.kl, p.agreement) for p in points]
-
-    assert curve(again) == curve(points)
-    assert [best for best, _ in resumed.best()] == [best for best, _ in whole.best()]
-
-
-def test_a_prompt_bridge_that_was_fitted_anew_on_another_machine_goes_on(
-    engine: Engine, schedule: Schedule, answers: list[Answer], tmp_path: Path
-) -> None:
-    bridge = random_prompt_bridge(engine.shape, 3)
-    last_bits = {role: tensor.nextafter(tensor + 1) for role, tensor in bridge.tensors.items()}
-    begun, again = (replace(schedule, prompt_bridge=each) for each in (bridge, replace(bridge, tensors=last_bits)))
-    recipe, checkpoint = replace(RECIPE, steps=10), tmp_path / "training.safetensors"
-    first, _ = train(engine, begun, answers, recipe, checkpoint)
-    second, _ = train(engine, again, answers, recipe, checkpoint)
-    assert [best for best, _ in second.best()] == [best for best, _ in first.best()]
-
-
 def test_a_training_that_diverges_ends_at_once_with_the_way_out(
     engine: Engine, schedule: Schedule, answers: list[Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or with its best so far; no checkpoint is left that holds no numbers."""
-    recipe, checkpoint = replace(RECIPE, steps=40, judge_every=10), tmp_path / "training.safetensors"
-    trainer = Trainer(engine, [schedule], answers[6:24], answers[:6], recipe, quiet)
+    checkpoint = tmp_path / "training.safetensors"
+    trainer = trainer_of(engine, [schedule], answers)
     points = trainer.run(checkpoint)
     with monkeypatch.context() as patch:
         next(points)
         patch.setattr(Trainer, "_loss", lambda _, full, ours, tokens: ours.sum() * torch.nan)
         with pytest.raises(ScheduleError, match=r"the loss of step 1 is nan: .* a lower learning rate"):
             list(points)
-    trainer = Trainer(engine, [schedule], answers[6:24], answers[:6], recipe, quiet)
+    trainer = trainer_of(engine, [schedule], answers)
     points = trainer.run(checkpoint)
     better = [next(points), next(points)]
     assert better[1].kl < better[0].kl
@@ -435,7 +277,7 @@ def test_a_training_that_diverges_ends_at_once_with_the_way_out(
         assert list(points) == []
     ((_, quality),) = trainer.best()
     assert quality.mean_kl == pytest.approx(better[1].kl, rel=1e-2)
-    trainer = Trainer(engine, [schedule], answers[6:24], answers[:6], recipe, quiet)
+    trainer = trainer_of(engine, [schedule], answers)
     points = trainer.run(checkpoint)
     with monkeypatch.context() as patch:  # gradients that are no numbers, of a loss that is one
         kept = [next(points), next(points)]
@@ -443,69 +285,17 @@ def test_a_training_that_diverges_ends_at_once_with_the_way_out(
         assert list(points) == []
     ((_, quality),) = trainer.best()
     assert quality.mean_kl == pytest.approx(kept[1].kl, rel=1e-2)
-    assert [
-        point.step for point in Trainer(engine, [schedule], answers[6:24], answers[:6], recipe, quiet).run(checkpoint)
-    ]
-
-
-def test_a_checkpoint_of_another_training_is_refused(
-    engine: Engine, schedule: Schedule, answers: list[Answer], tmp_path: Path
-) -> None:
-    checkpoint = tmp_path / "training.safetensors"
-    recipe = replace(RECIPE, steps=10)
-    train(engine, schedule, answers, recipe, checkpoint)
-    with pytest.raises(ScheduleError, match="of another training"):
-        train(engine, schedule, answers, replace(recipe, learning_rate=1e-4), checkpoint)
-    other = [*answers[:9], *answers[10:], answers[9]]
-    with pytest.raises(ScheduleError, match="of another training"):
-        train(engine, schedule, other, recipe, checkpoint)
-    checkpoint.write_bytes(b"no tensors")
-    with pytest.raises(ScheduleError, match="delete it to start anew"):
-        train(engine, schedule, answers, recipe, checkpoint)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [{"seconds": 10**400}, {"seconds": True}, {"seconds": "1"}, {"curve": {}}],
-    ids=["beyond any float", "a truth", "a text", "no list"],
-)
-def test_a_checkpoint_whose_state_is_no_state_is_damaged(
-    engine: Engine, schedule: Schedule, answers: list[Answer], tmp_path: Path, damage: dict[str, object]
-) -> None:
-    checkpoint, recipe = tmp_path / "training.safetensors", replace(RECIPE, steps=10)
-    train(engine, schedule, answers, recipe, checkpoint)
-    with safe_open(checkpoint, "pt") as file:
-        metadata = file.metadata()
-    state = json.dumps(json.loads(metadata["state"]) | damage)
-    save_file(load_file(checkpoint), checkpoint, metadata | {"state": state})
-    with pytest.raises(ScheduleError, match="delete it to start anew"):
-        train(engine, schedule, answers, recipe, checkpoint)
-
-
-def test_a_checkpoint_with_a_bit_of_a_tensor_flipped_or_without_a_digest_is_damaged(
-    engine: Engine, schedule: Schedule, answers: list[Answer], tmp_path: Path
-) -> None:
-    checkpoint, recipe = tmp_path / "training.safetensors", replace(RECIPE, steps=10)
-    train(engine, schedule, answers, recipe, checkpoint)
-    whole = checkpoint.read_bytes()
-    checkpoint.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(ScheduleError, match=r"digest .* delete it to start anew"):
-        train(engine, schedule, answers, recipe, checkpoint)
-    checkpoint.write_bytes(whole.replace(b'"digest":', b'"digust":', 1))
-    with pytest.raises(ScheduleError, match=r"digest .* delete it to start anew"):
-        train(engine, schedule, answers, recipe, checkpoint)
-    checkpoint.write_bytes(whole)
-    train(engine, schedule, answers, recipe, checkpoint)
+    assert list(trainer_of(engine, [schedule], answers).run(checkpoint))
 
 
 def test_what_has_nothing_to_learn_is_refused(engine: Engine, answers: list[Answer]) -> None:
     with pytest.raises(ScheduleError, match="skips nothing"):
-        Trainer(engine, [Schedule.full_depth(engine.shape.layers)], answers[6:24], answers[:6], RECIPE, quiet)
+        trainer_of(engine, [Schedule.full_depth(engine.shape.layers)], answers)
     layers = engine.shape.layers
     bare, top = recipes.unified_layer_skipping(layers, active=4), recipes.early_termination(layers, active=3)
     for schedule, rank in ((bare, 0), (top, 4)):  # above an exit nothing runs that an adapter could change
         with pytest.raises(ScheduleError, match="no bridges, and there is nothing to adapt"):
-            Trainer(engine, [schedule], answers[6:24], answers[:6], replace(RECIPE, adapter_rank=rank), quiet)
+            trainer_of(engine, [schedule], answers, replace(RECIPE, adapter_rank=rank))
 
 
 def test_a_schedule_without_bridges_learns_by_an_adapter_alone(engine: Engine, answers: list[Answer]) -> None:
@@ -523,24 +313,13 @@ def test_schedules_that_stop_prompts_elsewhere_are_trained_together(
 ) -> None:
     """One leaves prompts alone: an adapter of both still changes them, each learns with its own."""
     shorter = replace(schedule, prompt_bridge=random_prompt_bridge(engine.shape, 3))
-    trainer = Trainer(engine, [schedule, shorter], answers[6:24], answers[:6], replace(RECIPE, adapter_rank=4), quiet)
+    trainer = trainer_of(engine, [schedule, shorter], answers, replace(RECIPE, adapter_rank=4))
     points = list(trainer.run())
     assert points[-1].loss < 0.9 * points[0].loss
     (whole, _), (short, _) = trainer.best()
     assert whole.adapter == short.adapter
     assert whole.prompt_plan.adapter == whole.adapter
     assert whole.prompt_plan != short.prompt_plan
-
-
-def test_the_early_estimate_goes_on_along_a_power_law() -> None:
-    def after(step: int) -> Point:
-        return Point(step, 1.0, 0.5 * (1 + step / 2) ** -0.1, 0.8, 1.0)
-
-    points = [after(step) for step in (0, 20, 40, 60)]
-    assert reachable_kl(points[:2], 300) == pytest.approx(after(300).kl)
-    assert [is_early_look(points[: count + 1], 300) for count in range(4)] == [False, False, True, False]
-    assert not is_early_look([after(0), after(20)], 20)
-    assert reachable_kl(points[:2], 20) == pytest.approx(points[1].kl)
 
 
 def test_gradients_pass_capped_logits(make_checkpoint: Callable[..., Path], schedule: Schedule) -> None:
@@ -551,12 +330,3 @@ def test_gradients_pass_capped_logits(make_checkpoint: Callable[..., Path], sche
     answers = answer_prompts(gemma, random_prompts([9] * 24), Sampling(max_new_tokens=8, min_new_tokens=6), 8, quiet)
     _, points = train(gemma, schedule, answers, replace(RECIPE, steps=20))
     assert points[-1].loss < points[0].loss
-
-
-def test_what_a_schedule_brings_is_made_once_whatever_runs_at_full_depth_in_between(
-    engine: Engine, schedule: Schedule
-) -> None:
-    schedule = replace(schedule, adapter=random_adapter(engine.decoder, schedule.active_units(1)))
-    first = engine.compiled(schedule)
-    assert not engine.compiled(Schedule.full_depth(engine.shape.layers)).adapted
-    assert engine.compiled(schedule).adapted[schedule.adapter] is first.adapted[schedule.adapter]

@@ -23,14 +23,11 @@ from engine.schedules import recipes
 from tests.engine.conftest import random_bridge, random_prompt_bridge
 from tests.engine.models.test_families import LAYERS, VARIANTS, loaded, masked_logits, reference
 from tests.engine.prompts import random_prompts, sharing
+from tests.engine.quiet import quiet
 
 FIRST = 3
 STOPS = PromptCut(FIRST, range(0), False)
 SAMPLING = Sampling(max_new_tokens=12, min_new_tokens=12)
-
-
-def quiet(stage: str, done: int, total: int) -> None:
-    """Nobody watches."""
 
 
 def bridged(engine: Engine, schedule: Schedule | None = None, seed: int = 0, skips: Block | None = None) -> Schedule:
@@ -201,7 +198,7 @@ def test_the_fit_is_least_squares(tiny: Engine, monkeypatch: pytest.MonkeyPatch)
         x = torch.cat([torch.cat(states), torch.ones(int(stops.sum()), 1)], 1)
         y = torch.cat([torch.cat(parts).double() for parts in keys_and_values.values()], 1)
         best = torch.linalg.lstsq(x, y).solution
-    fitted = fit_prompt_bridge(tiny, prompts, STOPS, lambda *_: None)
+    fitted = fit_prompt_bridge(tiny, prompts, STOPS, quiet)
     found = torch.cat([fitted.tensors["weight"], fitted.tensors["bias"][None]]).double()
     assert found.shape == best.shape
     error, least = ((x @ each - y).square().mean() for each in (found, best))
@@ -236,7 +233,7 @@ def test_a_fitted_one_skips_half_of_what_prompts_leave_out(tiny: Engine) -> None
     cut = prompt_cut(tiny.shape, LAYERS - 3, [skipping])
     assert cut == (LAYERS - 2, range(1, 2), False)
     assert prompt_cut(tiny.shape, LAYERS - 1, [skipping]) == (LAYERS - 1, range(1, 1), False)
-    fitted = fit_prompt_bridge(tiny, prompts, cut, lambda *_: None)
+    fitted = fit_prompt_bridge(tiny, prompts, cut, quiet)
     assert (fitted.first, fitted.layers, fitted.skipped_layers) == (LAYERS - 2, LAYERS - 3, range(1, 2))
     assert fitted == replace(fitted, tensors={role: fitted.tensors[role] for role in ROLES})
     found = sorted(tiny.generate(prompts, SAMPLING), key=lambda generation: generation.index)
@@ -252,7 +249,7 @@ def test_a_fitted_one_skips_half_of_what_prompts_leave_out(tiny: Engine) -> None
 def test_a_fitted_one_stays_closer_to_full_depth_than_a_random_one(tiny: Engine) -> None:
     prompts = random_prompts([30] * 40)
     found = sorted(tiny.generate(prompts, SAMPLING), key=lambda generation: generation.index)
-    schedule = Schedule(LAYERS, prompt_bridge=fit_prompt_bridge(tiny, prompts, STOPS, lambda *_: None))
+    schedule = Schedule(LAYERS, prompt_bridge=fit_prompt_bridge(tiny, prompts, STOPS, quiet))
     fitted, random = tiny.score(prompts, [g.tokens for g in found], [schedule, bridged(tiny)]).schedules
     assert sum(sum(score.kl) for score in fitted) < 0.5 * sum(sum(score.kl) for score in random)
 
@@ -340,7 +337,7 @@ def test_prompts_may_skip_more_than_decoding_does(tiny: Engine) -> None:
     assert cut == prompt_cut(tiny.shape, 1, [one, SKIPPING]) == (3, range(1, 3), True)
     assert prompt_cut(tiny.shape, 1, [SKIPPING]) == (3, range(1, 3), False)
     assert prompt_cut(tiny.shape, 3, [full]) == (4, range(3, 4), True)
-    fitted = fit_prompt_bridge(tiny, prompts, cut, lambda *_: None)
+    fitted = fit_prompt_bridge(tiny, prompts, cut, quiet)
     counted = counted_prompt_bridge(tiny.shape, cut)
     assert {role: list(tensor.shape) for role, tensor in fitted.tensors.items()} == {
         role: list(tensor.shape) for role, tensor in counted.tensors.items()

@@ -1,6 +1,7 @@
 """The plan: work units from footers, and what ends a job before it starts."""
 
 import os
+import re
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fixture_types import Job, WriteParquet
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,10 +19,7 @@ from pipeline.execution.attempts import Attempts
 from pipeline.inputs import work as plan
 from pipeline.inputs.work import InputFile, Plan, make_plan
 from pipeline.rows.template import PromptTemplate
-from pipeline.values.column_types import common_type
 
-Job = Callable[..., JobConfig]
-WriteParquet = Callable[..., Path]
 MakeFile = Callable[..., InputFile]
 
 TEMPLATE = PromptTemplate("{text}")
@@ -134,26 +133,6 @@ def test_more_units_than_a_manifest_lists_are_refused_before_any_work(
         make_plan(job(rows_per_unit=3), TEMPLATE)
 
 
-def test_files_and_folders_that_begin_with_an_underscore_or_dot_are_not_input(
-    tmp_path: Path, job: Job, write_parquet: WriteParquet
-) -> None:
-    for name in ("part.parquet", "sub/part.parquet", "_part.parquet", "_commits/part.parquet", ".hidden/part.parquet"):
-        write_parquet(tmp_path / "in" / name, {"text": ["x"]})
-    (tmp_path / "in/notes.txt").write_text("not input")
-    files = make_plan(job(), TEMPLATE).files
-    assert [Path(file.path).relative_to(tmp_path / "in").as_posix() for file in files] == [
-        "part.parquet",
-        "sub/part.parquet",
-    ]
-
-
-def test_a_glob_names_files(tmp_path: Path, job: Job, write_parquet: WriteParquet) -> None:
-    for name in ("a1.parquet", "a2.parquet", "b1.parquet"):
-        write_parquet(tmp_path / "in" / name, {"text": ["x"]})
-    files = make_plan(job(input=str(tmp_path / "in/a*.parquet")), TEMPLATE).files
-    assert [Path(file.path).name for file in files] == ["a1.parquet", "a2.parquet"]
-
-
 def test_one_file_may_lack_an_optional_column_but_the_output_has_it(
     tmp_path: Path, job: Job, write_parquet: WriteParquet, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -218,20 +197,27 @@ def test_a_missing_text_column_is_named_with_the_columns_there_are(
     assert "no column 'text': name the text column among body, id" in refusal(job())
 
 
-@pytest.mark.parametrize(
-    ("damage", "problem"),
-    [
-        (lambda path: path.write_bytes(b""), "cannot be read as Parquet"),
-        (lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]), "cannot be read as Parquet"),
-        (lambda path: (path.unlink(), path.symlink_to("nowhere")), "No such file or directory"),
-        (lambda path: (path.unlink(), os.mkfifo(path)), "it is no file"),
-        (lambda path: pq.write_table(pa.table({"body": ["x"]}), path), "has no column 'text': it has body"),
-        (lambda path: pq.write_table(pa.table({"text": [1]}), path), "is int64, not string"),
-        (lambda path: pq.write_table(pa.table([["x"], ["y"]], ["text", "text"]), path), "has column 'text' twice"),
-    ],
-)
+UNREADABLE = r"' cannot be read as Parquet \(.*\): repair it or take it out"
+Damage = Callable[[Path], object]
+PROBLEMS: list[tuple[Damage, str]] = [
+    (lambda path: path.write_bytes(b""), UNREADABLE),
+    (lambda path: path.write_bytes(b"PAR1"), UNREADABLE),
+    (lambda path: path.write_bytes(b"not parquet at all" * 100), UNREADABLE),
+    (lambda path: path.write_bytes(b"PAR1" + bytes(100) + b"PAR1"), UNREADABLE),
+    (lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]), UNREADABLE),
+    (lambda path: pq.write_table(pa.table({"text": [1]}), path), "' is int64, not string"),
+]
+AMONG_SOUND_FILES: list[tuple[Damage, str]] = [  # where none is sound, other words are found
+    (lambda path: (path.unlink(), path.symlink_to("nowhere")), "No such file or directory"),
+    (lambda path: (path.unlink(), os.mkfifo(path)), "it is no file"),
+    (lambda path: pq.write_table(pa.table({"body": ["x"]}), path), "has no column 'text': it has body"),
+    (lambda path: pq.write_table(pa.table([["x"], ["y"]], ["text", "text"]), path), "has column 'text' twice"),
+]
+
+
+@pytest.mark.parametrize(("damage", "problem"), [*PROBLEMS, *AMONG_SOUND_FILES])
 def test_a_file_with_a_problem_is_named_and_all_others_are_planned(
-    tmp_path: Path, job: Job, write_parquet: WriteParquet, damage: Callable[[Path], object], problem: str
+    tmp_path: Path, job: Job, write_parquet: WriteParquet, damage: Damage, problem: str
 ) -> None:
     for name in "abc":
         path = write_parquet(tmp_path / f"in/{name}.parquet", {"text": ["x"]})
@@ -245,7 +231,7 @@ def test_a_file_with_a_problem_is_named_and_all_others_are_planned(
     ((unit, said),) = found.unreadable
     assert Path(unit.path).name == "b.parquet"
     assert "b.parquet'" in said
-    assert problem in said
+    assert re.search(problem, said)
     assert found.kept.names == ["text"]
 
 
@@ -262,24 +248,13 @@ def test_rows_are_not_counted_through_a_file_that_cannot_be_read(
     assert "limit counts rows through this file" in message
 
 
-def test_a_text_column_that_is_not_string_is_named_with_its_type(
-    tmp_path: Path, job: Job, write_parquet: WriteParquet
+@pytest.mark.parametrize(("damage", "problem"), PROBLEMS)
+def test_an_input_of_which_nothing_can_be_read_is_refused(
+    tmp_path: Path, job: Job, write_parquet: WriteParquet, damage: Damage, problem: str
 ) -> None:
-    write_parquet(tmp_path / "in/a.parquet", {"text": [1, 2]})
-    message = refusal(job())
-    assert "column 'text' of" in message
-    assert "a.parquet' is int64, not string" in message
-
-
-@pytest.mark.parametrize("content", [b"", b"PAR1", b"not parquet at all" * 100, b"PAR1" + b"\x00" * 100 + b"PAR1"])
-def test_an_input_of_which_nothing_can_be_read_is_refused(tmp_path: Path, job: Job, content: bytes) -> None:
-    (tmp_path / "in").mkdir()
     for name in "ab":
-        (tmp_path / f"in/{name}.parquet").write_bytes(content)
-    message = refusal(job())
-    assert "a.parquet' cannot be read as Parquet" in message
-    assert "repair it or take it out" in message
-    assert "1 more" in message
+        damage(write_parquet(tmp_path / f"in/{name}.parquet", {"text": ["x"]}))
+    assert re.search(rf"a\.parquet{problem}.* \(and 1 more files have problems", refusal(job()))
 
 
 @pytest.mark.parametrize(
@@ -293,53 +268,6 @@ def test_an_input_of_which_nothing_can_be_read_is_refused(tmp_path: Path, job: J
 def test_a_file_of_another_format_is_to_be_converted(tmp_path: Path, job: Job, name: str, way_out: str) -> None:
     (tmp_path / name).write_text('{"text": "x"}\n')
     assert refusal(job(input=str(tmp_path / name))).endswith(way_out)
-
-
-def test_an_empty_directory_is_named(tmp_path: Path, job: Job) -> None:
-    (tmp_path / "in").mkdir()
-    message = refusal(job())
-    assert f"{tmp_path}/in' holds no Parquet files" in message
-
-
-def test_a_directory_that_does_not_exist_is_named(tmp_path: Path, job: Job) -> None:
-    assert f"{tmp_path}/in' does not exist" in refusal(job())
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "common"),
-    [
-        (pa.string(), pa.large_string(), pa.large_string()),
-        (pa.string_view(), pa.string(), pa.large_string()),
-        (pa.dictionary(pa.int8(), pa.string()), pa.dictionary(pa.int32(), pa.string()), pa.string()),
-        (pa.dictionary(pa.int8(), pa.string()), pa.large_string(), pa.large_string()),
-        (pa.int32(), pa.int64(), pa.int64()),
-        (pa.uint32(), pa.int32(), pa.int64()),
-        (pa.float32(), pa.float64(), pa.float64()),
-        (pa.timestamp("ms", "UTC"), pa.timestamp("us", "UTC"), pa.timestamp("us", "UTC")),
-        (pa.date32(), pa.date64(), pa.date64()),
-        (pa.time32("ms"), pa.time64("us"), pa.time64("us")),
-        (pa.duration("s"), pa.duration("ns"), pa.duration("ns")),
-        (pa.int8(), pa.uint8(), pa.int16()),
-        (pa.date32(), pa.timestamp("us"), None),
-        (pa.decimal128(5, 2), pa.decimal128(9, 4), pa.decimal128(9, 4)),
-        (pa.list_(pa.int32()), pa.list_(pa.field("element", pa.int64())), pa.list_(pa.int64())),
-        (pa.struct([("a", pa.int8())]), pa.struct([("a", pa.int16())]), pa.struct([("a", pa.int16())])),
-        (pa.list_view(pa.int64()), pa.list_(pa.int64()), None),
-        (pa.large_list_view(pa.int64()), pa.list_(pa.int64()), None),
-        (pa.large_list_view(pa.int64()), pa.large_list_view(pa.int32()), None),
-        (pa.int64(), pa.float64(), None),
-        (pa.uint64(), pa.int64(), None),
-        (pa.timestamp("us"), pa.timestamp("us", "UTC"), None),
-        (pa.string(), pa.binary(), None),
-        (pa.bool_(), pa.int8(), None),
-        (pa.struct([("a", pa.int8())]), pa.struct([("b", pa.int8())]), None),
-    ],
-)
-def test_types_of_one_column_meet_where_nothing_is_lost(
-    one: pa.DataType, other: pa.DataType, common: pa.DataType | None
-) -> None:
-    assert common_type(one, other) == common
-    assert common_type(other, one) == common
 
 
 def test_types_of_a_column_that_nobody_uses_do_not_matter(
