@@ -17,7 +17,7 @@ from engine.decoding.sampling import Sampling
 from engine.decoding.stats import BatchStats
 from engine.decoding.stopping import Stopping
 from engine.decoding.stream import ORDERED_TOGETHER, Context, Queue, Stream
-from engine.errors import ModelError, PromptError
+from engine.errors import ModelError, PromptError, ScheduleError
 from engine.forward.compiled_parts import compile_bridge, compile_head, compile_prompt_bridge
 from engine.forward.ledger import Ledger
 from engine.forward.operations import Compiled, Observe
@@ -292,7 +292,9 @@ class Engine:
         return rows_that_fit(free_bytes(self.device), self.device.type, self.shape, schedule, *sizes)
 
     def _ledger(self, schedule: Schedule | None) -> Ledger:
-        schedule = schedule or Schedule.full_depth(self.shape.layers)
+        schedule = Schedule.full_depth(self.shape.layers) if schedule is None else schedule
+        if not isinstance(schedule, Schedule):
+            raise ScheduleError(f"{schedule!r} is no schedule: read one by Schedule.read(path)")
         schedule.check_fits(self.shape)
         return Ledger(self.shape, schedule)
 

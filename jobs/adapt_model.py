@@ -17,7 +17,6 @@ from rich.table import Table
 
 import engine
 from engine import ModelShape, Schedule, ScheduleError, decode_flop_speedup
-from engine.adaptation.curve import Point
 from engine.adaptation.trainable import check_parts
 from engine.adaptation.trainer import is_trainable
 from engine.calibration.prompts import check_prompt_layers
@@ -62,7 +61,11 @@ def adapt(config: AdaptModel) -> None:
     (output / CURVE_FILE).write_text(json.dumps([point._asdict() for point in done.points], indent=1))
     (output / FIGURE_FILE).write_text(learning_curve(done.points), encoding="utf-8")
     (output / CARD_FILE).write_text(_card(config, made, done), encoding="utf-8", errors="backslashreplace")
-    Console().print(_table(done.points))
+    Console().print(_table(done))
+    best = min(done.points, key=lambda point: point.kl)
+    log.info("written: the state of step %d, of held-out KL %.3f", best.step, best.kl)
+    if best.step == 0:
+        log.warning("training has brought nothing: what is written is as it was before")
     print(
         f"{time.monotonic() - start:.0f} s; run it with --schedule {output}, judge it with evaluate_schedule.py "
         f"--schedules {output}"
@@ -116,12 +119,12 @@ def _name(provenance: Mapping[str, Any]) -> str:
     return (f"{before}, adapted" if before else "adapted") + ending(target)
 
 
-def _table(points: list[Point]) -> Table:
-    table = Table(title="on held-out answers, teacher-forced", title_justify="left")
+def _table(done: Training) -> Table:
+    table = Table(title=f"on {done.held_out} held-out answers, teacher-forced", title_justify="left")
     for name in ("step", "training loss", "KL", "agreement", "seconds"):
         table.add_column(name, justify="right")
-    for step, loss, *figures, seconds in points:
-        trained = f"{loss:.3f}" if step else "-"
+    for step, loss, *figures, seconds in done.points:
+        trained = "-" if loss is None else f"{loss:.3f}"
         table.add_row(str(step), trained, *(f"{figure:.3f}" for figure in figures), f"{seconds:.0f}")
     return table
 

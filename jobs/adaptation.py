@@ -167,7 +167,7 @@ def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
         points.append(point)
         log.info(
             "step %d: %sheld-out KL %.3f, agreement %.3f, %.0f s", point.step,
-            f"loss {point.loss:.3f}, " if point.step else "", point.kl, point.agreement, point.seconds,
+            "" if point.loss is None else f"loss {point.loss:.3f}, ", point.kl, point.agreement, point.seconds,
         )  # fmt: skip
         if is_early_look(points, config.steps):
             log.info("at this pace held-out KL ends at about %.3f", reachable_kl(points, config.steps))

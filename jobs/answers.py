@@ -122,6 +122,8 @@ def _answered(
     if (known := peers.firsts(found)) is not None:
         progress("answering at full depth", len(known), len(known))
         return known
+    if keeps is not None and keeps.exists():
+        log.warning("the answers in %s are to other prompts, drawn otherwise or damaged: they are replaced", keeps)
     if batch_size == "auto":
         batch_size = model.fitting_batch_size(max(map(len, prompts)), sampling)
     # Under the ids that they would have in one process.

@@ -92,18 +92,20 @@ def calibrate(config: CalibrateSchedule) -> None:
     warn_of_others(output, map(_name, sample_targets or targets), made)
     chosen = (config.prompt_layers, config.whole_head, sample_targets)
     calibration = Calibration(model, drawn, targets, progress, *chosen)
-    table, maps = Table(*COLUMNS, title="on held-out answers, teacher-forced", title_justify="left"), []
+    table, maps = Table(*COLUMNS, title_justify="left"), []
     try:
         for found in calibration.run():
             name = _name(found.target)
             provenance = {**found.schedule.provenance, "calibrated_on": made}
             replace(found.schedule, provenance=provenance).write(output / name)
+            table.title = f"on {found.schedule.provenance['held_out']['answers']} held-out answers, teacher-forced"
             table.add_row(*_row(found))
             maps.append((name, found.schedule))
     finally:  # a later target may be out of reach
         if maps:
             (output / MAPS_FILE).write_text(schedule_maps(maps, config.max_new_tokens), encoding="utf-8")
-            Console().print(table)
+            # What is no terminal has no width: in rich's 80 columns headers would be cut.
+            Console(width=None if sys.stdout.isatty() else 160).print(table)
     meant = "target" if config.prompt_layers is None else "speed-up of the whole sample"
     print(f"{time.monotonic() - start:.0f} s; run one with --schedule {output}/<target>x, or --schedule {output} "
           f"--target-speedup <{meant}>; judge them with evaluate_schedule.py --schedules {output}, train one with "

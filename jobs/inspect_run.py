@@ -81,8 +81,8 @@ def look(config: InspectRun) -> Inspection:
             say(f"damaged: {damage}")
         if damages:
             raise JobError(
-                f"{len(damages)} damages in {found.output!r}: delete the commits of the damaged units under _commits/ "
-                "and the manifest, and start the job again to do just those, with their input files in place"
+                f"{counted(len(damages), 'damage')} in {found.output!r}: delete the commits of the damaged units under "
+                "_commits/ and the manifest, and start the job again to do just those, with their input files in place"
             )
         say(f"verified: {counted(len(found.commits), 'file')}, {counted(found.totals.rows, 'row')}, each once")
         if data_set is not None and not missing and (changed := damaged_files(data_set)):

@@ -17,13 +17,13 @@ from pipeline.storage.settings import StorageConfig
 
 
 def show_plan(config: JobConfig) -> None:
-    """Print what a run is expected to take, and store it in the output unless that is another run's.
+    """Print what a run is expected to take, and store it in the output unless that is another run's and stays so.
 
     Raises as `forecast_run`.
     """
     forecast = forecast_run(config)
     storage = config.output_storage()
-    run = read_run(storage.at_first())
+    run = None if config.fresh else read_run(storage.at_first())
     show(f"{config.output}: plan", forecast.facts())
     if run is not None and not forecast.run.startswith(run["fingerprint"]):
         print(f"not kept: the output belongs to run {run['fingerprint']}, and this plan is another run's")

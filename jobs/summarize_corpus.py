@@ -29,7 +29,8 @@ def summarize(config: SummarizeCorpus) -> None:
         return
     result = run_job(config)
     job_output.show_result(config, result)
-    print(f"report: {result.report}")
+    if result.report:
+        print(f"report: {result.report}")
     look = [sys.executable, "-m", "jobs.inspect_run", result.output, *job_output.storage_flags(config)]
     print(f"look into it with: {shlex.join(look)}")
 

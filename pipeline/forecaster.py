@@ -16,7 +16,7 @@ from engine import BatchStats, Generation, Ledger, Tokenizer, resolve_device
 from engine.forward.prompt_pass import shared_tokens
 from pipeline.commits.commit import Commit, open_rows, read_commits, total
 from pipeline.config import JobConfig
-from pipeline.errors import JobError, one_line
+from pipeline.errors import JobError, NothingToDo, one_line
 from pipeline.inputs.sample_prompts import drawn_rows
 from pipeline.preparing.backend import Backend, as_it_runs
 from pipeline.preparing.incremental import only_new, work_name
@@ -24,7 +24,7 @@ from pipeline.preparing.preparation import Preparation, prepare_run
 from pipeline.preparing.run_record import claim_name, read_run
 from pipeline.reporting.forecast import Forecast
 from pipeline.rows.row_generator import RowGenerator, TooManyRowsFailed
-from pipeline.rows.rows import TOKENS
+from pipeline.rows.rows import ERROR, TOKENS
 from pipeline.storage.storage import Storage
 
 LENGTHS = 64  # output lengths that stand for all of an earlier run's
@@ -48,11 +48,12 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
     """Rows, tokens, FLOPs, time and cost to expect; of an incremental run those of what is new.
 
     Output lengths come from `plan_output_tokens`, else from answers to sampled prompts, else from what a run with the
-    same model, prompt and sampling has committed to the output, else every row is taken to reach `max_new_tokens`.
-    A model is loaded for these answers alone. Seconds at full depth assume that its FLOPs take as long each as those of
-    the schedule.
+    same model, prompt and sampling has committed to the output (which `fresh` discards), else every row is taken to
+    reach `max_new_tokens`. A model is loaded for these answers alone. Seconds at full depth assume that its FLOPs take
+    as long each as those of the schedule.
 
-    Raises JobError, ModelError, ScheduleError as a run does; NothingToDo if it is incremental and nothing is new.
+    Raises JobError, ModelError, ScheduleError as a run does; NothingToDo if there are no rows, or none that are new to
+    an incremental run.
     """
     job = prepare_run(config, backend)
     if config.incremental:
@@ -60,14 +61,14 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
     else:
         job.plan.warn_of_unreadable()
     config, plan, shape = job.config, job.plan, job.shape
+    if not plan.rows:
+        raise NothingToDo(f"no rows are found in {config.input!r}")
     ledger = Ledger(shape, as_it_runs(config, job.schedule))
     tokenizer = job.backend.tokenizer(config)
     runs = _sample(job, tokenizer)
     prompts = [tokens for run in runs for tokens in run]
     prefix = job.template.shared_prefix(tokenizer)
     good = [tokens for tokens in prompts if tokens is not None]
-    if not good:
-        raise JobError(f"no prompt can be made of any of {len(prompts)} sampled rows of {config.input!r}")
     outputs = _outputs(job, ledger, good, prefix)
 
     scale, drawn_from = plan.rows / len(prompts), plan.input_rows
@@ -114,12 +115,14 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
 def _sample(job: Preparation, tokenizer: Tokenizer) -> list[list[list[int] | None]]:
     """Prompts of runs of neighbouring rows, drawn at random; None for a row that no prompt can be made of.
 
-    Rows that cannot be read are left out, as the job leaves out their units. Raises JobError if there are no others.
+    Rows that cannot be read are left out, as the job leaves out their units. Raises JobError if there are no others, or
+    no prompt can be made of any of them.
     """
     config, storage = job.config, job.config.input_storage()
     runs: list[list[list[int] | None]] = []
     left = config.plan_rows
     why: str | None = None
+    errors: list[str] = []
     drawn = drawn_rows(left, config, job.plan, storage, job.template, tokenizer, job.longest_prompt)
     for run, prepared in drawn:
         if isinstance(prepared, JobError):
@@ -127,11 +130,17 @@ def _sample(job: Preparation, tokenizer: Tokenizer) -> list[list[list[int] | Non
             why = why or f"of {run.path!r}: {prepared}"
             continue
         runs.append(prepared[TOKENS].to_pylist()[:left])
+        errors += prepared[ERROR].drop_null().to_pylist()[:left]
         left -= len(runs[-1])
         if not left:
             break
     if why is not None and not runs:
         raise JobError(f"no rows can be read; {why}")
+    if not any(tokens is not None for run in runs for tokens in run):
+        raise JobError(
+            f"no prompt can be made of any of {sum(map(len, runs))} sampled rows of {config.input!r}; the first one's "
+            f"error: {errors[0]}"
+        )
     return runs
 
 
@@ -198,6 +207,8 @@ def _answer(job: Preparation, ledger: Ledger, prompts: Sequence[list[int]], pref
 
 def _earlier(job: Preparation) -> ExpectedOutputs | None:
     """Lengths and speed of what a run with the same model, prompt and sampling has committed, under any schedule."""
+    if job.config.fresh:  # whatever is there is about to go, and may be damaged
+        return None
     storage = job.config.output_storage()
     record, wanted = read_run(storage), json.loads(json.dumps(job.description))
     if record is None or any(record.get(part) != wanted[part] for part in SAME_ANSWERS):

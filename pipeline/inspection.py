@@ -9,13 +9,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.commits.commit import SUCCESS_FILE, Commit, Totals, checksum, read_commits, total
+from pipeline.commits.commit import COMMITS, SUCCESS_FILE, Commit, Totals, checksum, read_commits, total
 from pipeline.commits.failed import FailedUnit, read_failures
 from pipeline.commits.manifest import read_manifest
 from pipeline.errors import JobError
 from pipeline.inputs.input_record import planned_rows
 from pipeline.inputs.known_files import of_present_versions, read_known_files, version_of
 from pipeline.preparing.run_record import claim_name, read_run
+from pipeline.run import unless_changed
 from pipeline.storage.storage import Storage
 from pipeline.storage.stores import Unfit
 
@@ -55,7 +56,8 @@ class Inspection:
         if self.manifest is not None:
             return f"read the files that {self.output}/{SUCCESS_FILE} lists"
         if self.failed:
-            return "mend what the failed units name and start the same job again: it tries only those"
+            anew = unless_changed(self.failed, bool(self.run["input"].get("incremental")))
+            return f"mend what the failed units name and start the same job again: it tries only those{anew}"
         return "start the same job again: it resumes and repeats nothing that is committed"
 
 
@@ -92,7 +94,8 @@ def verify(storage: Storage, inspection: Inspection) -> list[str]:
     """
     everything = [*inspection.commits, *inspection.replaced]
     with ThreadPoolExecutor(VERIFY_THREADS) as pool:
-        found = [damage for damage in pool.map(lambda c: _check_file(storage, c), everything) if damage]
+        checked = zip(everything, pool.map(lambda c: _check_file(storage, c), everything), strict=True)
+        found = [f"{damage} (its commit is {COMMITS}/{commit.unit}.json)" for commit, damage in checked if damage]
     found += _check_ranges(inspection)
     if inspection.manifest is not None:
         found += _check_manifest(inspection, inspection.manifest)

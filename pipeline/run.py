@@ -40,7 +40,7 @@ class RunResult:
     """What a finished run did, over all its sessions."""
 
     output: str
-    report: str
+    report: str  # "" where it could not be written
     rows_resumed: int  # committed before this session
     totals: Totals
     shape: ModelShape
@@ -101,7 +101,7 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
         if begun.history is not None:
             commits = begun.history.present(commits)
         _report(begun, storage, session, commits, total(commits))
-        raise UnitsFailed(_say_failed(session.failed, begun.work, job.config.output))
+        raise UnitsFailed(_say_failed(session.failed, begun.work, job.config))
     _check_complete(job.plan, commits, storage)
     ours = storage.guarded(lambda: begun.claim.check(storage))
     is_over: Callable[[str], bool] | None = None if begun.history is None else begun.history.is_replaced
@@ -123,9 +123,9 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
         description = {"fingerprint": job.fingerprint, **job.description, "input": job.description["input"] | held}
         write_success(ours, description, commits, totals)
     # After the manifest: whatever becomes of the report, the run is finished.
-    if begun.new.units or not is_reported(storage, commits, job.config):
-        _report(begun, storage, session, commits, totals)
-    report = f"{storage.url.rstrip('/')}/{REPORT_FILE}"
+    there = not begun.new.units and is_reported(storage, commits, job.config)
+    there = there or _report(begun, storage, session, commits, totals)
+    report = f"{storage.url.rstrip('/')}/{REPORT_FILE}" if there else ""
     seconds = time.monotonic() - start
     return RunResult(job.config.output, report, begun.before.rows, totals, job.shape, seconds, session.seconds)
 
@@ -247,8 +247,8 @@ def _check_complete(plan: Plan, commits: list[Commit], storage: Storage) -> None
         raise damaged(storage, commit, why)
 
 
-def _report(begun: _Begun, storage: Storage, session: Done, commits: list[Commit], totals: Totals) -> None:
-    """Write the report. That it can't be made is said and no more: it costs nothing, the rows it is of do."""
+def _report(begun: _Begun, storage: Storage, session: Done, commits: list[Commit], totals: Totals) -> bool:
+    """Write the report; whether that went well. Else it is said and no more: it costs nothing, the rows it is of do."""
     job = begun.job
     try:
         forecast = read_forecast(storage, work_name(job, begun.new.units))
@@ -258,13 +258,15 @@ def _report(begun: _Begun, storage: Storage, session: Done, commits: list[Commit
     except JobStopped:  # the storage is gone
         raise
     except Exception as error:
-        log.exception(
+        log.error(
             "the report could not be made (%s); the rows are not affected, and the same job started again tries to "
-            "make it once more", described(error),
+            "make it once more", described(error), exc_info=not isinstance(error, JobError | OSError),
         )  # fmt: skip
+        return False
+    return True
 
 
-def _say_failed(failed: list[FailedUnit], plan: Plan, output: str) -> str:
+def _say_failed(failed: list[FailedUnit], plan: Plan, config: JobConfig) -> str:
     rows, files = sum(unit.rows for unit in failed), sum(not unit.rows for unit in failed)
     first = failed[0]
     how_many = f"{len(failed) - files} of {len(plan.units)} units ({rows:,} rows)"
@@ -274,5 +276,18 @@ def _say_failed(failed: list[FailedUnit], plan: Plan, output: str) -> str:
         which = which if first.rows else f"{first.path!r} ({first.error})"
     return (
         f"{how_many} failed, all others are committed; the first is {which}; "
-        f"{output}/{FAILED}/ lists them: mend what they name and start the job again to retry only those"
+        f"{config.output}/{FAILED}/ lists them: mend what they name and start the job again to retry only those"
+        f"{unless_changed(failed, config.incremental)}"
+    )
+
+
+def unless_changed(failed: Iterable[FailedUnit], incremental: bool) -> str:
+    """What to add to the advice to start the job again: a run that is not incremental refuses another content of a file
+    that it could read once.
+    """
+    if incremental or not any(unit.error.startswith("read: ") for unit in failed):
+        return ""
+    return (
+        "; where that changes a file that could be read when the run began, begin anew instead, with --fresh or into "
+        "another output"
     )

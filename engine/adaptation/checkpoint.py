@@ -106,7 +106,8 @@ def read_state(path: Path, identity: str, trainable: Trainable, optimizer: torch
             f"the checkpoint {str(path)!r} is of another training (other schedule, answers or recipe): "
             "delete it to start anew, or write elsewhere"
         )
-    curve = [Point(*point) for point in facts["curve"]]
+    # An earlier version's point before any step has the held-out KL for a loss.
+    curve = [Point(step, loss if step else None, *judged) for step, loss, *judged in facts["curve"]]
     best = _named(tensors, "best")
     state = TrainingState(best, facts["best_kl"], facts["step"], facts["waiting"], facts["seconds"], curve)
     trainable.restore(_named(tensors, "now"))

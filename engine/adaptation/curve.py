@@ -12,7 +12,7 @@ class Point(NamedTuple):
     """A point of the learning curve, means over the schedules."""
 
     step: int  # steps taken
-    loss: float  # mean of the steps since the last point, in nats per token; the held-out KL at step 0
+    loss: float | None  # mean of the steps since the last point, in nats per token; None before any
     kl: float  # held-out, nats per token
     agreement: float  # held-out
     seconds: float  # of training, over all sessions

@@ -164,7 +164,7 @@ class Trainer:
             state.best, state.best_kl, state.waiting = self._trainable.snapshot(), kl, 0
         elif state.step > self._recipe.steps / 2:  # before, steps are too large to settle: what they bring comes later
             state.waiting += 1
-        point = Point(state.step, kl if loss is None else loss, kl, agreement, round(state.seconds, 3))
+        point = Point(state.step, loss, kl, agreement, round(state.seconds, 3))
         state.curve.append(point)
         return point
 

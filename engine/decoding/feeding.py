@@ -42,8 +42,11 @@ def named(
 ) -> Named:
     """Prompts with what names their random streams, by default their positions, text as `encode` gives its tokens.
 
-    Raises ValueError where there are not as many ids as prompts; at once where both have a length.
+    Raises ValueError where there are not as many ids as prompts, at once where both have a length; and for one prompt
+    in place of several.
     """
+    if isinstance(prompts, str):
+        raise ValueError(f"prompts must be a list of prompts, got one: {prompts[:40]!r}")
     if isinstance(prompts, Sequence) and isinstance(sample_ids, Sequence) and len(prompts) != len(sample_ids):
         raise ValueError(f"{len(prompts)} prompts need as many sample_ids, got {len(sample_ids)}")
     ids = map(str, count()) if sample_ids is None else sample_ids

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        whole = self.max_new_tokens, self.min_new_tokens, self.top_k, self.samples_per_prompt, self.seed
         checks = {
+            "stop must be a tuple of strings": not isinstance(self.stop, str),
+            "numbers of tokens and samples, top_k and seed must be whole": all(isinstance(n, Integral) for n in whole),
             "max_new_tokens must be >= 1": self.max_new_tokens >= 1,
             "min_new_tokens must lie between 0 and max_new_tokens": 0 <= self.min_new_tokens <= self.max_new_tokens,
             f"temperature must be 0, or {COLDEST:g} at least": self.temperature == 0 or self.temperature >= COLDEST,

@@ -23,6 +23,7 @@ from engine.schedules.schedule_file import ADAPTER, ADAPTER_FILE, BRIDGES_FILE, 
 from engine.shape import ModelShape
 
 FORMAT = 1
+_LATE = 1 << 20  # a step that no answer comes to
 MOST_LAYERS, MOST_PLATEAUS = 10_000, 10_000  # far beyond any model and any use
 
 
@@ -159,6 +160,8 @@ class Schedule:
             decay: groups skipped at a step, never falling (see `decays`).
             horizon: the step from which on the decay stays at its floor.
             name: kept in the provenance.
+
+        Raises ScheduleError for a decay that skips more than there is, or more after the horizon than at it.
         """
         sizes = list(accumulate(map(len, order), initial=0))
         plateaus: list[Plateau] = []
@@ -168,6 +171,8 @@ class Schedule:
                 raise ScheduleError(f"the decay skips {groups} at step {step}, but the order holds {len(order)}")
             if not plateaus or plateaus[-1].skipped != sizes[groups]:
                 plateaus.append(Plateau(step, sizes[groups]))
+        if (later := decay(_LATE)) != decay(horizon):
+            raise ScheduleError(f"the decay skips {later} in the end, and {decay(horizon)} at the horizon, {horizon}")
         provenance = {"name": name} if name else {}
         return cls(layers, tuple(unit for group in order for unit in group), tuple(plateaus), provenance)
 

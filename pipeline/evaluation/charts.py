@@ -7,6 +7,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from engine.adaptation.curve import Point
@@ -25,6 +26,8 @@ MARKERS = "sD^vP*Xh<>pd"
 _HEAT = mpl.colors.LinearSegmentedColormap.from_list("quality", ["#8fc7a8", "#ffffff", "#f4d9c6"])
 _OWN = {"linewidth": 2.2, "markersize": 7, "zorder": 3}
 _RIVAL = {"linewidth": 1.1, "markersize": 5, "zorder": 2}
+LEGEND_CHARACTERS = 140  # that fit side by side below a figure
+KEY_CHARACTERS = 9  # as wide as what stands before and behind a name there
 MOST_EXCESS = 2.0  # nats a token that are drawn: beyond them texts are broken, one as another
 
 Styles = dict[str, dict[str, Any]]  # keywords of a line, by method
@@ -66,7 +69,7 @@ def frontier(found: Sequence[Figures], styles: Styles, whole_sample: bool) -> st
             left.plot(speed.value, MOST_EXCESS, clip_on=False, **style)
     right.axhline(1, color=PALE, linewidth=1, zorder=1)
     right.set_ylim(-0.03, max(1.12, right.get_ylim()[1]))
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    _legend(figure, [left])
     return to_svg(figure)
 
 
@@ -100,17 +103,17 @@ def agreement_by_step(found: Sequence[Figures], styles: Styles) -> str:
     targets = sorted({each.target for each in scored}, key=lambda target: target or 0)
     figure, all_axes = panels(len(targets), 3.0)
     for axes, target in zip(all_axes, targets, strict=False):
-        head(axes, f"made for {target:g}x" if target else "no target")
+        head(axes, f"made for {target:g}x" if target else "made for whole samples, or no target")
         for each in scored:
             if each.target == target:
-                # Few answers are that long: the tail would be noise.
-                shown = {step: share for step, share, tokens in each.agreement_by_step if tokens >= 10}
+                # Few of many answers are that long: the tail would be noise.
+                least = min(10, each.agreement_by_step[0][2] / 2)
+                shown = {step: share for step, share, tokens in each.agreement_by_step if tokens >= least}
                 axes.plot(list(shown), list(shown.values()), label=each.name, **(styles[each.name] | {"marker": ""}))
         axes.set_ylim(-0.03, 1.03)
         axes.set_xlabel("decode step")
     all_axes[0].set_ylabel("agreement")
-    labelled = {label: line for axes in all_axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    _legend(figure, all_axes)
     return to_svg(figure)
 
 
@@ -118,8 +121,8 @@ def learning_curve(points: Sequence[Point]) -> str:
     """Training loss and held-out KL divergence by step, and the agreement beside them."""
     figure, (left, right) = panels(2, 2.8)
     steps = [point.step for point in points]
-    trained = points[1:]  # before the first step there is no training loss
-    left.plot([point.step for point in trained], [point.loss for point in trained], color=PALE, label="training loss")
+    losses = {point.step: point.loss for point in points if point.loss is not None}
+    left.plot([*losses], [*losses.values()], color=PALE, label="training loss")
     left.plot(steps, [point.kl for point in points], color=ACCENT, label="held-out KL divergence")
     right.plot(steps, [point.agreement for point in points], color=ACCENT)
     for axes, title in ((left, "nats per token"), (right, "held-out agreement with full depth")):
@@ -129,6 +132,18 @@ def learning_curve(points: Sequence[Point]) -> str:
     left.set_ylim(bottom=0)
     left.legend(frameon=False, fontsize=9)
     return to_svg(figure)
+
+
+def _legend(figure: Figure, all_axes: Sequence[Axes]) -> None:
+    """Of all their lines, each once, in as many columns as the longest name leaves room for."""
+    labelled = {label: line for axes in all_axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    longest = max(map(len, labelled), default=0)
+    columns = max(1, min(4, LEGEND_CHARACTERS // (longest + KEY_CHARACTERS)))
+    further = -(-len(labelled) // columns) - 3  # rows beyond those that the panels have room for
+    figure.set_figheight(figure.get_figheight() + 0.2 * max(0, further))
+    figure.legend(
+        labelled.values(), labelled.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9
+    )
 
 
 def _rouge_share(each: Figures) -> Estimate:

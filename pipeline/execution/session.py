@@ -236,11 +236,12 @@ class Session:
         """Let units in flight finish within the grace, and no other begin; without a reason, for a user wants it."""
         self._stop_reason = self._stop_reason or reason
         if self._stop_deadline is None:
-            grace_s = self._task.config.stop_grace_s
+            self._board.stop()
+            # While replicas load their model nothing is in flight, and nothing will be.
+            grace_s = self._task.config.stop_grace_s if self._board.read([]).replicas else 0.0
             why = reason or self._interruption.signal
             log.warning("stopping: %s (units in flight have %g s to end)", why, grace_s)
             self._stop_deadline = time.monotonic() + grace_s
-            self._board.stop()
 
 
 class Watchdog:

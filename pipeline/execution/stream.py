@@ -136,6 +136,7 @@ def _set_context() -> None:
     # Lost blocks are dropped here and missed in the commit log, so that one dead process doesn't end the pass.
     context.max_errored_blocks = -1
     context.memory_usage_poll_interval_s = None  # a thread for every task, for a figure that nobody reads
+    context.issue_detectors_config.detectors = []  # they advise options that a job's user does not have
     context.execution_no_progress_timeout_s = -1  # it counts units, which may take hours; ours counts batches
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # says that its bars are off

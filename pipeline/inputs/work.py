@@ -272,7 +272,7 @@ def _read_footer(
         info = storage.info(path)
         identity = stamp(info)
         if info["type"] not in ("file", "other") or (storage.is_local and not stat.S_ISREG(info["mode"])):
-            raise OSError(f"it is no file but a {info['type']}")
+            raise OSError(f"it is no file but a {info['type'].replace('other', 'device, pipe or socket')}")
         with storage.open_path(path, identity) as stream:
             footer = open_parquet(stream)
             groups, schema = _row_groups(footer, info["size"]), footer.schema_arrow.remove_metadata()

@@ -12,12 +12,13 @@ class StageProgress:
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
-        self._stage, self._done, self._first, self._start, self._said = "", 0, 0, 0.0, 0.0
+        self._stage, self._done, self._first, self._start, self._said = ("", 0), 0, 0, 0.0, 0.0
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
-        if stage != self._stage or done < self._done:  # a stage may come again, over others
-            self._stage, self._first, self._start, self._said = stage, done, now, now  # what was resumed took no time
+        if (stage, total) != self._stage or done < self._done:  # a stage may come again, over others
+            self._stage, self._first = (stage, total), done  # what was resumed took no time
+            self._start = self._said = now
             self._log.info("%s: %d", stage, total)
         elif done > self._first and (now - self._said >= SAY_EVERY_S or done == total):
             rate = (done - self._first) / max(now - self._start, 1e-9)

@@ -3,8 +3,10 @@
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 
 from engine import Schedule
 from pipeline.commits.commit import Commit, Totals
@@ -177,9 +179,11 @@ def _flops_chart(totals: Totals) -> str:
 def _lengths_chart(lengths: Mapping[str, Sequence[int]]) -> str:
     figure, (axes,) = panels(1, 2.6)
     head(axes, "Lengths")
+    edges = np.histogram_bin_edges([*chain.from_iterable(lengths.values())], bins=30).tolist()
     for (name, values), color in zip(lengths.items(), (PALE, ACCENT), strict=True):
-        axes.hist(values, bins=30, color=color, alpha=0.9, label=name.replace("_", " "))
+        axes.hist(values, bins=edges, color=color, alpha=0.9, label=name.replace("_", " "))
     axes.set_xlabel("tokens")
     axes.set_ylabel("rows looked at")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False)
     return to_svg(figure)

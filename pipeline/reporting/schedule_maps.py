@@ -27,6 +27,7 @@ def schedule_maps(named: Sequence[tuple[str, Schedule]], longest: int) -> str:
     for axes, (label, schedule) in zip(found, named, strict=False):
         steps = min(longest, max(8, schedule.plateaus[-1].first_step * 4 // 3 + 1))
         _draw(axes, schedule, steps)
+        axes.locator_params(axis="x", integer=True)
         if prompts:
             _draw_prompts(axes, schedule, steps)
         lines = textwrap.wrap(label, TITLE_CHARACTERS)

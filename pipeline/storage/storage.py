@@ -67,6 +67,8 @@ class Storage:
             raise StorageRefused(f"storage {url!r} cannot be used: {one_line(error)}") from error
         self.fs.retries = 1  # s3fs's own, beneath ours
         self.root = root.rstrip("/")
+        if not (url.strip() and self.root):
+            raise JobError(f"storage {url!r} cannot be used: it names no directory, file or bucket")
         self._store = store_of(self.fs)
         self.is_local = isinstance(self._store, LocalStore)
 
@@ -253,9 +255,8 @@ class Storage:
         try:
             return self.attempt("writing", partial(self._guarded, operation))
         except (FileNotFoundError, FileExistsError) as error:
-            raise StorageRefused(
-                f"storage {self.url!r} cannot be written to ({one_line(error)}): is its bucket there?"
-            ) from error
+            doubt = "is a file where a directory should be" if self.is_local else "is its bucket there"
+            raise StorageRefused(f"storage {self.url!r} cannot be written to ({one_line(error)}): {doubt}?") from error
 
 
 class _PatientReader(AbstractBufferedFile):

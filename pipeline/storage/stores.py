@@ -179,7 +179,13 @@ class LocalStore(Store):
             return file.read() if limit is None else _within(file.read(limit + 1), limit)
 
     def put(self, path: str, content: bytes) -> None:
-        os.replace(self._write_scratch(path, content), path)
+        scratch = self._write_scratch(path, content)
+        try:
+            os.replace(scratch, path)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.unlink(scratch)
+            raise
 
     def create(self, path: str, content: bytes) -> bool:
         scratch = self._write_scratch(path, content)

@@ -1,6 +1,7 @@
 """Calibrate, then adapt, then read the result, as a person does it, on a tiny model."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from engine.forward.quality import Judge
 from engine.forward.teacher_forcing import Answer
 from engine.parts.part import digest_of
 from engine.schedules import decays, orders
-from jobs import adapt_model, answers, calibrate_schedule, command_line
+from jobs import adapt_model, adaptation, answers, calibrate_schedule, command_line
 from jobs.adaptation import CHECKPOINT_FILE, AdaptModel, reason_of, settings_of, train_on_cluster, warn_of_seen_prompts
 from jobs.answers import ANSWERS_FILE, answer_corpus, with_more_answers
 from pipeline.errors import JobError, JobStopped
@@ -90,6 +91,8 @@ def test_a_calibrated_schedule_is_adapted_and_a_rerun_goes_on(
     assert after.provenance["decode_flop_speedup"] < before.provenance["decode_flop_speedup"]  # the gate costs
     curve = json.loads((adapted / adapt_model.CURVE_FILE).read_text())
     assert [point["step"] for point in curve] == [0, 20]
+    assert curve[0]["loss"] is None
+    assert re.search(r"on 6 held-out answers, .*│    0 │             - │ ", capsys.readouterr().out, re.DOTALL)
     assert after.provenance["held_out"]["kl"] == pytest.approx(min(point["kl"] for point in curve), abs=1e-4)
     card = (adapted / adapt_model.CARD_FILE).read_text()
     assert "own weights are unchanged" in card
@@ -170,6 +173,19 @@ def untrained(common: list[str], tmp_path: Path) -> list[str]:
     plateaus = (Plateau(0, len(block.units), ("1-3",)),)
     Schedule(shape.layers, tuple(block.units), plateaus, bridges=bridges).write(tmp_path / "schedule")
     return ["--schedule", str(tmp_path / "schedule"), "--output", str(tmp_path / "out")]
+
+
+@pytest.mark.parametrize(("kls", "step"), [((0.5, 0.25, 0.4), 20), ((0.5, 0.5, 0.6), 0)])
+def test_it_is_told_of_which_step_the_written_state_is_and_where_training_has_brought_nothing(
+    kls: tuple[float, ...], step: int, common: list[str], untrained: list[str], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    points = [Point(20 * index, 1.0 if index else None, kl, 0.5, 1.0) for index, kl in enumerate(kls)]
+    monkeypatch.setattr(adapt_model, "train", lambda *given: replace(adaptation.train(*given), points=points))
+    caplog.set_level("INFO")
+    assert adapt([*common, *untrained, "--prompts", "20", "--steps", "1"]) == 0
+    assert f"written: the state of step {step}, of held-out KL {min(kls):.3f}" in caplog.messages
+    assert ("training has brought nothing: what is written is as it was before" in caplog.messages) == (step == 0)
 
 
 def test_the_teacher_is_gone_before_the_student_is_loaded(
@@ -478,6 +494,20 @@ def test_a_prompts_answers_are_the_same_whichever_process_draws_them(
         monkeypatch.setattr(answers.Peers, "everyones", lambda self, value: [value])
         shares += answer_corpus(config, model, quiet)[0]
     assert shares == alone
+
+
+@pytest.mark.parametrize("changed", [[], ["--max-new-tokens", "4"], ["--seed", "1"], ["--prompts", "25"]])
+def test_answers_that_were_drawn_otherwise_are_named_before_they_are_replaced(
+    changed: list[str], common: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = tmp_path / ANSWERS_FILE
+    for options in ([], changed):
+        caplog.clear()
+        config = configured([*common, *NOWHERE, "--prompts", "20", *options])
+        answer_corpus(config, config.load_engine(), quiet, kept_in=kept)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    replaced = f"the answers in {kept} are to other prompts, drawn otherwise or damaged: they are replaced"
+    assert said == ([replaced] if changed else [])
 
 
 def test_held_out_answers_are_not_learnt_from(

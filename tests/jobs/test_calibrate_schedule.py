@@ -79,6 +79,8 @@ def test_each_target_gets_a_schedule_that_the_engine_runs(model: Path, calibrate
         [generation] = engine.generate([[5, 6, 7]], Sampling(max_new_tokens=8, min_new_tokens=8), schedule)
         assert generation.flops_decode < generation.flops_decode_full_depth
         assert f"{schedule.provenance['decode_flop_speedup']:.3f}x" in said
+    assert "on 6 held-out answers, teacher-forced" in said
+    assert re.search(r"┃ agreement +┃", said), "whole, though this is no terminal"
 
 
 def test_the_schedule_says_where_it_comes_from_and_what_to_expect(model: Path, calibrated: tuple[Path, str]) -> None:

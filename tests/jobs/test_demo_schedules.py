@@ -1,5 +1,6 @@
 """The demo's schedules: made for the packaged model, and worth their bridges and their training."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,6 +94,12 @@ def test_training_on_other_prompts_has_brought_the_demos_texts_closer_at_the_sam
 def test_the_figure_in_the_readme_shows_them() -> None:
     schedules = [(f"{target}x", Schedule.read(DEMO / "calibrated" / f"{target}x")) for target in TARGETS]
     assert (DEMO / "calibrated" / MAPS_FILE).read_text() == schedule_maps(schedules, 48)
+
+
+def test_however_few_the_steps_are_no_half_of_one_is_on_the_axis() -> None:
+    drawn = schedule_maps([("a schedule", Schedule.read(DEMO / where)) for where in ("whole_sample_2x", "adapted")], 3)
+    assert "<!-- 2 -->" in drawn  # each text is drawn below a comment of it
+    assert not re.search(r"<!-- \d+\.\d+ -->", drawn)
 
 
 def test_what_prompts_run_is_drawn_where_a_schedule_changes_it() -> None:

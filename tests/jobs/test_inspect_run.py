@@ -178,6 +178,18 @@ def test_every_kind_of_damage_is_found(output: Storage, commit: Callable[..., No
     assert "the input has 10 rows, the output 14" in said
 
 
+def test_a_damaged_file_is_named_with_the_commit_that_is_to_be_deleted(
+    output: Storage, commit: Callable[..., None], inspect: Inspect
+) -> None:
+    commit(*UNITS, finish=True)
+    lost = read_commits(output)[1]
+    Path(output.path(lost.file)).unlink()
+    code, said = inspect("--verify")
+    assert code == 1
+    assert f"damaged: {lost.file} is missing (its commit is _commits/{UNITS[1].id}.json)" in said
+    assert "error: 1 damage in" in said
+
+
 def test_a_gap_in_a_finished_run_is_found(commit: Callable[..., None], inspect: Inspect) -> None:
     commit(UNITS[0], UNITS[2], finish=True)
     code, said = inspect("--verify")

@@ -7,6 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from engine_double import EchoBackend
+
+from jobs import summarize_corpus
+from pipeline.commits.commit import Totals
+from pipeline.run import RunResult
 
 ROOT = Path(__file__).parent.parent.parent
 CORPUS = "infra/demo/package_descriptions.parquet"
@@ -45,3 +50,15 @@ def test_a_plan_is_printed_and_stored_before_anything_runs(start: Start, tmp_pat
     assert figures["rows"] == figures["sampled_rows"] == 100
     assert figures["output_tokens"] == 1600
     assert figures["decode_speedup"] >= 1.1 > figures["sample_speedup"] > 1
+
+
+@pytest.mark.parametrize("report", ["out/report.html", ""])
+def test_only_a_report_that_was_written_is_announced(
+    report: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = summarize_corpus.SummarizeCorpus(input="in", output="out")
+    result = RunResult("out", report, 0, Totals(), EchoBackend().shape(config), 1.0, 1.0)
+    monkeypatch.setattr(summarize_corpus, "run_job", lambda _: result)
+    summarize_corpus.summarize(config)
+    said = capsys.readouterr().out
+    assert [line for line in said.splitlines() if "report:" in line] == [f"report: {report}"] * bool(report)

@@ -15,7 +15,7 @@ from engine import Ledger, Schedule
 from pipeline.commits.commit import Totals, commit_unit
 from pipeline.config import JobConfig
 from pipeline.dataset.config import DatasetConfig
-from pipeline.errors import JobError
+from pipeline.errors import JobError, NothingToDo
 from pipeline.execution.stages import Task
 from pipeline.forecaster import _margin, forecast_run
 from pipeline.inputs.work import make_plan
@@ -264,8 +264,16 @@ def test_rows_without_a_prompt_cost_nothing(planned: Job, write_parquet: Callabl
     assert forecast.error_share == pytest.approx(0.25)
     assert forecast.flops == without.flops
     write_parquet(tmp_path / "bad/0.parquet", {"text": pa.array([None] * 2, pa.string())})
-    with pytest.raises(JobError, match="no prompt can be made"):
+    said = "no prompt can be made of any of 2 sampled rows of '.*bad'; the first one's error: text is null"
+    with pytest.raises(JobError, match=said):
         forecast_run(planned(input=str(tmp_path / "bad")), NoEngineBackend())
+
+
+def test_an_input_without_rows_is_nothing_to_do(write_parquet: Callable[..., Path], tmp_path: Path, job: Job) -> None:
+    """The job itself succeeds."""
+    write_parquet(tmp_path / "in/a.parquet", {"text": pa.array([], pa.string())})
+    with pytest.raises(NothingToDo, match=r"no rows are found in '.*in'"):
+        forecast_run(job(), NoEngineBackend())
 
 
 def test_the_bill_is_hours_times_price_and_names_full_depth() -> None:

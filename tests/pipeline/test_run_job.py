@@ -179,6 +179,18 @@ def test_a_report_that_cannot_be_made_costs_no_run(
     assert "4 rows" in Path(config.output, "report.html").read_text()
 
 
+def test_a_report_in_whose_place_a_directory_is_costs_a_warning_and_is_not_announced(
+    copied: JobConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = Path(copied.output, "report.html")
+    report.unlink()
+    (report / "mine").mkdir(parents=True)
+    assert run_job(copied, NoEngineBackend()).report == ""
+    assert "the report could not be made (StorageRefused: " in caplog.text
+    assert "Traceback" not in caplog.text
+    assert not list(Path(copied.output).glob(".report.html.*"))
+
+
 @pytest.mark.usefixtures("inline")
 def test_a_run_that_died_between_manifest_and_report_makes_the_report_of_all_its_rows(
     job: Job, write_parquet: WriteParquet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,7 +19,7 @@ from tests.engine.adaptation.training import bridged
 from tests.engine.quiet import quiet
 
 RECIPE = Recipe(steps=6, tokens_per_step=40, warmup_steps=2, adapter_rank=2, judge_every=2)
-Curve = list[list[float]]
+Curve = list[list[float | None]]
 
 
 def answers(count: int, seed: int) -> list[Answer]:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from engine import Engine, Schedule, ScheduleError
 from engine.adaptation.curve import Point
 from engine.forward.teacher_forcing import Answer
+from engine.parts.part import digest_of
 from tests.engine.adaptation.training import RECIPE, train, trainer_of
 from tests.engine.conftest import random_prompt_bridge
 
@@ -35,11 +36,25 @@ def test_a_killed_training_goes_on_to_the_same_curve(
             break  # after this step's judgement, before its checkpoint
     again = list(resumed.run(checkpoint))
 
-    def curve(points: list[Point]) -> list[tuple[int, float, float, float]]:
+    def curve(points: list[Point]) -> list[tuple[int, float | None, float, float]]:
         return [(p.step, p.loss, p.kl, p.agreement) for p in points]
 
     assert curve(again) == curve(points)
     assert [best for best, _ in resumed.best()] == [best for best, _ in whole.best()]
+
+
+def test_a_checkpoint_of_an_earlier_version_whose_curve_begins_with_a_loss_goes_on_to_the_same_curve(
+    engine: Engine, schedule: Schedule, answers: list[Answer], tmp_path: Path
+) -> None:
+    checkpoint, recipe = tmp_path / "training.safetensors", replace(RECIPE, steps=10)
+    _, points = train(engine, schedule, answers, recipe, checkpoint)
+    with safe_open(checkpoint, "pt") as file:
+        state = json.loads(file.metadata()["state"])
+    assert state["curve"][0][1] is None
+    state["curve"][0][1], tensors = state["curve"][0][2], load_file(checkpoint)
+    said = json.dumps(state)
+    save_file(tensors, checkpoint, {"state": said, "digest": digest_of(said, sorted(tensors.items()))})
+    assert train(engine, schedule, answers, recipe, checkpoint)[1] == points
 
 
 def test_a_prompt_bridge_that_was_fitted_anew_on_another_machine_goes_on(

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
 import engine.decoding.sampling
-from engine import Engine, Generation, PromptError, Sampling
+from engine import Engine, Generation, PromptError, Sampling, ScheduleError
 from engine.decoding.sampling import NO_TOKEN, Sampler, stream_key, waiting_times
 from engine.decoding.stopping import Stopping
 from tests.engine.prompts import random_prompts
@@ -415,13 +415,15 @@ BAD_SETTINGS: dict[str, dict[str, Any]] = {
     "min_p above": {"min_p": 1.0},
     "repetition_penalty": {"repetition_penalty": 0.0},
     "stop": {"stop": ("fine", "")},
+    "stop, not in a tuple": {"stop": "tool"},
+    "max_new_tokens in parts": {"max_new_tokens": 4.5},
     "samples_per_prompt": {"samples_per_prompt": 0},
 }
 
 
 @pytest.mark.parametrize("case", BAD_SETTINGS)
 def test_a_bad_setting_is_refused_by_name_and_value(case: str) -> None:
-    name = case.split()[0]
+    name = re.split(r"\W", case)[0]
     with pytest.raises(ValueError, match=name) as caught:
         Sampling(**BAD_SETTINGS[case])
     assert re.search(rf"{name}={re.escape(repr(BAD_SETTINGS[case][name]))}", str(caught.value))
@@ -432,6 +434,10 @@ def test_a_bad_call_is_refused_before_anything_is_generated(tiny: Engine) -> Non
         tiny.generate([[1]], batch_size=0)
     with pytest.raises(ValueError, match="2 prompts need as many sample_ids, got 1"):
         tiny.generate([[1], [2]], sample_ids=["a"])
+    with pytest.raises(ValueError, match="must be a list of prompts, got one: 'a text'"):
+        tiny.generate("a text")
+    with pytest.raises(ScheduleError, match=r"'a/path' is no schedule: read one by Schedule.read\(path\)"):
+        tiny.generate([[1]], schedule="a/path")  # type: ignore[arg-type]
 
 
 def test_no_prompts_give_no_generations(tiny: Engine) -> None:

@@ -206,6 +206,10 @@ BAD_DECAYS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: Schedule.build(6, orders.lowest_first(6), decays.constant(9), 0),
         "skips 9 at step 0, but the order holds 5",
     ),
+    "a ramp that ends after the horizon": (
+        lambda: Schedule.build(6, orders.lowest_first(6), decays.linear(0, 3, 16), 8),
+        "skips 3 in the end, and 2 at the horizon, 8",
+    ),
     "no warm-up": (lambda: orders.lowest_first(6, warmup=0), "got 0"),
     "a warm-up beyond the model": (lambda: orders.lowest_first(6, warmup=7), "6 layers, got 7"),
     "SkipDecode with its numbers mixed up": (lambda: recipes.skipdecode(12, 2, 6, 8, 16), "2, 8, 6, 12"),

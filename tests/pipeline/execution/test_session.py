@@ -140,6 +140,7 @@ def test_a_user_who_stops_a_session_is_told_how_far_it_is_unless_it_is_done(
 ) -> None:
     begun = begun_after([], job(stop_grace_s=7), monkeypatch)
     begun._counted_at = float("inf")  # the cluster, which is not there, is not looked at
+    begun._board.ready()
     begun._interruption.signal = "SIGINT"
     begun._check()
     assert caplog.messages == ["stopping: SIGINT (units in flight have 7 s to end)"]
@@ -152,6 +153,14 @@ def test_a_user_who_stops_a_session_is_told_how_far_it_is_unless_it_is_done(
     begun._check()
     with pytest.raises(JobStopped, match=r"^the audit fails$"):
         begun._end_if_stopping()
+
+
+def test_nothing_is_waited_for_while_replicas_load_their_model(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = begun_after([], job(stop_grace_s=600), monkeypatch)
+    begun._board.starting()
+    begun._interruption.signal = "SIGTERM"
+    with pytest.raises(JobStopped, match=r"^SIGTERM: 0 of 512 rows are committed, start the job again to resume$"):
+        begun._check()
 
 
 def test_a_session_in_which_nothing_moves_ends_resumably(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

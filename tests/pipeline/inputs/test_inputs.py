@@ -402,6 +402,30 @@ def test_a_plan_is_made_of_the_files_that_can_be_read_and_says_which_cannot_and_
     assert "1 files that do not end in .parquet, .parq or .pq (such as" in caplog.text
 
 
+@pytest.mark.parametrize("incremental", [False, True])
+def test_who_mends_a_damaged_page_is_told_beforehand_whether_the_job_can_go_on(
+    work: Job, put: Put, place: str, echo: EchoBackend, incremental: bool
+) -> None:
+    put("a")
+    put("b")
+    whole = Storage(place).read("b.parquet") or b""
+    Storage(place).write("b.parquet", whole[:4] + bytes(60) + whole[64:])
+    config = work(incremental=incremental)
+    changed = "; where that changes a file that could be read when the run began, begin anew instead, with --fresh or "
+    anew = "" if incremental else f"{changed}into another output"
+    with pytest.raises(UnitsFailed) as ended:
+        run_job(config, echo)
+    assert str(ended.value).endswith(f"mend what they name and start the job again to retry only those{anew}")
+    assert inspect(Storage(config.output)).advice.endswith(f"start the same job again: it tries only those{anew}")
+    put("b")
+    if not incremental:
+        with pytest.raises(JobError, match=r"'b\.parquet' has changed since the run"):
+            run_job(config, echo)
+        config = work(fresh=True)
+    run_job(config, echo)
+    assert committed(config) == [*texts("a"), *texts("b")]
+
+
 @pytest.mark.parametrize("when", ["after the plan", "half read"])
 def test_a_file_that_vanishes_during_the_run_fails_its_own_units_by_name(
     work: Job, put: Put, place: str, echo: EchoBackend, monkeypatch: pytest.MonkeyPatch, when: str

@@ -209,7 +209,7 @@ PROBLEMS: list[tuple[Damage, str]] = [
 ]
 AMONG_SOUND_FILES: list[tuple[Damage, str]] = [  # where none is sound, other words are found
     (lambda path: (path.unlink(), path.symlink_to("nowhere")), "No such file or directory"),
-    (lambda path: (path.unlink(), os.mkfifo(path)), "it is no file"),
+    (lambda path: (path.unlink(), os.mkfifo(path)), "it is no file but a device, pipe or socket"),
     (lambda path: pq.write_table(pa.table({"body": ["x"]}), path), "has no column 'text': it has body"),
     (lambda path: pq.write_table(pa.table([["x"], ["y"]], ["text", "text"]), path), "has column 'text' twice"),
 ]

@@ -38,6 +38,14 @@ def test_a_stage_that_comes_again_has_a_rate_of_its_own(told: Told) -> None:
     ]
 
 
+def test_a_stage_over_fewer_is_another_though_it_is_as_far(told: Told) -> None:
+    course = ((0.0, 0, 30), (30.0, 30, 30), (30.0, 0, 4), (34.0, 4, 4), (90.0, 4, 30), (100.0, 14, 30))
+    assert told("collecting states", course)[-2:] == [
+        "collecting states: 30",
+        "collecting states: 14 of 30, 1.0/s, 0:00:16 left",
+    ]
+
+
 def test_what_was_there_before_counts_for_no_rate(told: Told) -> None:
     course = ((5.0, 300, 400), (20.0, 300, 400), (35.0, 330, 400), (85.0, 400, 400))
     assert told("training", course) == [

@@ -8,10 +8,12 @@ import pyarrow as pa
 import pytest
 from engine_double import LAYERS, ByteTokenizer, Echo
 from fixture_types import Job
+from matplotlib.figure import Figure
 
 from engine import Sampling, Schedule
 from pipeline.commits.commit import Totals, commit_unit
 from pipeline.commits.failed import FailedUnit
+from pipeline.reporting import report
 from pipeline.reporting.report import summary, write_report
 from pipeline.rows.row_generator import RowGenerator
 from pipeline.rows.rows import generate, prepare
@@ -110,3 +112,12 @@ def test_an_audit_is_told_in_the_headline_and_beside_full_depth(report_of: Calla
 @pytest.mark.parametrize("texts", [[], [None], [None, "", None], ["x"]])
 def test_a_run_of_no_rows_or_only_bad_ones_has_a_report(report_of: Callable[..., str], texts: list[str | None]) -> None:
     assert f"{len(texts)} rows" in report_of(texts)
+
+
+def test_lengths_are_counted_in_the_same_bins_and_by_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(report, "to_svg", lambda figure: figures.append(figure) or "")
+    report._lengths_chart({"prompt_tokens": [100, 300], "generated_tokens": [3, 8]})
+    [axes] = figures[0].axes
+    assert len({round(bar.get_width(), 6) for bar in axes.patches}) == 1
+    assert all(tick == int(tick) for tick in axes.get_yticks())

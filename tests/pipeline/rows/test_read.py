@@ -18,7 +18,7 @@ from pipeline.rows.unit import WorkUnit
 from pipeline.storage.storage import Storage
 from pipeline.values import row_groups
 
-LOCAL = Storage("/")
+LOCAL = Storage(".")
 
 
 @settings(max_examples=150)

@@ -213,6 +213,18 @@ def test_a_runs_record_that_is_damaged_may_be_ours_and_is_discarded_with_fresh(t
     run_job(run_config(tmp_path, fresh=True), EchoBackend())
 
 
+def test_a_plan_with_fresh_does_not_look_at_the_run_that_it_would_discard(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus(tmp_path / "in")
+    lay(tmp_path / "out", {"_run.json": b"{"})
+    with pytest.raises(JobError, match=r"_run\.json .* is damaged .* --fresh"):
+        jobs.job_output.show_plan(run_config(tmp_path))
+    jobs.job_output.show_plan(run_config(tmp_path, fresh=True))
+    assert "figures: " in capsys.readouterr().out
+    assert set(held(tmp_path / "out")) == {"_run.json", "_plan.json"}
+
+
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_run_that_was_killed_once_it_had_discarded_the_last_can_be_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: bool

@@ -91,8 +91,9 @@ def test_an_object_is_read_by_its_stamp_without_asking_for_it_first(on_s3: Calla
         stream.read()
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/a::b", "s3://bucket/a?versionId=7"])
-def test_a_name_that_file_systems_would_take_apart_is_refused(url: str) -> None:
+@pytest.mark.parametrize("url", ["s3://bucket/a::b", "s3://bucket/a?versionId=7", "/", "//", "", " ", "s3://"])
+def test_a_name_that_file_systems_would_take_apart_or_for_another_is_refused(url: str) -> None:
+    """The root of a file system, less its slash, would be the directory that one is in; so would no name at all."""
     with pytest.raises(JobError, match="cannot be used"):
         Storage(url)
 
@@ -188,3 +189,10 @@ def test_a_roles_credentials_are_asked_for_again_where_the_machine_is_busy(
         assert storage.read("a") == b"1"
         server.shutdown()
     assert asked.count(f"{roles}role") == 2
+
+
+def test_a_write_that_fails_leaves_no_scratch_file(tmp_path: Path) -> None:
+    (tmp_path / "report.html/mine").mkdir(parents=True)
+    with pytest.raises(StorageRefused, match="refuses writing"):
+        Storage(str(tmp_path)).write("report.html", b"new")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
