@@ -19,7 +19,8 @@ from engine.parts.adapter import Adapter
 from engine.parts.unit import Unit
 from engine.shape import ModelShape
 
-# layer, queries [N, heads, head_dim], keys and values [N, kv_heads, head_dim] of N new tokens -> [N, heads * head_dim]
+# layer, queries [N, heads, head_dim], keys and values [N, kv_heads, head_dim] of N new tokens, all of one precision
+# -> [N, heads * head_dim]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 # Rotary factors of N tokens, one tensor for each kind of rotary embedding that the model's layers use; often one.
 Rotations = tuple[Tensor, ...]
