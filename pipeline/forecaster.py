@@ -196,11 +196,11 @@ def _answer(job: Preparation, ledger: Ledger, prompts: Sequence[list[int]], pref
         decode / max(1, sum(answer.flops_decode for answer in good)),
         source,
     )
-    lengths: dict[int, list[int]] = {}  # by prompt
-    for index, answer in enumerate(answers):
-        if isinstance(answer, Generation):
-            lengths.setdefault(index % len(prompts), []).append(answer.generated_tokens)
-    margin = _margin([[fmean(found)] for found in lengths.values()], job.plan.rows)
+    of_prompts = [
+        [answer.generated_tokens for answer in answers[first :: len(prompts)] if isinstance(answer, Generation)]
+        for first in range(len(prompts))
+    ]
+    margin = _margin([[fmean(lengths)] for lengths in of_prompts if lengths], job.plan.input_rows)
     told = answered if margin is None else f"± {margin:.1%}, from {answered}"
     return ExpectedOutputs([answer.generated_tokens for answer in good], told, speed)
 

@@ -10,13 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.commits.commit import COMMITS, SUCCESS_FILE, Commit, Totals, checksum, read_commits, total
-from pipeline.commits.failed import FailedUnit, read_failures
+from pipeline.commits.failed import FailedUnit, read_failures, unless_changed
 from pipeline.commits.manifest import read_manifest
 from pipeline.errors import JobError
 from pipeline.inputs.input_record import planned_rows
 from pipeline.inputs.known_files import of_present_versions, read_known_files, version_of
 from pipeline.preparing.run_record import claim_name, read_run
-from pipeline.run import unless_changed
 from pipeline.storage.storage import Storage
 from pipeline.storage.stores import Unfit
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from engine import ModelShape
 from pipeline import logs
 from pipeline.commits.commit import DATA, SUCCESS_FILE, Commit, Totals, damaged, read_commits, sweep_orphans, total
-from pipeline.commits.failed import FAILED, FailedUnit, forget_failures, record_failure
+from pipeline.commits.failed import FAILED, FailedUnit, forget_failures, record_failure, unless_changed
 from pipeline.commits.manifest import is_manifest_of, write_success
 from pipeline.config import JobConfig
 from pipeline.errors import JobError, JobStopped, UnitsFailed, counted, described
@@ -278,16 +278,4 @@ def _say_failed(failed: list[FailedUnit], plan: Plan, config: JobConfig) -> str:
         f"{how_many} failed, all others are committed; the first is {which}; "
         f"{config.output}/{FAILED}/ lists them: mend what they name and start the job again to retry only those"
         f"{unless_changed(failed, config.incremental)}"
-    )
-
-
-def unless_changed(failed: Iterable[FailedUnit], incremental: bool) -> str:
-    """What to add to the advice to start the job again: a run that is not incremental refuses another content of a file
-    that it could read once.
-    """
-    if incremental or not any(unit.error.startswith("read: ") for unit in failed):
-        return ""
-    return (
-        "; where that changes a file that could be read when the run began, begin anew instead, with --fresh or into "
-        "another output"
     )

@@ -55,6 +55,18 @@ def failed_rows(failed: Collection[FailedUnit]) -> str:
     return " and ".join(said) or "no rows"
 
 
+def unless_changed(failed: Collection[FailedUnit], incremental: bool) -> str:
+    """What to add to the advice to start the job again: a run that is not incremental refuses another content of a file
+    that it could read once.
+    """
+    if incremental or not any(unit.error.startswith("read: ") for unit in failed):
+        return ""
+    return (
+        "; where that changes a file that could be read when the run began, begin anew instead, with --fresh or into "
+        "another output"
+    )
+
+
 def forget_failures(storage: Storage, keep: Collection[str]) -> None:
     """Remove the records of all units but those that a session has just given up: the others are committed, or gone."""
     kept = {f"{FAILED}/{unit}.json" for unit in keep}

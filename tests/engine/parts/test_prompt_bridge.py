@@ -1,7 +1,7 @@
 """Prompts whose tokens stop below the upper layers, all but the last: keys and values there come from a linear map."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -176,6 +176,16 @@ def test_scores_are_under_the_prompts_own_keys_and_values(tiny: Engine) -> None:
     assert [score.kl for score in plain] != [score.kl for score in other]
 
 
+def kl_of(
+    engine: Engine, prompts: list[list[int]], bridges: Sequence[PromptBridge | None], schedule: Schedule
+) -> list[float]:
+    """Of full depth's answers under a schedule with each of the bridges, in all."""
+    found = sorted(engine.generate(prompts, SAMPLING), key=lambda generation: generation.index)
+    schedules = [replace(schedule, prompt_bridge=bridge) for bridge in bridges]
+    scored = engine.score(prompts, [generation.tokens for generation in found], schedules).schedules
+    return [sum(sum(score.kl) for score in scores) for scores in scored]
+
+
 def test_the_fit_is_least_squares(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.calibration.prompts.RIDGE", 1e-9)
     prompts = random_prompts([60] * 12)
@@ -236,22 +246,16 @@ def test_a_fitted_one_skips_half_of_what_prompts_leave_out(tiny: Engine) -> None
     fitted = fit_prompt_bridge(tiny, prompts, cut, quiet)
     assert (fitted.first, fitted.layers, fitted.skipped_layers) == (LAYERS - 2, LAYERS - 3, range(1, 2))
     assert fitted == replace(fitted, tensors={role: fitted.tensors[role] for role in ROLES})
-    found = sorted(tiny.generate(prompts, SAMPLING), key=lambda generation: generation.index)
     random = random_bridge(Block.of_layers(1, 2), tiny.shape.hidden, rank=0, seed=1)
-    ours, other = tiny.score(
-        prompts,
-        [g.tokens for g in found],
-        [replace(skipping, prompt_bridge=bridge) for bridge in (fitted, replace(fitted, skips=random))],
-    ).schedules
-    assert sum(sum(score.kl) for score in ours) < sum(sum(score.kl) for score in other)
+    ours, other = kl_of(tiny, prompts, [fitted, replace(fitted, skips=random)], skipping)
+    assert ours < other
 
 
 def test_a_fitted_one_stays_closer_to_full_depth_than_a_random_one(tiny: Engine) -> None:
     prompts = random_prompts([30] * 40)
-    found = sorted(tiny.generate(prompts, SAMPLING), key=lambda generation: generation.index)
-    schedule = Schedule(LAYERS, prompt_bridge=fit_prompt_bridge(tiny, prompts, STOPS, quiet))
-    fitted, random = tiny.score(prompts, [g.tokens for g in found], [schedule, bridged(tiny)]).schedules
-    assert sum(sum(score.kl) for score in fitted) < 0.5 * sum(sum(score.kl) for score in random)
+    bridges = fit_prompt_bridge(tiny, prompts, STOPS, quiet), bridged(tiny).prompt_bridge
+    fitted, random = kl_of(tiny, prompts, bridges, Schedule(LAYERS))
+    assert fitted < 0.5 * random
 
 
 SKIPPING = Schedule(LAYERS, Block.of_layers(1, 3).units, (Plateau(0, 4),))
@@ -344,15 +348,10 @@ def test_prompts_may_skip_more_than_decoding_does(tiny: Engine) -> None:
     }
     ledgers = [Ledger(tiny.shape, replace(one, prompt_bridge=bridge)) for bridge in (fitted, counted)]
     assert ledgers[0].prompt(30) == ledgers[1].prompt(30)
-    found = sorted(tiny.generate(prompts, SAMPLING), key=lambda generation: generation.index)
     draw = torch.Generator().manual_seed(0)
     blurred = {**fitted.tensors, WITHIN[0]: torch.randn(fitted.tensors[WITHIN[0]].shape, generator=draw) * 0.2}
-    ours, other = tiny.score(
-        prompts,
-        [g.tokens for g in found],
-        [replace(one, prompt_bridge=bridge) for bridge in (fitted, replace(fitted, tensors=blurred))],
-    ).schedules
-    assert sum(sum(score.kl) for score in ours) < sum(sum(score.kl) for score in other)
+    ours, other = kl_of(tiny, prompts, [fitted, replace(fitted, tensors=blurred)], one)
+    assert ours < other
 
 
 @pytest.mark.parametrize("skipped", [0, 2, 4])
