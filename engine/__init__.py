@@ -10,7 +10,7 @@ from engine.checkpoints.checkpoint import resolve as pinned_model
 from engine.checkpoints.tokenizer import Tokenizer
 from engine.decoding.early_exit import EarlyExit
 from engine.decoding.feeding import Decoding
-from engine.decoding.generation import Generation
+from engine.decoding.generation import Generation, sample_name
 from engine.decoding.sampling import Sampling
 from engine.decoding.stats import BatchStats
 from engine.engine import Engine, describe, resolve_device, resolve_dtype

@@ -87,8 +87,7 @@ class AnswerConfig(BaseModel):
 
     def sampling(self) -> Sampling:
         """The engine's view of how tokens are chosen."""
-        # Of these options alone: a data set's samples of a prompt are rows of their own, one to each work unit.
-        given = self.model_dump(include={item.name for item in fields(Sampling)} & AnswerConfig.model_fields.keys())
+        given = self.model_dump(include={item.name for item in fields(Sampling)} & type(self).model_fields.keys())
         return Sampling(**given | {"stop": tuple(self.stop)})
 
 
@@ -173,7 +172,7 @@ class JobConfig(GenerationConfig, StorageConfig):
     )
     limit: int | None = Field(None, ge=1, description="process only the first rows")
 
-    rows_per_unit: int = Field(256, ge=1, description="rows read, generated, written and committed as a whole")
+    rows_per_unit: int = Field(256, ge=1, description="rows generated, written and committed as a whole")
     replicas: int | None = Field(None, ge=1, description="engines; default one per GPU, or one without GPUs")
     min_replicas: int | None = Field(
         None,
@@ -255,11 +254,6 @@ class JobConfig(GenerationConfig, StorageConfig):
         """Names of those given that our own engine has nothing for: a second GPU would be paid for, and idle."""
         gpus = self.gpus_per_replica or 0.0
         return super().vllm_options + [f"gpus_per_replica {gpus:g}"] * (gpus > 1)
-
-    @property
-    def samples_per_row(self) -> int:
-        """Generations of each input row, each a work unit's own."""
-        return 1
 
     def input_storage(self) -> Storage:
         """Raises JobError."""

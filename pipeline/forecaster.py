@@ -71,10 +71,10 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
     good = [tokens for tokens in prompts if tokens is not None]
     outputs = _outputs(job, ledger, good, prefix)
 
-    scale, drawn_from = plan.rows / len(prompts), plan.input_rows
+    scale, samples = plan.input_rows / len(prompts), config.sampling().samples_per_prompt
     lengths = [len(tokens) for tokens in good]
     pairs = [(prompt, min(output, shape.context - prompt)) for prompt in lengths for output in outputs.lengths]
-    per_output = scale / len(outputs.lengths)
+    per_output = scale * samples / len(outputs.lengths)
     shared = [shared_tokens(prefix, tokens) for tokens in good]
     flops_prompt = round(scale * sum(map(ledger.prompt, lengths, shared)))
     flops_decode = round(per_output * sum(ledger.decode(*pair) for pair in pairs))
@@ -95,8 +95,8 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
         work_units=len(plan.units),
         sampled_rows=len(prompts),
         error_share=1 - len(good) / len(prompts),
-        prompt_tokens=round(scale * sum(lengths)),
-        prompt_tokens_margin=_margin([[len(tokens or ()) for tokens in run] for run in runs], drawn_from),
+        prompt_tokens=round(scale * samples * sum(lengths)),
+        prompt_tokens_margin=_margin([[len(tokens or ()) for tokens in run] for run in runs], plan.input_rows),
         output_tokens=round(per_output * sum(output for _, output in pairs)),
         output_source=outputs.source,
         flops_prompt=flops_prompt,
@@ -109,6 +109,7 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
         cost=cost,
         cost_full_depth=full_cost,
         audit_fraction=0.0 if job.schedule.is_full_depth else config.audit_fraction,
+        samples_per_prompt=samples,
     )
 
 
@@ -168,8 +169,8 @@ def _answer(job: Preparation, ledger: Ledger, prompts: Sequence[list[int]], pref
     engine = job.backend.engine(config, config.threads_per_replica)
     engine.share_prefix(prefix)
     generator = RowGenerator(engine, config.sampling(), ledger.schedule, config.batch_size)
-    batch = len(prompts) if config.batch_size == "auto" else config.batch_size
-    times = max(1, batch // len(prompts))
+    count = len(prompts) * generator.samples  # of answers
+    times = 1 if config.batch_size == "auto" else max(1, config.batch_size // count)
     stats: list[BatchStats] = []
     try:
         generator.generate(prompts[:1], ["plan:first"])  # what a process does once is done before time counts
@@ -196,10 +197,10 @@ def _answer(job: Preparation, ledger: Ledger, prompts: Sequence[list[int]], pref
         decode / max(1, sum(answer.flops_decode for answer in good)),
         source,
     )
-    of_prompts = [
-        [answer.generated_tokens for answer in answers[first :: len(prompts)] if isinstance(answer, Generation)]
-        for first in range(len(prompts))
-    ]
+    of_prompts: list[list[int]] = [[] for _ in prompts]
+    for place, answer in enumerate(answers):
+        if isinstance(answer, Generation):
+            of_prompts[place // generator.samples % len(prompts)].append(answer.generated_tokens)
     margin = _margin([[fmean(lengths)] for lengths in of_prompts if lengths], job.plan.input_rows)
     told = answered if margin is None else f"± {margin:.1%}, from {answered}"
     return ExpectedOutputs([answer.generated_tokens for answer in good], told, speed)

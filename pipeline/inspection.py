@@ -119,20 +119,21 @@ def _check_file(storage: Storage, commit: Commit) -> str | None:
 def _check_ranges(inspection: Inspection) -> Iterator[str]:
     """Rows that two units cover; in a finished run also those that none does."""
 
-    def file(commit: Commit) -> tuple[str, int]:
+    def file(commit: Commit) -> str:
         # Not its path: a nightly run may have met two files of one name, and one file under two.
-        return version_of(commit.unit), commit.sample
+        return version_of(commit.unit)
 
     finished = inspection.manifest is not None
+    samples = inspection.run["sampling"].get("samples_per_prompt", 1)
     commits = sorted(inspection.commits, key=lambda commit: (file(commit), commit.start))
-    for (version, _), parts in groupby(commits, file):
+    for version, parts in groupby(commits, file):
         end = 0
         for commit in parts:
             if commit.start < end:
                 yield f"rows {commit.start} to {end - 1} of {commit.path!r} are there twice"
             elif commit.start > end and finished and version not in inspection.partial:
                 yield f"rows {end} to {commit.start - 1} of {commit.path!r} are missing"
-            end = commit.start + commit.totals.rows
+            end = commit.start + commit.totals.rows // samples
     rows = inspection.totals.rows
     if finished and rows != inspection.rows:
         yield f"the input has {inspection.rows:,} rows, the output {rows:,}"

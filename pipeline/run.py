@@ -232,7 +232,7 @@ def _generate(begun: _Begun, lease: Lease | None) -> Done:
 
 def _check_complete(plan: Plan, commits: list[Commit], storage: Storage) -> None:
     """Raises JobError, naming the unit, where the commits or their files are not all of the plan."""
-    rows = {unit.id: unit.rows for unit in plan.units}
+    rows = {unit.id: unit.generations for unit in plan.units}
     missing = len(rows.keys() - _units(commits))
     if missing:
         raise JobError(f"{missing} of {len(rows)} units are not committed: start the job again to resume it")

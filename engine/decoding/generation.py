@@ -58,8 +58,13 @@ def samples_of(
         strange = next(token for token in prompt if not 0 <= token < vocab)
         raise PromptError(f"prompt {index} has token {strange}, the model's vocabulary ends at {vocab - 1}")
     limit = min(sampling.max_new_tokens, context - len(prompt))
-    ids = [f"{sample_id}\0{copy}" if copy else sample_id for copy in range(sampling.samples_per_prompt)]
-    return [Sample(index, copy, name, prompt, limit) for copy, name in enumerate(ids)]
+    copies = range(sampling.samples_per_prompt)
+    return [Sample(index, copy, sample_name(sample_id, copy), prompt, limit) for copy in copies]
+
+
+def sample_name(sample_id: str, copy: int) -> str:
+    """What names the random stream of one of a prompt's samples."""
+    return f"{sample_id}\0{copy}" if copy else sample_id
 
 
 @dataclass(slots=True)  # frozen, it would take six times as long to make, of millions of them

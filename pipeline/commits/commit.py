@@ -106,13 +106,12 @@ class Commit:
     path: str  # of the input file
     start: Count
     run: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{0,200}\z")] = ""  # its claim on the output
-    sample: Count = 0  # which of its rows' samples
     totals: Totals = field(default_factory=Totals)
 
     @property
-    def place(self) -> tuple[str, str, int, int]:
+    def place(self) -> tuple[str, str, int]:
         """Sorts commits as their rows lie in the input; two files may have had one name, one after the other."""
-        return self.path, self.unit.partition("-")[0], self.start, self.sample
+        return self.path, self.unit.partition("-")[0], self.start
 
     def to_json(self) -> bytes:
         """Raises ValueError for a total that is no finite number: nobody could read it back."""
@@ -158,7 +157,6 @@ def commit_unit(
         path=redacted(unit.path),
         start=unit.start,
         run=run,
-        sample=unit.sample,
         totals=replace(_totals(output), **(cost or {})),
     )
     name, record = _record_name(unit.id), commit.to_json()

@@ -8,9 +8,9 @@ import re2
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from pipeline.config import JobConfig
+from pipeline.rows.rows import SAMPLE
 from pipeline.storage.settings import Place
 
-SAMPLE = "sample"  # the column of a sample's number
 GENERATION = "_generation"  # the run's own output, below the data set's directory
 FOLDER, SPLIT = "data", "train"  # of its shards
 
@@ -74,10 +74,6 @@ class DatasetConfig(JobConfig, FilterConfig):
     rows_per_shard: int = Field(50_000, ge=1, description="rows of a Parquet file of the data set, at the most")
     dataset_name: str | None = Field(None, description="title of the data set card; default the output's name")
     dataset_license: str | None = Field(None, description="licence for the card, a Hugging Face identifier")
-
-    @property
-    def samples_per_row(self) -> int:
-        return self.samples_per_prompt
 
     @property
     def duplicate_rule(self) -> str:

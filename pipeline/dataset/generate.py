@@ -15,11 +15,11 @@ from pipeline.commits.commit import SUCCESS_FILE, checksum, open_rows, read_comm
 from pipeline.commits.manifest import read_manifest
 from pipeline.dataset import openai_batch
 from pipeline.dataset.card import is_signed, write_card
-from pipeline.dataset.config import FOLDER, GENERATION, SAMPLE, SPLIT, DatasetConfig
+from pipeline.dataset.config import FOLDER, GENERATION, SPLIT, DatasetConfig
 from pipeline.dataset.filters import FILTERED, Filters
 from pipeline.errors import JobError
 from pipeline.preparing.backend import Backend
-from pipeline.rows.rows import chosen
+from pipeline.rows.rows import SAMPLE, chosen
 from pipeline.run import RunResult, leased, run_leased
 from pipeline.storage.ownership import Kind, check_place, own, remove, unfinished
 from pipeline.storage.records import LARGE, Count, Fingerprint, OpenRecord, PublishedFile, Record
@@ -207,8 +207,10 @@ def _committed(storage: Storage, success: dict[str, Any]) -> Iterator[pa.Table]:
     for commit in sorted(commits, key=lambda commit: commit.place):
         with open_rows(storage, commit) as stream:
             table = read_parquet(stream)
-        samples = pa.repeat(pa.scalar(commit.sample, pa.int32()), table.num_rows)
-        yield table.add_column(table.column_names.index("generation"), pa.field(SAMPLE, pa.int32()), samples)
+        if SAMPLE not in table.column_names:  # one of each row
+            only = pa.repeat(pa.scalar(0, pa.int32()), table.num_rows)
+            table = table.add_column(table.column_names.index("generation"), pa.field(SAMPLE, pa.int32()), only)
+        yield table
 
 
 def _kept(tables: Iterable[pa.Table], filters: Filters) -> Iterator[pa.Table]:

@@ -157,9 +157,9 @@ def _assemble(task: Task, unit: WorkUnit, killers: Sequence[tuple[int, str]], *p
     for row, error in killers:
         single = [replace(unit, start=row, rows=1)]
         ((_, table),) = read_units(task.config.input_storage(), single, task.kept.names or task.read_columns)
-        tables[row] = quarantine(table, task.kept, error)
+        tables[row] = quarantine(table, task.kept, unit.samples, error)
     output = pa.concat_tables(tables[start] for start in sorted(tables))
-    assert output.num_rows == unit.rows
+    assert output.num_rows == unit.generations
     return committed(unit, lambda: commit_unit(task.config.output_storage(), unit, output, task.run, cost))
 
 

@@ -150,9 +150,9 @@ class UnitGenerator:
             untold += stats
             tell_at_times()
 
-        # A row's random stream is named by its place in the input, so it outlives retries and re-planning.
-        file, suffix = self._input.relative(unit.path), f"\0{unit.sample}" if unit.sample else ""
-        ids = [f"{file}:{unit.start + row}{suffix}" for row in range(unit.rows)]
+        # A row's random streams are named by its place in the input, so they outlive retries and re-planning.
+        file = self._input.relative(unit.path)
+        ids = [f"{file}:{unit.start + row}" for row in range(unit.rows)]
         answers: dict[int, Generation] = {}
         try:
             output = generate(prepared, ids, self._generator, on_batch, answers.__setitem__)

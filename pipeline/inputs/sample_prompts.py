@@ -70,7 +70,7 @@ class CorpusConfig(AnswerConfig, StorageConfig):
 
 def neighbours(plan: Plan, seed: int) -> Iterator[WorkUnit]:
     """A few neighbouring rows at a time, in a random order that the seed decides."""
-    order = _shuffled(plan.first_samples, seed)
+    order = _shuffled(plan.units, seed)
     for first in range(0, len(order), UNITS):
         runs = [
             replace(unit, start=start, rows=min(RUN_OF_ROWS, unit.start + unit.rows - start))

@@ -88,20 +88,13 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        return sum(unit.rows for unit in self.units)
-
-    @property
-    def first_samples(self) -> tuple[WorkUnit, ...]:
-        """The units without those that are further samples of the same rows."""
-        by_range: dict[tuple[str, int], WorkUnit] = {}
-        for unit in self.units:
-            by_range.setdefault((unit.path, unit.start), unit)
-        return tuple(by_range.values())
+        """Of the output: one for each sample."""
+        return sum(unit.generations for unit in self.units)
 
     @property
     def input_rows(self) -> int:
         """Rows that its units are of, however many samples each has."""
-        return sum(unit.rows for unit in self.first_samples)
+        return sum(unit.rows for unit in self.units)
 
     @property
     def all_done(self) -> str:
@@ -138,7 +131,7 @@ class Plan:
         )
         if whole == self.files:
             return self
-        units = tuple(_units(whole, config.rows_per_unit, config.limit, config.samples_per_row))
+        units = tuple(_units(whole, config.rows_per_unit, config.limit, config.sampling().samples_per_prompt))
         undone = {unit.path for unit in units if unit.id not in done}
         files = tuple(was if was.path in undone else now for was, now in zip(begun, whole, strict=True))
         unreadable = {file.path for file in files if file.problem}
@@ -147,7 +140,7 @@ class Plan:
     def spans(
         self, units: Collection[WorkUnit], longest: Callable[[str], int] = lambda _: MOST_UNITS
     ) -> Iterator[list[WorkUnit]]:
-        """Runs of neighbouring units of one file and sample, each for one read task to stream.
+        """Runs of neighbouring units of one file, each for one read task to stream.
 
         A run ends at the first row group boundary after SPAN_ROWS rows, so that no row group is decoded by many tasks;
         or earlier, if a unit has to be in a run of so many units at the most, told its id.
@@ -157,8 +150,7 @@ class Plan:
         end, most = 0, MOST_UNITS
         for unit in units:
             most = min(most, longest(unit.id))
-            other = span and (unit.path, unit.sample) != (span[0].path, span[0].sample)
-            if span and (other or unit.start >= end or len(span) >= most):
+            if span and (unit.path != span[0].path or unit.start >= end or len(span) >= most):
                 yield span
                 span, most = [], longest(unit.id)
             if not span:
@@ -223,7 +215,8 @@ def make_plan(
     if for_draws:  # each file's last unit may be a small one
         most = max(1, MOST_UNITS - len(files))
         rows_per_unit = max(rows_per_unit, math.ceil(sum(file.rows for file in files) / most))
-    units = tuple(islice(_units(files, rows_per_unit, config.limit, config.samples_per_row), MOST_UNITS + 1))
+    samples = config.sampling().samples_per_prompt
+    units = tuple(islice(_units(files, rows_per_unit, config.limit, samples), MOST_UNITS + 1))
     if len(units) > MOST_UNITS:
         raise JobError(
             f"the input makes more than {MOST_UNITS:,} work units of {rows_per_unit} rows, the most that a manifest "
@@ -401,15 +394,14 @@ def _within_limit(files: Sequence[InputFile], limit: int | None) -> tuple[InputF
 
 def _units(files: Sequence[InputFile], rows_per_unit: int, limit: int | None, samples: int = 1) -> Iterator[WorkUnit]:
     left = sum(file.rows for file in files) if limit is None else limit
+    together = max(1, rows_per_unit // samples)  # of the input
     for number, file in enumerate(files):
         taken = min(file.rows, left)
-        for sample in range(samples):
-            for start in range(0, taken, rows_per_unit):
-                yield _unit(number, file, start, min(rows_per_unit, taken - start), sample, samples)
+        for start in range(0, taken, together):
+            yield _unit(number, file, start, min(together, taken - start), samples)
         left -= taken
 
 
-def _unit(number: int, file: InputFile, start: int, rows: int, sample: int = 0, samples: int = 1) -> WorkUnit:
+def _unit(number: int, file: InputFile, start: int, rows: int, samples: int = 1) -> WorkUnit:
     # New files come between old ones: an incremental run names units by the file itself, not by its place.
-    name = f"{file.version or f'{number:05d}'}-{start:09d}" + (f"-{sample:03d}" if samples > 1 else "")
-    return WorkUnit(name, file.path, start, rows, sample, file.identity)
+    return WorkUnit(f"{file.version or f'{number:05d}'}-{start:09d}", file.path, start, rows, samples, file.identity)

@@ -35,9 +35,9 @@ class History:
         self._input = job.config.input_storage()
         self._files = [file for file in job.plan.files if not file.problem]
         self._unreadable = {file.name for file in job.plan.files if file.problem}
-        self._rows: Counter[str] = Counter()  # by version, of the files that are there
+        self._rows: Counter[str] = Counter()  # of the output, by version, of the files that are there
         for unit in job.plan.units:
-            self._rows[version_of(unit.id)] += unit.rows
+            self._rows[version_of(unit.id)] += unit.generations
         self._known = dict(known)
         self._committed: Counter[str] = Counter()  # rows, by version
         self._replaced: set[str] = set()

@@ -4,12 +4,13 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 
-from engine import BatchStats, Generation, Ledger, ModelShape, Sampling, Schedule, Tokenizer
+from engine import BatchStats, Generation, Ledger, ModelShape, Sampling, Schedule, Tokenizer, sample_name
 from engine.bootstrap import Bootstrap, Estimate
 from pipeline.commits.commit import Totals
 from pipeline.config import JobConfig
@@ -46,7 +47,8 @@ class Auditor:
     ) -> None:
         self._engine, self._schedule, self._ledger = engine, schedule, Ledger(shape, schedule)
         self._tokenizer = tokenizer
-        self._full_depth = RowGenerator(engine, sampling, None, batch_size)
+        self._samples = sampling.samples_per_prompt
+        self._full_depth = RowGenerator(engine, replace(sampling, samples_per_prompt=1), None, batch_size)
         self._fraction = 0.0 if schedule.is_full_depth else fraction  # those would be compared with themselves
 
     def begin(self) -> None:
@@ -61,26 +63,28 @@ class Auditor:
         answers: Mapping[int, Generation],
         on_batch: Callable[[BatchStats], None] | None = None,
     ) -> dict[str, float]:
-        """What a unit's audited rows add to `Totals`, of those that have an answer; `on_batch` as for `generate`.
+        """What a unit's audited rows add to `Totals`, of those that have an answer; arguments as for
+        `pipeline.rows.rows.generate`, answers as it tells them.
 
         Raises DeviceBroken; any other trouble leaves the unit unaudited.
         """
         if not self._fraction:
             return {}  # not a hash for every row
-        rows = [row for row in sorted(answers) if is_audited(ids[row], self._fraction)]
-        if not rows:
+        names = {place: sample_name(ids[place // self._samples], place % self._samples) for place in sorted(answers)}
+        audited = {place: name for place, name in names.items() if is_audited(name, self._fraction)}
+        if not audited:
             return {}
-        prompts = prepared[TOKENS].take(rows).to_pylist()
+        prompts = prepared[TOKENS].take([place // self._samples for place in audited]).to_pylist()
         try:
-            full = self._full_depth.generate(prompts, [ids[row] for row in rows], on_batch)
-            found = self._compare(prompts, full, [answers[row] for row in rows])
+            full = self._full_depth.generate(prompts, [*audited.values()], on_batch)
+            found = self._compare(prompts, full, [answers[place] for place in audited])
             if not all(map(math.isfinite, found.values())):
                 raise ArithmeticError("full depth or the schedule gives probabilities that are no numbers")
             return found
         except Exception as error:  # a second opinion must not cost the first
             if isinstance(error, DeviceBroken) or is_device_broken(error):
                 raise DeviceBroken(str(error)) from error
-            log.warning("%d rows could not be audited (%s: %s)", len(rows), type(error).__name__, error)
+            log.warning("%d rows could not be audited (%s: %s)", len(audited), type(error).__name__, error)
             return {}
 
     def _compare(

@@ -35,6 +35,7 @@ class Forecast(FlopSums):
     cost: Amount | None = None
     cost_full_depth: Amount | None = None
     audit_fraction: Amount = 0.0  # of the rows, that are generated at full depth too: on top of all this
+    samples_per_prompt: Count = 1  # rows that share a prompt's FLOPs
 
     @property
     def decode_share(self) -> float:
@@ -44,13 +45,12 @@ class Forecast(FlopSums):
     @property
     def flops_audit(self) -> int:
         """Of all audits: full depth's answers, and how likely both depths find these, and full depth the run's own.
-        Prompts run twice at full depth, and once more where the schedule has its own way with them.
+        Prompts run twice at full depth, and once more where the schedule has its own way with them, for each sample.
         """
         prompt = self.flops_full_depth - self.flops_decode_full_depth
         own_prompt = self.flops_prompt if self.flops_prompt < prompt else 0
-        return round(
-            self.audit_fraction * (2 * prompt + own_prompt + 3 * self.flops_decode_full_depth + self.flops_decode)
-        )
+        prompts = self.samples_per_prompt * (2 * prompt + own_prompt)
+        return round(self.audit_fraction * (prompts + 3 * self.flops_decode_full_depth + self.flops_decode))
 
     def facts(self) -> dict[str, str]:
         """For a table."""

@@ -42,6 +42,7 @@ class RowGenerator:
         # Halved for good when memory runs out: the size, or where that is "auto" the share that is taken of what fits.
         self.batch_size = MOST_ROWS if batch_size == "auto" else batch_size
         self._room = 1.0
+        self.samples = sampling.samples_per_prompt
         self._joined = 0  # rows of the stream that calls share: what "fits" is then what it was opened with
 
     def generate(
@@ -50,7 +51,7 @@ class RowGenerator:
         sample_ids: Sequence[str],
         on_batch: Callable[[BatchStats], None] | None = None,
     ) -> list[Generation | str]:
-        """For every prompt its generation, or the error that it raises when it is alone.
+        """For every prompt all its samples, or the error that it raises when it is alone for each of them.
 
         Raises:
             DeviceBroken: nothing more can come from this process.
@@ -58,7 +59,8 @@ class RowGenerator:
             TooManyRowsFailed: all rows fail, or more than MOST_QUARANTINED one after the other, or more than these and
                 than SHARE_QUARANTINED of those tried so far.
         """
-        found: dict[int, Generation | str] = {}
+        samples = self.samples
+        found: dict[int, Generation | str] = {}  # by row and sample: a row is a prompt here
         quarantined = streak = 0  # rows that have failed: in all, and since one has not
         size, room = self.batch_size, self._room
         if self._auto and prompts:
@@ -74,7 +76,7 @@ class RowGenerator:
                 for generation in self._engine.generate(
                     [prompts[row] for row in rows], self._sampling, self._schedule, size, ids, on_batch
                 ):
-                    found[rows[generation.index]] = generation
+                    found[rows[generation.index] * samples + generation.sample] = generation
                     streak = 0
                 continue
             except (ModelError, ScheduleError):
@@ -86,9 +88,9 @@ class RowGenerator:
                 error = raised.with_traceback(None)
             if is_out_of_memory(error):
                 gc.collect()
-            left = [row for row in rows if row not in found]
-            if is_out_of_memory(error) and min(size, len(left)) > 1:
-                size = min(size, len(left)) // 2
+            left = [row for row in rows if any(row * samples + sample not in found for sample in range(samples))]
+            if is_out_of_memory(error) and min(size, samples * len(left)) > 1:
+                size = min(size, samples * len(left)) // 2
                 if self._auto:
                     room = self._room = min(self._room, room / 2)  # once, where calls run out together
                     self._joined = 0
@@ -102,11 +104,11 @@ class RowGenerator:
                 spans += [left[middle:], left[:middle]]
             elif left:
                 quarantined, streak = quarantined + 1, streak + 1
-                many = quarantined > max(MOST_QUARANTINED, SHARE_QUARANTINED * len(found))
+                many = quarantined > max(MOST_QUARANTINED, SHARE_QUARANTINED * len(found) / samples)
                 if many or streak > MOST_QUARANTINED or 1 < len(prompts) == quarantined:
                     raise TooManyRowsFailed(f"{quarantined} rows fail, the last of them with {described(error)}")
-                found[left[0]] = described(error)
-        return [found[row] for row in range(len(prompts))]
+                found |= {left[0] * samples + sample: described(error) for sample in range(samples)}
+        return [found[place] for place in range(samples * len(prompts))]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

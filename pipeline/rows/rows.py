@@ -1,7 +1,7 @@
 """Rows between input and output: input table -> prepared table -> output table. All of it Arrow, order kept."""
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, repeat
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ from pipeline.values.show import texts
 from pipeline.values.utf8 import readable
 
 TOKENS, TRUNCATED, ERROR = "_prompt", "_truncated", "_error"  # columns of a prepared table, beside the kept ones
+SAMPLE = "sample"  # column of an output table whose rows have several samples: which one
 
 GENERATED = pa.schema(
     [
@@ -80,31 +81,50 @@ def generate(
     on_batch: Callable[[BatchStats], None] | None = None,
     on_generation: Callable[[int, Generation], None] | None = None,
 ) -> pa.Table:
-    """Output table of a prepared one: kept columns and generations, rows in the same order.
+    """Output table of a prepared one: kept columns and generations, in the same order, samples of a row side by side.
 
-    `on_generation` is told each good row's place and all that was generated for it: its tokens are in no column.
+    `sample_ids` name the prepared rows. `on_generation` is told the place in the output of each good row and all that
+    was generated for it: its tokens are in no column.
 
     Raises DeviceBroken, TooManyRowsFailed; fewer failing rows have their error in the table.
     """
     prompts: list[list[int] | None] = prepared[TOKENS].to_pylist()
     good = {index: tokens for index, tokens in enumerate(prompts) if tokens is not None}
     found = generator.generate(list(good.values()), [sample_ids[index] for index in good], on_batch)
-    errors: list[str | None] = prepared[ERROR].to_pylist()
+    samples = generator.samples
+    sampled = with_samples(prepared, samples)
+    errors: list[str | None] = sampled[ERROR].to_pylist()
     generations: list[Generation | None] = [None] * len(errors)
-    for index, generation in zip(good, found, strict=True):
+    places = (samples * index + sample for index in good for sample in range(samples))
+    for place, generation in zip(places, found, strict=True):
         if isinstance(generation, str):
-            errors[index] = generation
+            errors[place] = generation
         else:
-            generations[index] = generation
+            generations[place] = generation
             if on_generation is not None:
-                on_generation(index, generation)
-    kept = prepared.drop_columns([TOKENS, TRUNCATED, ERROR])
-    return _output(kept, generations, prepared[TRUNCATED].to_pylist(), errors)
+                on_generation(place, generation)
+    kept = sampled.drop_columns([TOKENS, TRUNCATED, ERROR])
+    return _output(kept, generations, sampled[TRUNCATED].to_pylist(), errors)
 
 
-def quarantine(table: pa.Table, kept: pa.Schema, error: str) -> pa.Table:
+def quarantine(table: pa.Table, kept: pa.Schema, samples: int, error: str) -> pa.Table:
     """Output table of a row that nothing but its error can be said of."""
-    return _output(pa.table({field.name: _kept(table, field) for field in kept}), [None], [False], [error])
+    row = with_samples(pa.table({field.name: _kept(table, field) for field in kept}), samples)
+    return _output(row, [None] * samples, [False] * samples, [error] * samples)
+
+
+def with_samples(table: pa.Table, samples: int) -> pa.Table:
+    """Each row as often as it has samples, their numbers beside it if there are several."""
+    if samples == 1:
+        return table
+    rows = range(table.num_rows)
+    try:
+        repeated = table.take([row for row in rows for _ in range(samples)])
+    except pa.ArrowNotImplementedError:  # as in `chosen`
+        repeated = pa.concat_tables(
+            [table.slice(0, 0), *(t for row in rows for t in repeat(table.slice(row, 1), samples))]
+        )
+    return repeated.append_column(SAMPLE, pa.array([*range(samples)] * table.num_rows, pa.int32()))
 
 
 def chosen(table: pa.Table, keep: Sequence[bool]) -> pa.Table:

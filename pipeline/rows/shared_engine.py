@@ -44,7 +44,7 @@ class _Call:
     sample_ids: Sequence[str]
     told: SimpleQueue[Generation | BatchStats | Exception | None] = field(default_factory=SimpleQueue)  # None: all done
     taken: int = 0  # prompts, from the first on
-    left: set[int] = field(default_factory=set)  # of those, without a generation
+    left: dict[int, set[int]] = field(default_factory=dict)  # of those, samples without a generation
     wanted: bool = True  # by its caller
 
     @property
@@ -52,10 +52,14 @@ class _Call:
         """For prompts to be taken."""
         return self.wanted and self.taken < len(self.prompts)
 
+    def ends(self, place: int, sample: int) -> bool:
+        """A prompt's sample has its generation; whether it was the last."""
+        self.left[place].remove(sample)
+        return not self.left[place] and self.left.pop(place) is not None
+
     def tell(self, done: Sequence[Generation], stats: BatchStats) -> None:
         for generation in done:
             self.told.put(generation)
-            self.left.discard(generation.index)
         self.told.put(stats)
 
 
@@ -64,6 +68,7 @@ class _Shared:
 
     def __init__(self, decoding: Decoding, terms: _Terms) -> None:
         self.terms, self.decoding = terms, decoding
+        self._samples = 1 if terms.sampling is None else terms.sampling.samples_per_prompt
         self.calls: list[_Call] = []  # in the order of their coming, in which their prompts are taken
         self._whose: dict[int, tuple[_Call, int]] = {}  # rows in the stream: call and place there
         self._rows = 0  # so far
@@ -76,8 +81,10 @@ class _Shared:
                 self._add(call)
         done: dict[_Call, list[Generation]] = {}
         for generation in self.decoding.step() if self.decoding.unfinished else []:
-            call, place = self._whose.pop(generation.index)
+            call, place = self._whose[generation.index]
             done.setdefault(call, []).append(replace(generation, index=place))
+            if call.ends(place, generation.sample):
+                del self._whose[generation.index]
         to_tell = list(done)
         if time.monotonic() - self._told_at >= feeding.ALIVE_S:
             to_tell, self._told_at = self.calls, time.monotonic()
@@ -97,7 +104,7 @@ class _Shared:
     def _add(self, call: _Call) -> None:
         place, prompt = call.taken, call.prompts[call.taken]
         call.taken += 1
-        call.left.add(place)
+        call.left[place] = {*range(self._samples)}
         self.decoding.add(prompt, call.sample_ids[place], self._rows)
         self._whose[self._rows] = call, place
         self._rows += 1
@@ -109,7 +116,7 @@ class SharedEngine:
     All that the engine does happens in one thread, of this object's own: a pass of the shared stream, or another call.
     Rows of a call of `generate` enter the stream while those of the calls before it still run. Where sampling, schedule
     or batch size differ, the call is done whole between two passes. If the stream breaks, its calls are done so too,
-    for the rows that they lack: one that breaks again raises what broke it. A prompt has one sample.
+    for the rows that they lack: one that breaks again raises what broke it.
     """
 
     def __init__(self, load: Callable[[], Streaming]) -> None:
@@ -151,11 +158,7 @@ class SharedEngine:
         sample_ids: Sequence[str],
         on_batch: Callable[[BatchStats], None] | None = None,
     ) -> Iterator[Generation]:
-        """As `Engine.generate`; `on_batch` is called in the caller's thread, from time to time where no row ends too.
-        Raises ValueError for several samples.
-        """
-        if sampling.samples_per_prompt > 1:
-            raise ValueError(f"samples_per_prompt is {sampling.samples_per_prompt}: a call has one of each prompt")
+        """As `Engine.generate`; `on_batch` is called in the caller's thread, at times where no row ends too."""
         call = _Call(prompts, sample_ids)
         self._thread.submit(self._begin, call, _Terms(sampling, schedule, batch_size))
         try:
@@ -207,13 +210,17 @@ class SharedEngine:
                 self._alone(call, terms)
 
     def _alone(self, call: _Call, terms: _Terms) -> None:
-        """The rows that a call lacks, in a stream of their own."""
+        """The rows that a call lacks, in a stream of their own: with all samples of their prompts, told are those that
+        it lacks.
+        """
         places = [*sorted(call.left), *range(call.taken, len(call.prompts))] if call.wanted else []
         call.taken = len(call.prompts)
         prompts, ids = [call.prompts[place] for place in places], [call.sample_ids[place] for place in places]
         try:
             for generation in self._engine.generate(prompts, *terms, ids, call.told.put):
-                call.told.put(replace(generation, index=places[generation.index]))
+                place = places[generation.index]
+                if generation.sample in call.left.get(place, (generation.sample,)):
+                    call.told.put(replace(generation, index=place))
             call.told.put(None)
         except Exception as error:
             call.told.put(error)

@@ -5,11 +5,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class WorkUnit:
-    """One contiguous row range of one input file: read, generated, written and committed as a whole."""
+    """One contiguous row range of one input file, with all samples of each row: read, generated, written and committed
+    as a whole.
+    """
 
     id: str
     path: str
     start: int
-    rows: int
-    sample: int = 0  # which of each row's samples
+    rows: int  # of the input
+    samples: int = 1  # of each
     stamp: str | None = None  # of the file when the job was planned
+
+    @property
+    def generations(self) -> int:
+        """Rows of its output."""
+        return self.rows * self.samples

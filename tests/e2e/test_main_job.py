@@ -167,8 +167,14 @@ def test_two_replicas_give_the_same_rows_as_one(tmp_path: Path) -> None:
     assert one == two
 
 
-@pytest.mark.parametrize("bucket", [pytest.param("corpus", marks=pytest.mark.slow), "no-such-bucket"])
-def test_a_storage_that_refuses_ends_the_job_with_one_sentence_that_holds_no_secret(s3: S3Server, bucket: str) -> None:
+@pytest.mark.parametrize(
+    ("bucket", "named"),
+    [pytest.param("corpus", "corpus/other", marks=pytest.mark.slow), ("no-such-bucket", "no-such-bucket/in")],
+)
+def test_a_storage_that_refuses_ends_the_job_with_one_sentence_that_holds_no_secret(
+    s3: S3Server, bucket: str, named: str
+) -> None:
+    """It names the place: with a secret that is wrong for both, the output, where a job looks first."""
     command = [sys.executable, SCRIPT, "--input", f"s3://{bucket}/in/", "--output", "s3://corpus/other"]
     secret = secrets.token_hex(16) if bucket == "corpus" else s3.environment["AWS_SECRET_ACCESS_KEY"]
     environment = os.environ | s3.environment | {"AWS_SECRET_ACCESS_KEY": secret}
@@ -176,6 +182,6 @@ def test_a_storage_that_refuses_ends_the_job_with_one_sentence_that_holds_no_sec
 
     assert done.returncode == 1
     (line,) = done.stderr.strip().splitlines()
-    assert f"s3://{bucket}/in" in line
+    assert f"s3://{named}" in line
     assert "Traceback" not in done.stdout + done.stderr
     assert secret not in done.stdout + done.stderr

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from engine import BatchStats, Engine, Sampling, Schedule, memory
 from engine.forward.prompt_pass import PROMPT_TOKENS
+from engine.memory import SHARE
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 # A process of its own: this one's peak holds every other test's memory.
 PROGRAM = """
-import json, re, sys, threading, time
+import json, re, sys, threading
 from pathlib import Path
 import pyarrow.parquet as pq
 from engine import Engine, Sampling, Schedule, memory
@@ -35,20 +36,20 @@ def kilobytes(name):
 
 engine = Engine.load("smollm2-135m-instruct", device="cpu", threads=2)
 texts = pq.read_table(sys.argv[1], columns=["text"])["text"].to_pylist()[:32]
-batches = []
+batches, done = [], threading.Event()
 prompts = [engine.tokenizer.encode_chat(text) for text in texts]
 list(engine.generate(prompts[:1], Sampling(max_new_tokens=2)))
 before = most = kilobytes("RssAnon") * 1024  # what is allocated; pages of files come and go as the system likes
 
 def watch():
     global most
-    while not batches:
+    while not done.wait(0.002):
         most = max(most, kilobytes("RssAnon") * 1024)
-        time.sleep(0.002)
 
 watcher = threading.Thread(target=watch)
 watcher.start()
 list(engine.generate(prompts, Sampling(max_new_tokens=4, min_new_tokens=4), on_batch=batches.append))
+done.set()
 watcher.join()
 shape = engine.shape
 parameters = shape.layers * shape.layer_parameters + shape.head_parameters
@@ -56,7 +57,7 @@ parameters = shape.layers * shape.layer_parameters + shape.head_parameters
 peak = kilobytes("VmHWM") * 1024
 longest = max(map(len, prompts))
 predicted = memory.batch_bytes(shape, Schedule.full_depth(shape.layers), len(prompts), longest, 4, 4)
-print(json.dumps({"weights": 4 * parameters, "cache": batches[0].cache_bytes, "peak": peak,
+print(json.dumps({"weights": 4 * parameters, "cache": max(b.cache_bytes for b in batches), "peak": peak,
                   "grown": most - before, "predicted": predicted}))
 """
 
@@ -69,7 +70,9 @@ def test_a_replica_needs_its_weights_its_cache_and_a_gigabyte() -> None:
     memory = json.loads(done.stdout.splitlines()[-1])
 
     assert memory["peak"] <= 1.3 * memory["weights"] + memory["cache"] + (1 << 30), memory
-    assert memory["grown"] <= memory["predicted"] <= 1.5 * memory["grown"], memory
+    room = memory["predicted"] / SHARE  # the least in which so many rows are let in
+    assert memory["grown"] <= room, memory
+    assert memory["predicted"] <= 1.5 * memory["grown"], memory
 
 
 @given(data=st.data(), rows=st.integers(1, 3), prompt=st.integers(1, 40), new_tokens=st.integers(1, 300))

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Self
 
 from engine import BatchStats, Decoding, Generation, ModelShape, Sampling, Schedule
@@ -63,7 +64,6 @@ class Echo:
     ) -> Iterator[Generation]:
         """Batches come last rows first: whoever relies on the order of generations is wrong."""
         assert sampling is not None
-        assert sampling.samples_per_prompt == 1  # others are work units of their own
         assert sample_ids is not None
         assert len(sample_ids) == len(prompts)
         self.before(prompts)
@@ -73,28 +73,29 @@ class Echo:
             time.sleep(self.seconds_per_batch)
             indices = range(max(0, end - batch_size), end)
             generated = 0
-            for index in indices:
+            for index, sample in product(indices, reversed(range(sampling.samples_per_prompt))):
                 prompt = prompts[index]
                 assert not isinstance(prompt, str)
                 tokens = tuple(prompt[:longest])
                 read, written = len(prompt), len(tokens)
                 generated += written
+                flops_prompt = 0 if sample else 100 * read  # the first one pays
                 yield Generation(
                     index,
-                    0,  # sample
+                    sample,
                     prefix + bytes(tokens).decode(errors="ignore"),
                     tokens,
                     "stop" if read <= longest else "length",
                     read,
                     0,  # of a shared prefix
-                    100 * read,  # flops_prompt
+                    flops_prompt,
                     30 * written,  # flops_decode
                     60 * written,  # flops_decode_full_depth
-                    100 * read + 60 * written,  # flops_full_depth
+                    flops_prompt + 60 * written,  # flops_full_depth
                     LAYERS / 2,
                 )
             stats = BatchStats(
-                samples=len(indices),
+                samples=len(indices) * sampling.samples_per_prompt,
                 prompt_tokens=sum(len(prompts[index]) for index in indices),
                 generated_tokens=generated,
                 steps=longest,
@@ -143,7 +144,7 @@ class _EchoDecoding:
 
     @property
     def unfinished(self) -> int:
-        return len(self.waiting)
+        return len(self.waiting) * (self.sampling or Sampling()).samples_per_prompt
 
     def add(self, prompt: Sequence[int], sample_id: str, index: int) -> None:
         self.waiting.append((prompt, sample_id, index))

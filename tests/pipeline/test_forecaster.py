@@ -93,14 +93,30 @@ def test_a_sample_stands_for_all_rows_within_its_stated_margin(planned: Job) -> 
 
 def test_samples_of_a_row_tell_no_more_of_the_others(planned: Job) -> None:
     def forecast(samples: int, **options: object) -> Forecast:
-        of_samples = planned(**options).model_dump() | {"temperature": 1.0, "samples_per_prompt": samples}
+        options |= {"temperature": 1.0, "rows_per_unit": 5 * samples}  # so that the same rows are drawn
+        of_samples = planned(**options).model_dump() | {"samples_per_prompt": samples}
         return forecast_run(DatasetConfig(**of_samples), NoEngineBackend())
 
     once, thrice = (forecast(samples, plan_rows=32) for samples in (1, 3))
     assert thrice.prompt_tokens == pytest.approx(3 * once.prompt_tokens, abs=3)
     assert thrice.prompt_tokens_margin == once.prompt_tokens_margin
-    whole = forecast(3)
+    whole, single = forecast(3), forecast(1)
     assert (whole.sampled_rows, whole.rows, whole.prompt_tokens_margin) == (ROWS, 3 * ROWS, 0)
+    assert (whole.flops_prompt, whole.flops_decode) == (single.flops_prompt, 3 * single.flops_decode)
+
+
+def test_samples_of_a_row_are_planned_as_they_run(planned: Job) -> None:
+    options = planned(audit_fraction=0.5, plan_prompts=8).model_dump() | {"temperature": 1.0, "samples_per_prompt": 3}
+    config = DatasetConfig(**options)
+    forecast = forecast_run(config, EchoBackend())
+    totals = run_to_end(config)
+    assert (totals.rows, totals.prompt_tokens) == (forecast.rows, forecast.prompt_tokens) == (3 * ROWS, 3 * 1830)
+    assert totals.flops_prompt == 100 * 1830, "each prompt is paid for once"
+    assert "64 rows" not in forecast.output_source
+    assert "8 sampled prompts answered 2 times over" in forecast.output_source
+    prompts = forecast.flops_full_depth - forecast.flops_decode_full_depth
+    decode = 3 * forecast.flops_decode_full_depth + forecast.flops_decode
+    assert forecast.flops_audit == round(0.5 * (3 * 2 * prompts + decode)), "an audit computes each sample's prompt"
 
 
 def test_one_run_of_neighbours_says_nothing_of_the_others(planned: Job) -> None:

@@ -31,11 +31,6 @@ def reasons(sieve: Filters, *texts: str) -> list[str | None]:
     return [sieve.reason_to_drop(row(text)) for text in texts]
 
 
-def test_samples_of_a_prompt_are_units_of_their_own_and_not_the_engines() -> None:
-    config = DatasetConfig(input="in", output="out", samples_per_prompt=3, temperature=0.7)
-    assert (config.samples_per_row, config.sampling().samples_per_prompt) == (3, 1)
-
-
 def test_rows_with_errors_never_pass() -> None:
     sieve = filters(duplicates="keep", min_chars=0)
     assert sieve.reason_to_drop(row(None, "error", "text is null")) == "error"

@@ -21,9 +21,11 @@ from jobs import inspect_run
 from pipeline.commits.commit import read_commits
 from pipeline.dataset import generate
 from pipeline.dataset.config import GENERATION, DatasetConfig
-from pipeline.dataset.generate import MANIFEST, generate_dataset, unpublished
+from pipeline.dataset.generate import MANIFEST, generate_dataset, generation_config, unpublished
 from pipeline.errors import JobError, JobStopped, NothingToDo
 from pipeline.inspection import inspect, verify
+from pipeline.preparing.preparation import prepare_run
+from pipeline.preparing.run_record import claim_output
 from pipeline.storage.lease import Lease
 from pipeline.storage.storage import Storage
 
@@ -56,9 +58,9 @@ def test_samples_are_filtered_sharded_and_loaded_with_their_card(config: Config,
     assert result.run.totals.rows == 2 * len(TEXTS)
     assert result.dropped == {"finish_reason": 8, "duplicate": 10}
     run = Storage(f"{given.output}/{GENERATION}")
-    assert {(commit.start, commit.sample) for commit in read_commits(run)} == {
-        (start, sample) for start in (0, 4, 8, 12) for sample in (0, 1)
-    }
+    commits = read_commits(run)
+    assert [(commit.start, commit.totals.rows) for commit in commits] == [*((n, 4) for n in range(0, 12, 2)), (12, 2)]
+    assert result.run.totals.flops_prompt == 100 * sum(map(len, TEXTS)), "both samples of a prompt share its cost"
     assert verify(run, inspect(run)) == []
     held = json.loads((run.read("_SUCCESS.json") or b"").decode())["input"]
     assert (held["files"], held["rows"]) == (1, len(TEXTS))
@@ -122,6 +124,15 @@ def test_a_batch_of_requests_is_answered_request_by_request(tmp_path: Path) -> N
     assert not list((tmp_path / "set/data").glob("*"))
 
 
+def test_a_run_whose_units_had_one_sample_each_is_not_gone_on_with(config: Config) -> None:
+    given = config(samples_per_prompt=2)
+    run = generation_config(given)
+    description = prepare_run(run, NoEngineBackend()).description
+    claim_output(run.output_storage(), {name: part for name, part in description.items() if name != "units"})
+    with pytest.raises(JobError, match='differs in units: units null -> "rows with all their samples"'):
+        generate_dataset(given, NoEngineBackend())
+
+
 def test_an_incremental_data_set_grows_with_its_input(
     config: Config, tmp_path: Path, write_parquet: WriteParquet, inline: type[InlineSession],
     monkeypatch: pytest.MonkeyPatch,
@@ -131,7 +142,7 @@ def test_an_incremental_data_set_grows_with_its_input(
     units = inline.units_done
     write_parquet(tmp_path / "in/1.parquet", {"id": [100, 101], "text": ["new 0", "new 1"]})
     assert generate_dataset(given, EchoBackend()).kept == 2 * (len(TEXTS) + 2)
-    assert inline.units_done == units + 2
+    assert inline.units_done == units + 1
     assert verify(Storage(f"{given.output}/{GENERATION}"), inspect(Storage(f"{given.output}/{GENERATION}"))) == []
 
     loaded = datasets.load_dataset(given.output, split="train", cache_dir=str(tmp_path / "cache"))

@@ -16,6 +16,7 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 from trap_double import Trap
 
 from engine import ModelError
+from pipeline.dataset.config import DatasetConfig
 from pipeline.execution import isolation
 from pipeline.execution.cluster import ReplicaResources
 from pipeline.execution.isolation import MOST_DEATHS, MOST_SPLITS, Isolation, _assemble, _Cell
@@ -57,9 +58,7 @@ class Here(Isolation):
 
 
 @pytest.fixture
-def task(
-    tmp_path: Path, job: Job, write_parquet: WriteParquet, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[list[str | None]], tuple[Task, WorkUnit]]:
+def task(tmp_path: Path, job: Job, write_parquet: WriteParquet, monkeypatch: pytest.MonkeyPatch) -> "Make":
     """A run of these texts in one unit."""
 
     def get(fate: Any) -> None:
@@ -68,9 +67,10 @@ def task(
 
     monkeypatch.setattr(ray, "get", get)
 
-    def make(texts: list[str | None]) -> tuple[Task, WorkUnit]:
+    def make(texts: list[str | None], samples: int = 1) -> tuple[Task, WorkUnit]:
         write_parquet(tmp_path / "in/a.parquet", {"text": pa.array(texts, pa.string())})
-        ready = prepare_run(job(rows_per_unit=len(texts), max_new_tokens=40), EchoBackend(Trap()))
+        options = job(rows_per_unit=samples * len(texts), max_new_tokens=40, temperature=1.0).model_dump()
+        ready = prepare_run(DatasetConfig(**options, samples_per_prompt=samples), EchoBackend(Trap()))
         (unit,) = ready.plan.units
         plan = ready.plan
         return Task(
@@ -81,7 +81,7 @@ def task(
     return make
 
 
-Make = Callable[[list[str | None]], tuple[Task, WorkUnit]]
+Make = Callable[..., tuple[Task, WorkUnit]]
 
 
 def done(task: Task, unit: WorkUnit, isolation: Here, read_output: ReadOutput) -> list[dict[str, Any]]:
@@ -111,13 +111,15 @@ def test_a_unit_in_which_no_end_of_rows_raises_is_given_up(task: Make) -> None:
     assert len(here.begun) <= 2 * MOST_SPLITS + 2
 
 
-def test_a_row_that_takes_all_memory_of_its_node_is_found(task: Make, read_output: ReadOutput) -> None:
-    made, unit = task(["row 0", "row 1", "HUNGRY", "row 3"])
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_row_that_takes_all_memory_of_its_node_is_found(task: Make, read_output: ReadOutput, samples: int) -> None:
+    made, unit = task(["row 0", "row 1", "HUNGRY", "row 3"], samples)
     rows = done(made, unit, Here(made), read_output)
-    assert [row["generation"] for row in rows] == ["row 0", "row 1", None, "row 3"]
-    assert rows[2]["error"] == (
+    wanted = ["row 0", "row 1", None, "row 3"]
+    assert [row["generation"] for row in rows] == [text for text in wanted for _ in range(samples)]
+    assert {row["error"] for row in rows if row["generation"] is None} == {
         "its process died 2 times with this row alone (Task was killed due to the node running low on memory.)"
-    )
+    }
 
 
 def test_a_unit_that_kills_more_processes_than_its_rows_explain_is_given_up(task: Make) -> None:

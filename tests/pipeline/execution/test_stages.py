@@ -12,9 +12,11 @@ from fixture_types import Job
 
 from engine import BatchStats, Generation, ModelError, Schedule
 from pipeline.config import JobConfig
+from pipeline.dataset.config import DatasetConfig
 from pipeline.execution import stages
 from pipeline.execution.cluster import ReplicaResources
 from pipeline.execution.stages import Task, UnitGenerator
+from pipeline.execution.wire import from_bytes
 from pipeline.monitoring.spending import EnergyMeter
 from pipeline.reporting.audit import Auditor
 from pipeline.rows.rows import prepare
@@ -55,17 +57,20 @@ class Named(Echo):
         return 5
 
 
-def test_rows_draw_by_their_places_and_samples_and_what_they_share_is_charged_once(
+def test_rows_draw_by_their_places_and_what_they_share_is_charged_once(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(EnergyMeter, "of_this_process", lambda gpus: EnergyMeter([]))
-    engine, config = Named(), job()
+    engine, config = Named(), DatasetConfig(**job(temperature=1.0).model_dump(), samples_per_prompt=2)
     path = config.input_storage().url.rstrip("/") + "/a.parquet"
     generator = UnitGenerator(task_of(config, engine), ONE, cast(Any, NoBoard()))
-    units = [WorkUnit(f"0000{sample}-000000004", path, 4, 2, sample=sample) for sample in (0, 1)]
-    parcels = [generator.run(unit, PREPARED) for unit in units]
-    assert engine.ids == ["a.parquet:4", "a.parquet:5", "a.parquet:4\x001", "a.parquet:5\x001"]
+    parcels = [generator.run(WorkUnit(f"00000-00000000{start}", path, start, 2, 2), PREPARED) for start in (4, 6)]
+    assert engine.ids == [f"a.parquet:{row}" for row in (4, 5, 6, 7)], "the engine adds the sample"
     assert [(parcel.cost or {}).get("flops_prefix") for parcel in parcels] == [5, None]
+    rows = [row for parcel in parcels for row in from_bytes(cast(bytes, parcel.table)).to_pylist()]
+    assert [(row["text"], row["sample"], row["generation"]) for row in rows] == 2 * [
+        (text, sample, text) for text in ("one", "two") for sample in (0, 1)
+    ]
 
 
 def test_the_time_of_an_audit_is_that_of_its_unit(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,17 +100,20 @@ def test_files_of_one_kind_share_what_says_how(tmp_path: Path, job: Job, write_p
     assert len({id(file.schema) for file in files}) == 1
 
 
-def test_samples_are_units_of_their_own_and_spans_never_mix_them(input_file: MakeFile) -> None:
+@pytest.mark.parametrize(("samples", "together"), [(1, 4), (2, 2), (3, 1), (4, 1), (9, 1)])
+def test_a_unit_has_all_samples_of_its_rows_and_no_more_generations_than_asked(
+    input_file: MakeFile, samples: int, together: int
+) -> None:
     files = [input_file("a", [5, 5]), input_file("b", [3])]
-    units = tuple(plan._units(files, 4, 12, samples=2))
+    units = tuple(plan._units(files, 4, 12, samples))
     whole = Plan(tuple(files), ("text",), pa.schema([]), units)
-    assert whole.rows == 24
+    assert (whole.rows, whole.input_rows) == (12 * samples, 12)
     assert len({unit.id for unit in units}) == len(units)
-    for sample in (0, 1):
-        rows = [(u.path, u.start + row) for u in units if u.sample == sample for row in range(u.rows)]
-        assert rows == [("a", row) for row in range(10)] + [("b", 0), ("b", 1)]
+    rows = [(unit.path, unit.start + row) for unit in units for row in range(unit.rows)]
+    assert rows == [("a", row) for row in range(10)] + [("b", 0), ("b", 1)]
+    assert max(unit.rows for unit in units) == together
     for span in whole.spans(units):
-        assert len({(unit.path, unit.sample) for unit in span}) == 1
+        assert len({unit.path for unit in span}) == 1
         assert [unit.start for unit in span] == sorted(unit.start for unit in span)
 
 

@@ -165,6 +165,23 @@ def test_the_audit_names_what_it_cost(packaged: Engine, prompts: list[list[int] 
     assert found["flops_audit"] == expected
 
 
+def test_samples_of_a_row_are_audited_one_by_one(packaged: Engine, prompts: list[list[int] | None]) -> None:
+    drawn, fraction = replace(SAMPLING, temperature=1.0, samples_per_prompt=3, seed=4), 0.4
+    table, ids, answers = prepared(prompts), IDS[:5], dict[int, Generation]()
+    generate(table, ids, RowGenerator(packaged, drawn, TWO_SKIPPED, 4), on_generation=answers.__setitem__)
+    names = [f"{name}\0{sample}" if sample else name for name in ids for sample in range(3)]
+    chosen = [place for place in answers if is_audited(names[place], fraction)]
+    assert {place % 3 for place in chosen} > {0}
+    found = Auditor(packaged, packaged.tokenizer, packaged.shape, drawn, TWO_SKIPPED, 4, fraction).audit(
+        table, ids, answers
+    )
+    assert found["audited"] == len(chosen)
+    assert found["audit_tokens"] == sum(answers[place].generated_tokens for place in chosen)
+    single = replace(drawn, samples_per_prompt=1)
+    whole = packaged.generate([prompts[p // 3] or [] for p in chosen], single, None, 4, [names[p] for p in chosen])
+    assert found["audit_full_tokens"] == sum(each.generated_tokens for each in whole)
+
+
 def test_nothing_is_audited_at_full_depth_or_outside_the_sample(
     packaged: Engine, prompts: list[list[int] | None]
 ) -> None:

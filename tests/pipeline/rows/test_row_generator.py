@@ -60,10 +60,11 @@ def _fields(generation: Generation) -> dict[str, object]:
 
 
 def outcome(
-    engine: Moody, lengths: Sequence[int], batch_size: int | Literal["auto"] = 4
+    engine: Moody, lengths: Sequence[int], batch_size: int | Literal["auto"] = 4, samples: int = 1
 ) -> tuple[RowGenerator, list[int | str]]:
-    """For each prompt its length as its generation tells it, or its error."""
-    generator = RowGenerator(engine, Sampling(max_new_tokens=100), None, batch_size)
+    """For each prompt's samples its length as the generation tells it, or the error."""
+    sampling = Sampling(max_new_tokens=100, temperature=1.0, samples_per_prompt=samples)
+    generator = RowGenerator(engine, sampling, None, batch_size)
     found = generator.generate([[65] * length for length in lengths], [str(n) for n in range(len(lengths))])
     return generator, [row if isinstance(row, str) else len(row.tokens) for row in found]
 
@@ -72,24 +73,28 @@ def outcome(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=40, unique=True),
     bad=st.sets(st.integers(1, 40), max_size=5),
     batch_size=st.integers(1, 9),
+    samples=st.integers(1, 3),
 )
 def test_rows_that_raise_have_their_error_and_all_others_their_generation(
-    lengths: list[int], bad: set[int], batch_size: int
+    lengths: list[int], bad: set[int], batch_size: int, samples: int
 ) -> None:
     engine = Moody(raising={length: ValueError(f"length {length}") for length in bad})
     if len(lengths) > 1 and set(lengths) <= bad:
         with pytest.raises(TooManyRowsFailed):
-            outcome(engine, lengths, batch_size)
+            outcome(engine, lengths, batch_size, samples)
         return
-    _, rows = outcome(engine, lengths, batch_size)
-    assert rows == [f"ValueError: length {length}" if length in bad else length for length in lengths]
+    _, rows = outcome(engine, lengths, batch_size, samples)
+    sampled = [length for length in lengths for _ in range(samples)]
+    assert rows == [f"ValueError: length {length}" if length in bad else length for length in sampled]
 
 
-@given(rows=st.integers(1, 30), batch_size=st.integers(1, 32), room=st.integers(1, 32))
-def test_out_of_memory_halves_the_batch_and_loses_nothing(rows: int, batch_size: int, room: int) -> None:
+@given(
+    rows=st.integers(1, 30), batch_size=st.integers(1, 32), room=st.integers(1, 32), samples=st.sampled_from([1, 1, 5])
+)
+def test_out_of_memory_halves_the_batch_and_loses_nothing(rows: int, batch_size: int, room: int, samples: int) -> None:
     engine = Moody(room=room)
-    generator, found = outcome(engine, range(1, rows + 1), batch_size)
-    assert found == list(range(1, rows + 1))
+    generator, found = outcome(engine, range(1, rows + 1), batch_size, samples)
+    assert found == [row for row in range(1, rows + 1) for _ in range(samples)]
     assert generator.batch_size <= batch_size
     if rows >= batch_size > room:
         assert generator.batch_size < batch_size  # later units don't run out of memory again at once

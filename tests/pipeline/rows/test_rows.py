@@ -45,12 +45,14 @@ def through(
     longest: int = 1000,
     batch_size: int = 3,
     on_batch: Callable[[BatchStats], None] | None = None,
+    samples: int = 1,
 ) -> pa.Table:
     """A table's output as a reader of the written file gets it."""
     kept = table.schema if kept is None else kept
     prepared = prepare(table, kept, "text", template, ByteTokenizer(), longest)
     ids = [str(row) for row in range(table.num_rows)]
-    generator = RowGenerator(Echo(), Sampling(max_new_tokens=50), None, batch_size)
+    sampling = Sampling(max_new_tokens=50, temperature=1.0, samples_per_prompt=samples)
+    generator = RowGenerator(Echo(), sampling, None, batch_size)
     output = generate(prepared, ids, generator, on_batch)
     sink = io.BytesIO()
     pq.write_table(output, sink)
@@ -156,6 +158,22 @@ def test_a_column_of_any_type_is_kept_as_it_is_but_for_broken_text(name: str) ->
     assert shown(rows["kept"]) == shown(column)
     if "\ufffd" not in shown(column):
         assert rows["kept"].combine_chunks().equals(column)
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_samples_stand_side_by_side_each_with_its_rows_columns_of_any_type(name: str) -> None:
+    column = pa.concat_arrays([COLUMNS[name]] * 2)
+    table = pa.table({"text": ["one", None, "two", "thr"] * 2, "kept": column})
+    once, thrice = through(table), through(table, samples=3)
+    assert thrice.schema == once.schema.insert(2, pa.field("sample", pa.int32()))
+    assert thrice["sample"].to_pylist() == [0, 1, 2] * len(table)
+    for name_ in ("generation", "error", "finish_reason"):
+        assert thrice[name_].to_pylist() == [value for value in once[name_].to_pylist() for _ in range(3)]
+    repeated = [chunk for row in range(len(table)) for chunk in 3 * once["kept"].slice(row, 1).chunks]
+    assert shown(thrice["kept"]) == shown(pa.chunked_array(repeated, column.type))
+    costs = thrice["flops_prompt"].to_pylist()
+    assert costs[::3] == once["flops_prompt"].to_pylist()
+    assert costs[1::3] == costs[2::3] == [0] * len(table)
 
 
 @pytest.mark.parametrize("name", COLUMNS)

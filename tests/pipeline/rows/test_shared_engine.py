@@ -9,13 +9,14 @@ from pathlib import Path
 from random import Random
 from threading import Event
 from time import sleep
+from typing import Any
 
 import pytest
 from engine_double import Echo
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import BatchStats, Decoding, Engine, Plateau, Sampling, Schedule, StreamLost, Unit
+from engine import BatchStats, Decoding, Engine, Generation, Plateau, Sampling, Schedule, StreamLost, Unit
 from engine.decoding import feeding
 from pipeline.rows.row_generator import Generator, RowGenerator
 from pipeline.rows.shared_engine import SharedEngine
@@ -159,10 +160,40 @@ def test_rows_of_a_stream_that_was_lost_are_done_in_another_and_none_of_them_is_
     assert lost
 
 
-def test_a_call_has_one_sample_of_each_prompt() -> None:
-    several = Sampling(max_new_tokens=9, temperature=1.0, samples_per_prompt=2)
-    with pytest.raises(ValueError, match="samples_per_prompt is 2"):
-        next(iter(SharedEngine(lambda: Watched()).generate([[65]], several, None, 1, ["0"])))
+@pytest.mark.parametrize("lost_at", [None, 1, 5])
+def test_samples_of_a_prompt_share_it_and_none_is_told_twice(
+    make_checkpoint: Callable[..., Path], lost_at: int | None
+) -> None:
+    """Also where the stream breaks when some samples of a prompt have ended and others have not."""
+    engine = Engine.load(str(make_checkpoint(num_hidden_layers=4)))
+    sampling = Sampling(max_new_tokens=12, temperature=1.0, samples_per_prompt=3)
+    prompts = [[1 + n, 7, 3 + n] for n in range(9)]
+    passes = 0
+
+    class Losing(Engine):
+        def decoding(self, *terms: Any) -> Any:
+            stream = super().decoding(*terms)
+            step = stream.step
+
+            def lossy() -> list[Generation]:
+                nonlocal passes
+                if (passes := passes + 1) == lost_at:
+                    raise StreamLost("by another stream's pass")
+                return step()
+
+            stream.step = lossy  # type: ignore[method-assign]
+            return stream
+
+    wanted = list(engine.generate(prompts, sampling, None, 4))
+    engine.__class__ = Losing
+    shared = SharedEngine(lambda: engine)
+    calls = [range(5), range(5, 9)]
+    with ThreadPoolExecutor(2) as threads:
+        asked = [[[prompts[n] for n in call], sampling, None, 4, list(map(str, call))] for call in calls]
+        found = list(threads.map(lambda terms: list(shared.generate(*terms)), asked))
+    told = [(call[g.index], g.sample, g.tokens) for call, row in zip(calls, found, strict=True) for g in row]
+    assert sorted(told) == sorted((g.index, g.sample, g.tokens) for g in wanted)
+    assert sum(bool(g.flops_prompt) for row in found for g in row) == len(prompts)
 
 
 def test_what_loading_raises_is_raised() -> None:
