@@ -105,7 +105,8 @@ class AdaptModel(AnswersConfig):
     )
     ray_address: str | None = Field(
         None,
-        description="of several workers; 'local' starts an embedded cluster; default Ray's own choice (RAY_ADDRESS)",
+        description="of several workers; 'local' starts an embedded cluster; default that of RAY_ADDRESS, else one "
+        "that was started on this machine, else as 'local'",
     )
 
     def held_out_of(self, answers: int) -> int:

@@ -189,7 +189,9 @@ class JobConfig(GenerationConfig, StorageConfig):
         None, ge=1, description="CPU threads of a replica; default what its machine has for it"
     )
     ray_address: str | None = Field(
-        None, description="cluster to use; 'local' starts an embedded one; default Ray's own choice (RAY_ADDRESS)"
+        None,
+        description="cluster to use; 'local' starts an embedded one; default that of RAY_ADDRESS, else one that was "
+        "started on this machine, else as 'local'",
     )
     log_format: LogFormat = Field(
         "text",

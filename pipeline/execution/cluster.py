@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -53,6 +54,7 @@ class ReplicaResources:
 
 def connect(address: str | None, log_to_driver: bool = True, shared: Mapping[str, str] | None = None) -> None:
     """Join a cluster, or start an embedded one that ends with this process; show what its processes log, or don't.
+    Without an address join the one that RAY_ADDRESS names or that was started on this machine, else start one.
 
     `shared` are local files, by what they are of, that all nodes are to have. Raises JobError if any of that fails.
     """
@@ -69,19 +71,7 @@ def _join(address: str | None, log_to_driver: bool) -> None:
     # Of those that its memory monitor kills, which it counts apart, also without end. Who starts tasks reads it.
     os.environ.setdefault("RAY_task_oom_retries", str(TASK_RETRIES))
     try:
-        if address == "local":
-            # It says how to turn tokens off, which nobody needs who has not heard of them.
-            logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                object_store_memory=EMBEDDED_STORE_BYTES,
-                _system_config=ONE_MACHINE,
-                **quiet,
-            )
-        else:
-            _knock(address)
-            ray.init(address=address, **quiet)
+        _init(address, quiet)
     except Exception as error:  # on a machine with too much to do Ray raises no narrower one
         if address == "local":
             raise JobError(f"Ray does not start on this machine ({error}): is it overloaded, or full?") from error
@@ -90,6 +80,27 @@ def _join(address: str | None, log_to_driver: bool) -> None:
         raise JobError(f"Ray cluster {address!r} cannot be reached ({error}): is it up?") from error
     if callable(on_sigterm) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own would end the process with an exit code of its own
+
+
+def _init(address: str | None, options: dict[str, Any]) -> None:
+    """Raises what Ray does."""
+    if address == "local" or not (address or os.environ.get("RAY_ADDRESS")):
+        # It says how to turn tokens off, which nobody needs who has not heard of them.
+        logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+        try:
+            ray.init(
+                address=address,
+                include_dashboard=False,
+                object_store_memory=EMBEDDED_STORE_BYTES,
+                _system_config=ONE_MACHINE,
+                **options,
+            )
+            return
+        except ValueError:  # these settings are not for the one that was started on this machine
+            if address is not None:
+                raise
+    _knock(address)
+    ray.init(address=address, **options)
 
 
 def _knock(address: str | None) -> None:

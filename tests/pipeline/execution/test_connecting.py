@@ -1,15 +1,19 @@
 """A Ray that cannot be had is told in a sentence, at once."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import ray
+from servers import BUSY_MACHINE, SCRIPTS, free_ports, stop, wait_until
 
 from pipeline.execution import cluster
-from pipeline.execution.cluster import check_shared
+from pipeline.execution.cluster import EMBEDDED_STORE_BYTES, check_shared
 
 CONNECT = "import sys; from pipeline.execution.cluster import connect; connect(sys.argv[1])"
 
@@ -55,6 +59,37 @@ def test_nodes_that_do_not_answer_whether_they_share_the_local_files_are_named(
     monkeypatch.setattr(cluster, "LOOK_S", patience)
     check_shared({"input": __file__})
     assert caplog.messages == ["whether 10.0.0.1, 10.0.0.2 share the local files is not known: they did not answer"]
+
+
+@pytest.mark.alone
+@pytest.mark.timeout(600)
+def test_without_an_address_a_ray_of_this_machine_is_joined_or_an_embedded_one_started(tmp_path: Path) -> None:
+    scratch = tempfile.mkdtemp(prefix="ray")  # short: the paths of Ray's sockets have a limit
+    environment = {**os.environ, **BUSY_MACHINE, "RAY_TMPDIR": scratch}
+    environment.pop("RAY_ADDRESS", None)
+    resources = "import ray; print(ray.cluster_resources()['CPU'], ray.cluster_resources()['object_store_memory'])"
+    connect = CONNECT.replace("sys.argv[1]", "None")
+
+    def connected() -> list[float]:
+        command = [sys.executable, "-c", f"{connect}; {resources}"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return [float(figure) for figure in done.stdout.split()[-2:]]
+
+    assert connected()[1] == EMBEDDED_STORE_BYTES
+    command = [str(SCRIPTS / "ray"), "start", "--head", "--block", "--port=0", "--num-cpus=17"]
+    command += [f"--object-store-memory={300 << 20}", "--include-dashboard=false", "--disable-usage-stats"]
+    kinds = ("ray-client-server", "dashboard-agent-listen", "metrics-export")
+    command += [f"--{kind}-port={port}" for kind, port in zip(kinds, free_ports(3), strict=True)]
+    said = tmp_path / "head.log"
+    with said.open("wb") as log:
+        head = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        wait_until(Path(scratch, "ray", "ray_current_cluster").exists, "the start of a Ray head", 240)
+        assert connected() == [17, 300 << 20]
+    finally:
+        stop(head)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 @pytest.mark.alone
