@@ -172,7 +172,7 @@ class JobConfig(GenerationConfig, StorageConfig):
     )
     limit: int | None = Field(None, ge=1, description="process only the first rows")
 
-    rows_per_unit: int = Field(256, ge=1, description="rows generated, written and committed as a whole")
+    rows_per_unit: int = Field(256, ge=1, description="rows of the output generated, written and committed as a whole")
     replicas: int | None = Field(None, ge=1, description="engines; default one per GPU, or one without GPUs")
     min_replicas: int | None = Field(
         None,
@@ -211,7 +211,7 @@ class JobConfig(GenerationConfig, StorageConfig):
         ge=0,
         le=1,
         description="share of rows also generated at full depth and compared, each at two to six times the cost of "
-        "the row itself, such as 0.01",
+        "a row and its prompt, such as 0.01",
     )
     min_audit_rouge: float | None = Field(
         None,

@@ -18,7 +18,7 @@ from pipeline.commits.commit import Commit, open_rows, read_commits, total
 from pipeline.config import JobConfig
 from pipeline.errors import JobError, NothingToDo, one_line
 from pipeline.inputs.sample_prompts import drawn_rows
-from pipeline.preparing.backend import Backend, as_it_runs
+from pipeline.preparing.backend import Backend, as_it_runs, runs_in_vllm
 from pipeline.preparing.incremental import only_new, work_name
 from pipeline.preparing.preparation import Preparation, prepare_run
 from pipeline.preparing.run_record import claim_name, read_run
@@ -72,13 +72,16 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
     outputs = _outputs(job, ledger, good, prefix)
 
     scale, samples = plan.input_rows / len(prompts), config.sampling().samples_per_prompt
+    # Our own engine computes a prompt once for as many of its samples as decode together, vLLM once.
+    together = samples if config.batch_size == "auto" or runs_in_vllm(config) else config.batch_size
+    passes = math.ceil(samples / together)
     lengths = [len(tokens) for tokens in good]
     pairs = [(prompt, min(output, shape.context - prompt)) for prompt in lengths for output in outputs.lengths]
     per_output = scale * samples / len(outputs.lengths)
     shared = [shared_tokens(prefix, tokens) for tokens in good]
-    flops_prompt = round(scale * sum(map(ledger.prompt, lengths, shared)))
+    flops_prompt = round(scale * passes * sum(map(ledger.prompt, lengths, shared)))
     flops_decode = round(per_output * sum(ledger.decode(*pair) for pair in pairs))
-    full_prompt = round(scale * sum(map(ledger.full_depth.prompt, lengths, shared)))
+    full_prompt = round(scale * passes * sum(map(ledger.full_depth.prompt, lengths, shared)))
     full_decode = round(per_output * sum(ledger.full_depth.decode(*pair) for pair in pairs))
     seconds = full_seconds = cost = full_cost = None
     if outputs.speed is not None:
@@ -109,7 +112,7 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
         cost=cost,
         cost_full_depth=full_cost,
         audit_fraction=0.0 if job.schedule.is_full_depth else config.audit_fraction,
-        samples_per_prompt=samples,
+        rows_per_prompt=samples / passes,
     )
 
 

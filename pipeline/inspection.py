@@ -119,14 +119,16 @@ def _check_file(storage: Storage, commit: Commit) -> str | None:
 def _check_ranges(inspection: Inspection) -> Iterator[str]:
     """Rows that two units cover; in a finished run also those that none does."""
 
-    def file(commit: Commit) -> str:
-        # Not its path: a nightly run may have met two files of one name, and one file under two.
-        return version_of(commit.unit)
+    def file(commit: Commit) -> tuple[str, ...]:
+        # Not its path: a nightly run may have met two files of one name, and one file under two. In runs of an earlier
+        # version each sample of rows has units of its own, whose names end with it.
+        return version_of(commit.unit), *commit.unit.split("-")[2:]
 
     finished = inspection.manifest is not None
-    samples = inspection.run["sampling"].get("samples_per_prompt", 1)
+    all_samples = inspection.run["sampling"].get("samples_per_prompt", 1)
     commits = sorted(inspection.commits, key=lambda commit: (file(commit), commit.start))
-    for version, parts in groupby(commits, file):
+    for (version, *sample), parts in groupby(commits, file):
+        samples = 1 if sample else all_samples
         end = 0
         for commit in parts:
             if commit.start < end:

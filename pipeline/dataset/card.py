@@ -38,8 +38,11 @@ def write_card(
     # Indented as code: whatever a prompt holds, it stays text.
     prompt = "\n".join(f"      {line}" for line in config.prompt.splitlines()) or "      (empty)"
     facts = "; ".join(f"{name} {value}" for name, value in audit_facts([totals]).items())
+    several = run["sampling"].get("samples_per_prompt", 1) > 1
+    shared = " Samples share their prompt, whose `flops_prompt` is in the row of the first." if several else ""
     beside = f"- Beside full depth: {facts}.\n" if facts else ""
     dropped = "\n".join(f"| {reason} | {count:,} |" for reason, count in filters.dropped.items())
+    table = f"\n| filter | rows dropped |\n|---|---|\n{dropped}\n" if dropped else ""
     columns = "\n".join(f"| {inline(field.name)} | {inline(field.type)} |" for field in schema)
     sampling = ", ".join(f"{key} {inline(value)}" for key, value in run["sampling"].items() if value not in ([], None))
     return _signed(f"""---
@@ -65,16 +68,12 @@ rows = load_dataset({json.dumps(redacted(config.output))}, split="{SPLIT}")
 - System text: {inline(config.system)}
 - Sampling: {sampling}. A row's random stream is a function of the seed, its place in the input and `sample`.
 - Compute: {totals.flops / 1e12:.3f} TFLOP, {totals.sample_speedup:.3f}x less than at full depth
-  ({totals.decode_speedup:.3f}x in decoding, {totals.mean_active_layers:.2f} layers on average).
+  ({totals.decode_speedup:.3f}x in decoding, {totals.mean_active_layers:.2f} layers on average).{shared}
 {beside}
 ## What was dropped
 
 Of {totals.rows:,} generations {rows:,} are kept. A row is counted under the first filter that it fails.
-
-| filter | rows dropped |
-|---|---|
-{dropped}
-
+{table}
 Filters: {inline(filters.described)}
 
 ## Columns

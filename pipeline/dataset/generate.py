@@ -177,10 +177,9 @@ def unpublished(storage: Storage, success: Mapping[str, Any]) -> str:
 
 
 def damaged_files(storage: Storage) -> list[str]:
-    """Those of the files that are published here that are not what was written."""
-    manifest = _RECORD.read(storage, MANIFEST)
-    assert manifest is not None
-    listed = ((entry["file"], entry.get("checksum")) for entry in manifest["files"])  # of Parquet files alone
+    """Those of the files that are published here, if any are, that are not what was written."""
+    files = (_RECORD.read(storage, MANIFEST) or {"files": []})["files"]
+    listed = ((entry["file"], entry.get("checksum")) for entry in files)  # of Parquet files alone
     return [file for file, wanted in listed if wanted is not None and checksum(storage.read(file) or b"") != wanted]
 
 

@@ -82,5 +82,6 @@ class ProgressReporter:
             share = 1 - committed.flops / committed.flops_full_depth if committed.flops_full_depth else 0.0
             facts += [f"FLOPs saved {share:.1%}", f"{committed.errors} errors", audit_estimate(committed)]
         left = max(0, int((self._total_rows - rows) / row_rate))
-        facts.append(f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left")
+        ends = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
+        facts.append(ends if rows < self._total_rows else "last units being audited and written")
         return rows, " | ".join(filter(None, facts))

@@ -217,6 +217,8 @@ def claim_output(storage: Storage, description: dict[str, Any], kept: pa.Schema 
 def _way_back(parts: list[str], changes: list[tuple[str, Any, Any]]) -> str:
     """To the run that is there; where all that differs is columns that the input has got, by naming those it had."""
     match changes:
+        case [("units", None, _)]:
+            return "finish it with the earlier version of this project that began it"
         case [("input.incremental", True, None)]:
             return "start it with --incremental to resume it"
         case [("input.kept", list(was), list(now))] if parts == ["input"] and was and set(was) < set(now):

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from pipeline.commits.commit import Totals
 from pipeline.commits.flop_sums import FlopSums
+from pipeline.errors import counted
 from pipeline.storage.records import Amount, Count, Flops, Record
 from pipeline.storage.storage import Storage
 
@@ -35,7 +36,7 @@ class Forecast(FlopSums):
     cost: Amount | None = None
     cost_full_depth: Amount | None = None
     audit_fraction: Amount = 0.0  # of the rows, that are generated at full depth too: on top of all this
-    samples_per_prompt: Count = 1  # rows that share a prompt's FLOPs
+    rows_per_prompt: Amount = 1.0  # that share its FLOPs, as samples of an input row do
 
     @property
     def decode_share(self) -> float:
@@ -49,14 +50,15 @@ class Forecast(FlopSums):
         """
         prompt = self.flops_full_depth - self.flops_decode_full_depth
         own_prompt = self.flops_prompt if self.flops_prompt < prompt else 0
-        prompts = self.samples_per_prompt * (2 * prompt + own_prompt)
+        prompts = self.rows_per_prompt * (2 * prompt + own_prompt)
         return round(self.audit_fraction * (prompts + 3 * self.flops_decode_full_depth + self.flops_decode))
 
     def facts(self) -> dict[str, str]:
         """For a table."""
+        units = counted(self.work_units, "work unit")
         margin = "margin unknown" if self.prompt_tokens_margin is None else f"± {self.prompt_tokens_margin:.1%}"
         facts = {
-            "rows": f"{self.rows:,} in {self.work_units:,} work units, {self.error_share:.1%} without a prompt",
+            "rows": f"{self.rows:,} in {units}, {self.error_share:.1%} without a prompt",
             "prompt tokens": f"{self.prompt_tokens:,} ({margin}, from {self.sampled_rows:,} rows)",
             "output tokens": f"{self.output_tokens:,} ({self.output_source})",
             "FLOPs at full depth": f"{self.flops_full_depth / 1e12:.3f} T, {self.decode_share:.1%} of them in decoding",

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -45,7 +46,7 @@ def commit(output: Storage) -> Callable[..., None]:
         output.write("_input/0.json", json.dumps({"files": {"a.parquet": ["", ROWS + 5]}}).encode())
         for unit in units:
             rows = [{"generation": "g", "finish_reason": "stop", "generated_tokens": 2, "mean_active_layers": 30.0}]
-            table = pa.Table.from_pylist(rows * unit.rows, schema=GENERATED)
+            table = pa.Table.from_pylist(rows * unit.generations, schema=GENERATED)
             commit_unit(output, unit, table, claim.run, {"seconds": 1.0})
         if finish:
             record = json.loads(output.read("_run.json") or b"")
@@ -131,6 +132,10 @@ def test_of_a_data_set_the_run_behind_it_is_shown(
     assert "set/_generation: done" in said
     assert "verified: 3 files, 10 rows, each once" in " ".join(said.split())
     assert "set/': it is not published yet; start the same job again, which generates nothing anew" in stopped
+    finished = (data_set / "_generation/_SUCCESS.json").rename(data_set.parent / "success.json")
+    assert inspect_run.main() == 4, "of a run that is not finished nothing is published yet"
+    assert "verified: 3 files, 10 rows, each once" in " ".join(capsys.readouterr().out.split())
+    finished.rename(data_set / "_generation/_SUCCESS.json")
     success = json.loads((data_set / "_generation/_SUCCESS.json").read_text())
     made_of = {"run": success["fingerprint"], "commits": checksum(json.dumps(success["commits"]).encode())}
     (data_set / "_DATASET.json").write_text(json.dumps({**made_of, "rows": 0, "dropped": {}, "files": []}))
@@ -188,6 +193,27 @@ def test_a_damaged_file_is_named_with_the_commit_that_is_to_be_deleted(
     assert code == 1
     assert f"damaged: {lost.file} is missing (its commit is _commits/{UNITS[1].id}.json)" in said
     assert "error: 1 damage in" in said
+
+
+@pytest.mark.parametrize("of_an_earlier_version", [False, True])
+def test_all_samples_of_all_rows_are_each_there_once(
+    output: Storage, commit: Callable[..., None], inspect: Inspect, monkeypatch: pytest.MonkeyPatch,
+    of_an_earlier_version: bool,
+) -> None:  # fmt: skip
+    """Once each sample had units of its own."""
+    monkeypatch.setitem(RUN, "sampling", {"samples_per_prompt": 2})
+    of_input = [(start, 5) for start in (0, 5)]
+    units = [WorkUnit(f"00000-{start:09d}", "in/a.parquet", start, rows, 2) for start, rows in of_input]
+    if of_an_earlier_version:
+        units = [replace(unit, id=f"{unit.id}-00{sample}", samples=1) for unit in units for sample in range(2)]
+    commit(*units, finish=True)
+    code, said = inspect("--verify")
+    assert code == 0, said
+    assert f"verified: {len(units)} files, 20 rows, each once" in said
+    Path(output.path(f"_commits/{units[0].id}.json")).unlink()
+    code, said = inspect("--verify")
+    assert code == 1
+    assert "rows 0 to 4 of 'in/a.parquet' are missing" in said
 
 
 def test_a_gap_in_a_finished_run_is_found(commit: Callable[..., None], inspect: Inspect) -> None:

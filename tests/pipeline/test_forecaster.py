@@ -105,6 +105,16 @@ def test_samples_of_a_row_tell_no_more_of_the_others(planned: Job) -> None:
     assert (whole.flops_prompt, whole.flops_decode) == (single.flops_prompt, 3 * single.flops_decode)
 
 
+@pytest.mark.parametrize(("batch_size", "passes"), [(2, 4), (7, 1), (3, 3), ("auto", 1)])
+def test_a_prompt_is_planned_as_often_as_its_samples_fill_a_batch(
+    planned: Job, batch_size: int | str, passes: int
+) -> None:
+    options = planned(temperature=1.0, plan_output_tokens=5, batch_size=batch_size, audit_fraction=0.1).model_dump()
+    once, often = (forecast_run(DatasetConfig(**options, samples_per_prompt=n), NoEngineBackend()) for n in (1, 7))
+    assert often.flops_prompt == passes * once.flops_prompt
+    assert often.flops_audit == pytest.approx(7 * once.flops_audit)
+
+
 def test_samples_of_a_row_are_planned_as_they_run(planned: Job) -> None:
     options = planned(audit_fraction=0.5, plan_prompts=8).model_dump() | {"temperature": 1.0, "samples_per_prompt": 3}
     config = DatasetConfig(**options)
@@ -112,7 +122,6 @@ def test_samples_of_a_row_are_planned_as_they_run(planned: Job) -> None:
     totals = run_to_end(config)
     assert (totals.rows, totals.prompt_tokens) == (forecast.rows, forecast.prompt_tokens) == (3 * ROWS, 3 * 1830)
     assert totals.flops_prompt == 100 * 1830, "each prompt is paid for once"
-    assert "64 rows" not in forecast.output_source
     assert "8 sampled prompts answered 2 times over" in forecast.output_source
     prompts = forecast.flops_full_depth - forecast.flops_decode_full_depth
     decode = 3 * forecast.flops_decode_full_depth + forecast.flops_decode

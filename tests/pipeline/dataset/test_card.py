@@ -49,3 +49,9 @@ def test_an_audited_run_says_how_far_it_is_from_full_depth(audited: bool) -> Non
         "- Beside full depth: excess NLL 0.350 nats a token, of 2 audited rows; ROUGE-L to full depth 0.800; repetition"
     )
     assert (said in card) == ("Beside full depth" in card) == audited
+    assert "| filter |" not in card
+    assert "flops_prompt" not in card
+    several = {**run, "sampling": {"samples_per_prompt": 2}}
+    assert "`flops_prompt` is in the row of the first" in write_card(
+        config, several, totals, Filters(config), pa.schema([])
+    )

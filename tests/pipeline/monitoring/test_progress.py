@@ -51,6 +51,11 @@ def test_rates_and_time_left_are_this_sessions_and_savings_wait_for_a_commit() -
     assert said == "60/100 rows | 2.0 rows/s | 40 output tokens/s | FLOPs saved 25.0% | 0 errors | 0:00:20 left"
 
 
+def test_when_all_rows_are_generated_it_says_what_still_takes_time() -> None:
+    said = line(Counts(replicas=1, seconds=10.0, rows=100, tokens=400))
+    assert said == "100/100 rows | 10.0 rows/s | 40 output tokens/s | last units being audited and written"
+
+
 @pytest.mark.parametrize("errors", [0, 3])
 def test_what_is_committed_counts_with_its_errors(errors: int) -> None:
     done = Totals(rows=10, errors=errors, generated_tokens=50, flops_prompt=60, flops_decode=30, flops_full_depth=100)
