@@ -32,7 +32,7 @@ class History:
     def __init__(self, storage: Storage, job: Preparation, known: Mapping[str, KnownFile]) -> None:
         """`storage` is guarded by the output's lease, `known` is the output's record."""
         self._storage = storage
-        self._input = job.config.input_storage()
+        self._input, self._samples = job.config.input_storage(), job.config.sampling().samples_per_prompt
         self._files = [file for file in job.plan.files if not file.problem]
         self._unreadable = {file.name for file in job.plan.files if file.problem}
         self._rows: Counter[str] = Counter()  # of the output, by version, of the files that are there
@@ -96,7 +96,7 @@ class History:
     def describe(self, commits: Sequence[Commit]) -> dict[str, int]:
         """For the manifest: of how much input these commits, those that stay, are the output."""
         files = len({version_of(commit.unit) for commit in commits})
-        return {"files": files, "rows": sum(commit.totals.rows for commit in commits)}
+        return {"files": files, "rows": sum(commit.totals.rows for commit in commits) // self._samples}
 
     def is_replaced(self, unit: str) -> bool:
         """Whether a unit belongs to a version of a file that no longer counts, so that it can't be committed for good.

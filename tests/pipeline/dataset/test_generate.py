@@ -143,7 +143,10 @@ def test_an_incremental_data_set_grows_with_its_input(
     assert generate_dataset(given, EchoBackend()).kept == 2 * len(TEXTS)
     units = inline.units_done
     write_parquet(tmp_path / "in/1.parquet", {"id": [100, 101], "text": ["new 0", "new 1"]})
-    assert generate_dataset(given, EchoBackend()).kept == 2 * (len(TEXTS) + 2)
+    grown = generate_dataset(given, EchoBackend())
+    assert (grown.kept, grown.run.rows_resumed) == (2 * (len(TEXTS) + 2), 2 * len(TEXTS))
+    success = json.loads(Path(given.output, GENERATION, "_SUCCESS.json").read_text())
+    assert success["input"]["rows"] == len(TEXTS) + 2
     assert inline.units_done == units + 1
     assert verify(Storage(f"{given.output}/{GENERATION}"), inspect(Storage(f"{given.output}/{GENERATION}"))) == []
 
