@@ -127,8 +127,7 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
     there = there or _report(begun, storage, session, commits, totals)
     report = f"{storage.url.rstrip('/')}/{REPORT_FILE}" if there else ""
     seconds = time.monotonic() - start
-    resumed = totals.rows - total(session.commits).rows
-    return RunResult(job.config.output, report, resumed, totals, job.shape, seconds, session.seconds)
+    return RunResult(job.config.output, report, begun.before.rows, totals, job.shape, seconds, session.seconds)
 
 
 @dataclass(frozen=True)
