@@ -92,17 +92,18 @@ def describe_run(
     prompt_fields = (
         "text_column", "system", "prompt", "prompt_format", "max_prompt_tokens", "overlong", "parse_control_tokens"
     )  # fmt: skip
+    sampling = config.sampling()
     told_vllm = {name: getattr(config, name) for name in ("engine", "quantization", "cache_dtype")}
     return {
         "model": [config.model, model.digest, model.dtype],
         "model_files": dict(model.files),
         "schedule": schedule.to_dict(),
-        "sampling": config.sampling().to_dict(),
+        "sampling": sampling.to_dict(),
         "prompt": {name: getattr(config, name) for name in prompt_fields},
         "input": _describe_input(config, plan, begun),
         "rows_per_unit": config.rows_per_unit,
         # An earlier version had a unit for each sample, of other names: its runs cannot be gone on with.
-        **({"units": "rows with all their samples"} if config.sampling().samples_per_prompt > 1 else {}),
+        **({"units": "rows with all their samples"} if sampling.samples_per_prompt > 1 else {}),
         "version": engine.__version__,
         # Where vLLM is named: its rounding is its own, and it leaves a schedule's head preview out.
         **{name: value for name, value in told_vllm.items() if value not in (None, "auto", "torch")},

@@ -92,7 +92,7 @@ def generate(
     good = {index: tokens for index, tokens in enumerate(prompts) if tokens is not None}
     found = generator.generate(list(good.values()), [sample_ids[index] for index in good], on_batch)
     samples = generator.samples
-    sampled = with_samples(prepared, samples)
+    sampled = _with_samples(prepared, samples)
     errors: list[str | None] = sampled[ERROR].to_pylist()
     generations: list[Generation | None] = [None] * len(errors)
     places = (samples * index + sample for index in good for sample in range(samples))
@@ -109,11 +109,11 @@ def generate(
 
 def quarantine(table: pa.Table, kept: pa.Schema, samples: int, error: str) -> pa.Table:
     """Output table of a row that nothing but its error can be said of."""
-    row = with_samples(pa.table({field.name: _kept(table, field) for field in kept}), samples)
+    row = _with_samples(pa.table({field.name: _kept(table, field) for field in kept}), samples)
     return _output(row, [None] * samples, [False] * samples, [error] * samples)
 
 
-def with_samples(table: pa.Table, samples: int) -> pa.Table:
+def _with_samples(table: pa.Table, samples: int) -> pa.Table:
     """Each row as often as it has samples, their numbers beside it if there are several."""
     if samples == 1:
         return table

@@ -35,6 +35,11 @@ class _Terms(NamedTuple):
     schedule: Schedule | None
     batch_size: int
 
+    @property
+    def samples(self) -> int:
+        """Of each prompt."""
+        return 1 if self.sampling is None else self.sampling.samples_per_prompt
+
 
 @dataclass(eq=False)
 class _Call:
@@ -52,10 +57,19 @@ class _Call:
         """For prompts to be taken."""
         return self.wanted and self.taken < len(self.prompts)
 
+    def take(self, samples: int) -> int:
+        """The place of the next prompt, of which so many samples are generated from now on."""
+        place, self.taken = self.taken, self.taken + 1
+        self.left[place] = set(range(samples))
+        return place
+
     def ends(self, place: int, sample: int) -> bool:
         """A prompt's sample has its generation; whether it was the last."""
-        self.left[place].remove(sample)
-        return not self.left[place] and self.left.pop(place) is not None
+        left = self.left[place]
+        left.remove(sample)
+        if not left:
+            del self.left[place]
+        return not left
 
     def tell(self, done: Sequence[Generation], stats: BatchStats) -> None:
         for generation in done:
@@ -68,7 +82,6 @@ class _Shared:
 
     def __init__(self, decoding: Decoding, terms: _Terms) -> None:
         self.terms, self.decoding = terms, decoding
-        self._samples = 1 if terms.sampling is None else terms.sampling.samples_per_prompt
         self.calls: list[_Call] = []  # in the order of their coming, in which their prompts are taken
         self._whose: dict[int, tuple[_Call, int]] = {}  # rows in the stream: call and place there
         self._rows = 0  # so far
@@ -102,10 +115,8 @@ class _Shared:
         return bool(self.calls)
 
     def _add(self, call: _Call) -> None:
-        place, prompt = call.taken, call.prompts[call.taken]
-        call.taken += 1
-        call.left[place] = {*range(self._samples)}
-        self.decoding.add(prompt, call.sample_ids[place], self._rows)
+        place = call.take(self.terms.samples)
+        self.decoding.add(call.prompts[place], call.sample_ids[place], self._rows)
         self._whose[self._rows] = call, place
         self._rows += 1
 
@@ -213,13 +224,14 @@ class SharedEngine:
         """The rows that a call lacks, in a stream of their own: with all samples of their prompts, told are those that
         it lacks.
         """
-        places = [*sorted(call.left), *range(call.taken, len(call.prompts))] if call.wanted else []
-        call.taken = len(call.prompts)
+        while call.waits:
+            call.take(terms.samples)
+        places = sorted(call.left) if call.wanted else []
         prompts, ids = [call.prompts[place] for place in places], [call.sample_ids[place] for place in places]
         try:
             for generation in self._engine.generate(prompts, *terms, ids, call.told.put):
                 place = places[generation.index]
-                if generation.sample in call.left.get(place, (generation.sample,)):
+                if generation.sample in call.left[place]:
                     call.told.put(replace(generation, index=place))
             call.told.put(None)
         except Exception as error:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # benchmarks claim their directories on machines without what
     from pipeline.storage.storage import Storage
 
 CLAIM_FILE = "_job.json"
+# In runs of an earlier version each sample of rows has units of its own, whose names end with it.
 _UNIT = r"([0-9a-f]{32}|[0-9]{5,})-[0-9]{9,}(-[0-9]{3,})?"
 _DATA = rf"{_UNIT}-[0-9a-f]{{12}}\.parquet"
 _RUN_FILE = "_run.json"
