@@ -124,6 +124,7 @@ class VllmEngine:
             torch.set_num_threads(threads)
         # On CPUs vLLM would bind its threads to the first cores, and every replica on a machine to the same ones.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # thirty lines for each start, unless they are asked for
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # what goes wrong is raised here
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # V2 refuses logits processors such as ours, full depth or not
         os.environ["VLLM_COMPUTE_NANS_IN_LOGITS"] = "1"  # of such a row it would make an answer all the same

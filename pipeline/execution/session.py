@@ -69,7 +69,7 @@ class Session:
         self._watchdog = Watchdog(task.config.stall_minutes * 60)
         self._done = Done()
         self._pending: dict[str, WorkUnit] = {}
-        self._stop_reason: JobStopped | JobError | None = None
+        self._stop_reason: Exception | None = None
         self._stop_deadline: float | None = None  # of what is in flight, once it stops
         self._spent = False  # a cost ceiling is reached
         self._counted_at = 0.0
@@ -187,7 +187,7 @@ class Session:
             self._stop(JobStopped(said))
 
     @property
-    def _why_stopping(self) -> JobStopped | JobError | None:
+    def _why_stopping(self) -> Exception | None:
         """None for one that a user has stopped as it was done anyway."""
         if self._stop_reason is not None or self._interruption.signal is None or not self._pending:
             return self._stop_reason
@@ -220,6 +220,10 @@ class Session:
             return
         self._counted_at, counts = now, self._board.read([])
         self._meter.repeat()
+        if counts.refusal is not None:
+            if not counts.replicas:  # there is nothing in flight
+                raise counts.refusal
+            self._stop(counts.refusal)
         if counts.unready > HOPELESS_STARTS * self._resources.count + 1:
             raise JobError(
                 f"replicas died {counts.unready} times in a row while they loaded model "
@@ -232,7 +236,7 @@ class Session:
                 "mend that, or raise stall_minutes, and start the job again to resume"
             )
 
-    def _stop(self, reason: JobStopped | JobError | None = None) -> None:
+    def _stop(self, reason: Exception | None = None) -> None:
         """Let units in flight finish within the grace, and no other begin; without a reason, for a user wants it."""
         self._stop_reason = self._stop_reason or reason
         if self._stop_deadline is None:

@@ -37,7 +37,9 @@ from pipeline.storage.storage import Storage, StorageGone
 
 log = logging.getLogger(__name__)
 
+POLL_S = 1.0
 ASK_EVERY_S = 1.0  # whether the job is stopping
+REFUSALS = (ModelError, ScheduleError, JobError, JobStopped)  # what says how to go on
 TELL_EVERY_S = 1.0  # how many rows have ended: some do in nearly every pass, and all replicas tell one actor
 
 
@@ -178,15 +180,14 @@ def _die(unit: WorkUnit, error: Exception) -> NoReturn:
 
 def refusal(error: Exception) -> Exception | None:
     """What an actor of ours ended itself with, in words that say how to go on; None if something else ended it."""
-    kinds = (ModelError, ScheduleError, JobError, JobStopped)
     cause: BaseException | None = error
     while cause is not None:
         inner = getattr(cause, "cause", None)
-        if isinstance(inner, kinds):
+        if isinstance(inner, REFUSALS):
             return inner
         cause = inner if isinstance(inner, BaseException) else cause.__cause__
     last = last_line(error)
-    for kind in kinds:  # of what ends an actor as it starts, Ray keeps the text alone
+    for kind in REFUSALS:  # of what ends an actor as it starts, Ray keeps the text alone
         name = f"{kind.__module__}.{kind.__name__}: "
         if last.startswith(name):
             return kind(last.removeprefix(name))
@@ -199,7 +200,14 @@ class Replica:
     def __init__(self, task: Task, resources: ReplicaResources, board: Board) -> None:
         set_up_worker(task.config.log_format, task.run)
         self._board = board
-        self._generator = UnitGenerator(task, resources, board)
+        try:
+            self._generator = UnitGenerator(task, resources, board)
+        except REFUSALS as error:
+            if not board.refuse(error):
+                raise
+            # Raised, it would be the one sentence in two hundred lines that Ray has for actors that cannot start.
+            while True:  # until the session that knows of it ends this process
+                time.sleep(POLL_S)
         spare_collector()
 
     def __call__(self, rows: pa.Table) -> Iterator[pa.Table]:

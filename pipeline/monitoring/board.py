@@ -30,6 +30,7 @@ class Counts:
     tokens: int = 0
     events: int = 0  # anything reported ever: a job whose count stands still is stuck
     running: dict[str, Running] = field(default_factory=dict)  # by unit
+    refusal: Exception | None = None  # of the first replica that cannot start
 
 
 class _BoardActor:
@@ -39,6 +40,7 @@ class _BoardActor:
         self._stopping = False
         self._batches: dict[str, tuple[int, int]] = {}
         self._running: dict[str, tuple[str, str, float]] = {}
+        self._refusal: Exception | None = None
 
     def starting(self) -> None:
         self._unready += 1
@@ -49,6 +51,11 @@ class _BoardActor:
         self._replicas += 1
         self._unready = 0
         self._events += 1
+
+    def refuse(self, error: Exception) -> bool:
+        self._refusal = self._refusal or error
+        self._events += 1
+        return True
 
     def take(self, unit: str, replica: str, node: str) -> bool:
         if not self._stopping:
@@ -86,6 +93,7 @@ class _BoardActor:
             running={
                 unit: Running(replica, node, now - since) for unit, (replica, node, since) in self._running.items()
             },
+            refusal=self._refusal,
         )
 
 
@@ -111,6 +119,10 @@ class Board:
     def ready(self) -> None:
         """A replica has loaded its model."""
         self._actor.ready.remote()
+
+    def refuse(self, error: Exception) -> bool:
+        """A replica cannot start; whether that is known now."""
+        return bool(self._ask(self._actor.refuse.remote(error), False))
 
     def take(self, unit: str) -> bool:
         """This process begins a unit; False if it should not, because the job is stopping."""

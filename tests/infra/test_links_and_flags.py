@@ -33,7 +33,7 @@ JOBS: dict[str, type[BaseModel]] = {
 OF_ALL = {"--config", "--help"}
 OF_OTHERS = {
     *("--additional-config", "--attention-backend", "--block-size", "--enforce-eager", "--load-format"),  # vLLM
-    *("--scheduling-policy", "--address", "--working-dir", "--generate"),  # vLLM, Ray
+    *("--gpu-memory-utilization", "--scheduling-policy", "--address", "--working-dir", "--generate"),  # vLLM, Ray
     *("--include", "--exclude", "--recursive", "--no-deps", "--merge", "--passage-words"),  # aws, pip, llama.cpp, ours
     *("--ablation", "--batch-sizes"),  # of commits that measurements name
 }

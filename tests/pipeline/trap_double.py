@@ -9,6 +9,7 @@ from pathlib import Path
 
 from engine_double import ByteTokenizer, Echo, EchoBackend
 
+from engine import ModelError
 from pipeline.config import GenerationConfig
 
 KILL, RAISE, BREAK_ONCE = b"KILL", b"RAISE", b"BREAK"
@@ -66,9 +67,10 @@ def trap_backend(scratch: Path | str, armed: bool = True) -> EchoBackend:
 
 @dataclass(frozen=True)
 class TrapBackend(EchoBackend):
-    """Dies while it loads, if told to."""
+    """Dies while it loads, or cannot, if told to."""
 
     dies_loading: bool = False
+    refuses: str = ""  # what it says
 
     def tokenizer(self, config: GenerationConfig) -> ByteTokenizer:
         return TrapTokenizer()
@@ -76,4 +78,6 @@ class TrapBackend(EchoBackend):
     def engine(self, config: GenerationConfig, threads: int | None) -> Echo:
         if self.dies_loading:
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.refuses:
+            raise ModelError(self.refuses)
         return super().engine(config, threads)

@@ -1,6 +1,7 @@
 """What rows, processes and units can do to a job, and what the job makes of it."""
 
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from engine_double import Echo, EchoBackend
 from fixture_types import Job, ReadOutput, WriteParquet
 from trap_double import Company, TrapBackend, trap_backend
 
+from engine import ModelError
 from pipeline.commits.commit import read_commits
 from pipeline.commits.failed import read_failures
 from pipeline.config import GenerationConfig
@@ -129,6 +131,18 @@ def test_a_file_that_became_unreadable_costs_its_own_units_only(
         "a.parquet",
         "a.parquet",
     ]
+
+
+def test_an_engine_that_cannot_start_ends_the_job_in_its_own_words_and_no_others(
+    tmp_path: Path, job: Job, write_parquet: WriteParquet, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_parquet(tmp_path / "in/a.parquet", {"text": ["x"]})
+    rays = logging.getLogger("ray.data.exceptions")  # who hands on to nobody
+    rays.addHandler(caplog.handler)
+    with pytest.raises(ModelError, match=r"^too little memory$"):
+        run_job(job(), TrapBackend(refuses="too little memory"))
+    rays.removeHandler(caplog.handler)
+    assert rays.name not in [record.name for record in caplog.records]
 
 
 @pytest.mark.slow
