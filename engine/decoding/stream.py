@@ -151,8 +151,11 @@ class Stream:
         """As `Decoding.add`."""
         shape = self._decoder.shape
         samples = samples_of(prompt, sample_id, index, self._context.sampling, shape.context, shape.vocab)
-        for first in range(0, len(samples), self._seats):
-            self._queue.add(samples[first : first + self._seats])
+        together = self._seats
+        if self._cache_bytes is not None:
+            together = min(together, max(1, self._cache_bytes // self._bytes(samples[:1])))
+        for first in range(0, len(samples), together):
+            self._queue.add(samples[first : first + together])
 
     def step(self) -> list[Generation]:
         """One pass; the generations that ended in it."""

@@ -144,20 +144,22 @@ def test_a_bad_prompt_is_refused_alone(tiny: Engine) -> None:
     assert stream.step() == []
 
 
-def test_rows_that_do_not_fit_the_memory_wait_for_those_that_run(tiny: Engine) -> None:
+@pytest.mark.parametrize("samples", [1, 4])
+def test_rows_that_do_not_fit_the_memory_wait_for_those_that_run(tiny: Engine, samples: int) -> None:
     prompts = random_prompts([9] * 12)
-    wanted = {g.index: g.tokens for g in tiny.generate(prompts, Sampling(10))}
-    stream = tiny.decoding(Sampling(10), batch_size=12)
-    stream._cache_bytes = 3 * stream._bytes([stream_sample(stream, prompts[0])])
-    for index, prompt in enumerate(prompts[1:], 1):
+    sampling = Sampling(10, temperature=1.0, samples_per_prompt=samples)
+    wanted = {(g.index, g.sample): g.tokens for g in tiny.generate(prompts, sampling)}
+    stream: Any = tiny.decoding(sampling, batch_size=12)
+    stream._cache_bytes = 3 * row_bytes(tiny.decoding(sampling, batch_size=1), prompts[0])
+    for index, prompt in enumerate(prompts):
         stream.add(prompt, str(index), index)
     found = {}
     while stream.unfinished:
-        found |= {g.index: g.tokens for g in stream.step()}
+        found |= {(g.index, g.sample): g.tokens for g in stream.step()}
         assert stream.stats.live_rows <= 3 * stream.stats.steps
     assert found == wanted
 
 
-def stream_sample(stream: Any, prompt: list[int]) -> Any:
+def row_bytes(stream: Any, prompt: list[int]) -> Any:
     stream.add(prompt, "0", 0)
-    return stream._queue.waiting[0][0]
+    return stream._bytes(stream._queue.waiting[0][:1])
