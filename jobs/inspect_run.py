@@ -89,8 +89,8 @@ def look(config: InspectRun) -> Inspection:
             for file in changed[:MOST_SHOWN]:
                 say(f"damaged: {file} is not what was published")
             raise JobError(
-                f"{len(changed)} files of the data set {config.output!r} are damaged: remove them, and start the same "
-                "job again, which generates nothing anew"
+                f"the data set {config.output!r} has {counted(len(changed), 'damaged file')}: remove what is damaged, "
+                "and start the same job again, which generates nothing anew"
             )
     if missing:
         raise JobStopped(

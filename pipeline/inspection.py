@@ -28,7 +28,7 @@ class Inspection:
 
     output: str
     run: dict[str, Any]  # the run's record
-    rows: int  # of the whole run
+    rows: int  # of the whole run's output
     commits: list[Commit]
     failed: list[FailedUnit]
     manifest: dict[str, Any] | None
@@ -138,7 +138,8 @@ def _check_ranges(inspection: Inspection) -> Iterator[str]:
             end = commit.start + commit.totals.rows // samples
     rows = inspection.totals.rows
     if finished and rows != inspection.rows:
-        yield f"the input has {inspection.rows:,} rows, the output {rows:,}"
+        each = f" of {all_samples} samples" if all_samples > 1 else ""
+        yield f"the input has {inspection.rows // all_samples:,} rows{each}, the output {rows:,}"
 
 
 def _check_manifest(inspection: Inspection, manifest: dict[str, Any]) -> Iterator[str]:

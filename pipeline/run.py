@@ -267,7 +267,7 @@ def _report(begun: _Begun, storage: Storage, session: Done, commits: list[Commit
 
 
 def _say_failed(failed: list[FailedUnit], plan: Plan, config: JobConfig) -> str:
-    rows, files = sum(unit.rows for unit in failed), sum(not unit.rows for unit in failed)
+    rows, files = sum(unit.generations for unit in failed), sum(not unit.rows for unit in failed)
     first = failed[0]
     how_many = f"{len(failed) - files} of {len(plan.units)} units ({rows:,} rows)"
     which = f"{first.unit}, rows {first.start} to {first.start + first.rows - 1} of {first.path!r} ({first.error})"

@@ -21,9 +21,15 @@ class FailedUnit:
     unit: UnitName
     path: str  # of the input file
     start: Count
-    rows: Count
+    rows: Count  # of the input
     attempts: Count
     error: str  # the last one
+    samples: Count = 1  # of each row
+
+    @property
+    def generations(self) -> int:
+        """Rows that its output lacks."""
+        return self.rows * self.samples
 
 
 _RECORD: Record[FailedUnit] = Record(FailedUnit, "delete it, and start the job again to try its unit once more")
@@ -31,7 +37,8 @@ _RECORD: Record[FailedUnit] = Record(FailedUnit, "delete it, and start the job a
 
 def record_failure(storage: Storage, unit: WorkUnit, attempts: int, error: str) -> FailedUnit:
     """Write a unit's record, over that of an earlier session."""
-    failed = FailedUnit(unit.id, redacted(unit.path), unit.start, unit.rows, attempts, redacted(error))
+    path, error = redacted(unit.path), redacted(error)
+    failed = FailedUnit(unit.id, path, unit.start, unit.rows, attempts, error, unit.samples)
     storage.write(f"{FAILED}/{unit.id}.json", json.dumps(asdict(failed), indent=1).encode())
     return failed
 
@@ -47,8 +54,8 @@ def read_failures(storage: Storage) -> list[FailedUnit]:
 
 
 def failed_rows(failed: Collection[FailedUnit]) -> str:
-    """How many, in words: of a file that cannot be read nobody knows how many rows it has."""
-    units = [unit.rows for unit in failed if unit.rows]
+    """How many the output lacks, in words: of a file that cannot be read nobody knows how many rows it has."""
+    units = [unit.generations for unit in failed if unit.rows]
     files = len(failed) - len(units)
     said = [f"{counted(sum(units), 'row')} in {counted(len(units), 'unit')}"] if units else []
     said += [counted(files, "whole file")] if files else []

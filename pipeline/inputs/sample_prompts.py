@@ -70,7 +70,7 @@ class CorpusConfig(AnswerConfig, StorageConfig):
 
 def neighbours(plan: Plan, seed: int) -> Iterator[WorkUnit]:
     """A few neighbouring rows at a time, in a random order that the seed decides."""
-    order = _shuffled(plan.units, seed)
+    order = _shuffled(_joined(plan.units), seed)
     for first in range(0, len(order), UNITS):
         runs = [
             replace(unit, start=start, rows=min(RUN_OF_ROWS, unit.start + unit.rows - start))
@@ -78,6 +78,20 @@ def neighbours(plan: Plan, seed: int) -> Iterator[WorkUnit]:
             for start in range(unit.start, unit.start + unit.rows, RUN_OF_ROWS)
         ]
         yield from _shuffled(runs, seed)
+
+
+def _joined(units: Sequence[WorkUnit]) -> list[WorkUnit]:
+    """As large as if each row had one sample: runs of rows end with their unit, and short ones take more reads."""
+    most = max((unit.generations for unit in units), default=0)
+    joined: list[WorkUnit] = []
+    for unit in units:
+        last = joined[-1] if joined else unit
+        follows = (unit.path, unit.start) == (last.path, last.start + last.rows)
+        if follows and last.rows + unit.rows <= most:
+            joined[-1] = replace(last, rows=last.rows + unit.rows)
+        else:
+            joined.append(unit)
+    return joined
 
 
 def drawn_rows(

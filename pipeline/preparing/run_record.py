@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field
 
 import engine
 from engine import Schedule
+from pipeline.commits.commit import SUCCESS_FILE
 from pipeline.config import JobConfig
 from pipeline.errors import JobError, one_line
 from pipeline.inputs.work import Plan
@@ -211,15 +212,16 @@ def claim_output(storage: Storage, description: dict[str, Any], kept: pa.Schema 
     parts, details, changes = _differences(existing, json.loads(json.dumps(description)))
     raise JobError(
         f"output {storage.url!r} belongs to run {existing.get('fingerprint')}, which differs in {', '.join(parts)}: "
-        f"{details}; name another output, {_way_back(parts, changes)}, or discard it with --fresh"
+        f"{details}; name another output, {_way_back(parts, changes, SUCCESS_FILE in storage.entries())}, "
+        "or discard it with --fresh"
     )
 
 
-def _way_back(parts: list[str], changes: list[tuple[str, Any, Any]]) -> str:
+def _way_back(parts: list[str], changes: list[tuple[str, Any, Any]], finished: bool) -> str:
     """To the run that is there; where all that differs is columns that the input has got, by naming those it had."""
     match changes:
         case [("units", None, _)]:
-            return "finish it with the earlier version of this project that began it"
+            return f"{'publish' if finished else 'finish'} it with the earlier version of this project that began it"
         case [("input.incremental", True, None)]:
             return "start it with --incremental to resume it"
         case [("input.kept", list(was), list(now))] if parts == ["input"] and was and set(was) < set(now):

@@ -102,6 +102,19 @@ def test_failed_units_are_named_until_they_are_committed(
     assert "later session" not in said
 
 
+def test_failed_rows_are_counted_as_committed_ones_are_with_all_their_samples(
+    output: Storage, commit: Callable[..., None], inspect: Inspect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(RUN, "sampling", {"samples_per_prompt": 4})
+    commit(WorkUnit("00000-000000000", "in/a.parquet", 0, 2, 4))
+    record_failure(output, WorkUnit("00000-000000002", "in/a.parquet", 2, 8, 4), 3, "no")
+    code, said = inspect()
+    assert code == 3
+    assert "committed │ 8 of 40 rows in 1 unit" in said
+    assert "failed │ 32 rows in 1 unit" in said
+    assert "failed: 00000-000000002, rows 2 to 9 of in/a.parquet" in said
+
+
 def test_a_file_that_became_unreadable_is_named_though_its_first_unit_is_committed(
     output: Storage, commit: Callable[..., None], inspect: Inspect
 ) -> None:
@@ -214,6 +227,7 @@ def test_all_samples_of_all_rows_are_each_there_once(
     code, said = inspect("--verify")
     assert code == 1
     assert "rows 0 to 4 of 'in/a.parquet' are missing" in said
+    assert f"the input has 10 rows of 2 samples, the output {15 if of_an_earlier_version else 10}" in said
 
 
 def test_a_gap_in_a_finished_run_is_found(commit: Callable[..., None], inspect: Inspect) -> None:

@@ -93,7 +93,7 @@ def test_a_sample_stands_for_all_rows_within_its_stated_margin(planned: Job) -> 
 
 def test_samples_of_a_row_tell_no_more_of_the_others(planned: Job) -> None:
     def forecast(samples: int, **options: object) -> Forecast:
-        options |= {"temperature": 1.0, "rows_per_unit": 5 * samples}  # so that the same rows are drawn
+        options |= {"temperature": 1.0, "rows_per_unit": 15}  # of 5 rows or 15, of which the same are drawn
         of_samples = planned(**options).model_dump() | {"samples_per_prompt": samples}
         return forecast_run(DatasetConfig(**of_samples), NoEngineBackend())
 

@@ -22,10 +22,11 @@ from pipeline.commits.commit import read_commits
 from pipeline.dataset import generate
 from pipeline.dataset.config import GENERATION, DatasetConfig
 from pipeline.dataset.generate import MANIFEST, generate_dataset, generation_config, unpublished
-from pipeline.errors import JobError, JobStopped, NothingToDo
+from pipeline.errors import JobError, JobStopped, NothingToDo, UnitsFailed
 from pipeline.inspection import inspect, verify
 from pipeline.preparing.preparation import prepare_run
 from pipeline.preparing.run_record import claim_output
+from pipeline.rows.unit import WorkUnit
 from pipeline.storage.lease import Lease
 from pipeline.storage.storage import Storage
 
@@ -133,6 +134,24 @@ def test_a_run_whose_units_had_one_sample_each_is_not_gone_on_with(config: Confi
         JobError, match=r'units null -> "rows with all their samples"; .* finish it with the earlier version'
     ):
         generate_dataset(given, NoEngineBackend())
+    run.output_storage().write("_SUCCESS.json", b"{}")
+    with pytest.raises(JobError, match="publish it with the earlier version"):
+        generate_dataset(given, NoEngineBackend())
+
+
+def test_all_samples_of_rows_that_failed_are_missing(
+    config: Config, inline: type[InlineSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begin_unit(_session: InlineSession, unit: WorkUnit) -> None:
+        if unit.start == 2:
+            raise JobError("no")
+
+    monkeypatch.setattr(inline, "begin_unit", begin_unit)
+    given = config(samples_per_prompt=2)
+    with pytest.raises(UnitsFailed, match=r"^6 of 7 units \(22 rows\) failed, .* rows 2 to 3 of"):
+        generate_dataset(given, EchoBackend())
+    report = " ".join(Path(given.output, GENERATION, "report.html").read_text().split())
+    assert "4 rows, and not complete: 22 rows in 6 units failed." in report
 
 
 def test_an_incremental_data_set_grows_with_its_input(
@@ -265,7 +284,7 @@ def test_wide_rows_fill_a_shard_sooner_and_a_shard_that_was_changed_is_named(
     assert inspect_run.main() == 1
     said, failed = (" ".join(part.split()) for part in capsys.readouterr())
     assert f"damaged: {manifest['files'][1]['file']} is not what was published" in said
-    assert "1 files of the data set" in failed
+    assert f"error: the data set '{given.output}' has 1 damaged file: remove what is damaged, and" in failed
     assert "start the same job again, which generates nothing anew" in failed
     changed.unlink()
     generate_dataset(given, NoEngineBackend())

@@ -12,9 +12,11 @@ from engine_double import ByteTokenizer
 from fixture_types import WriteParquet
 
 from engine import ModelError, Tokenizer
+from pipeline.dataset.config import DatasetConfig
 from pipeline.errors import JobError
 from pipeline.inputs import work
-from pipeline.inputs.sample_prompts import CorpusConfig, Part, part_of, sample_prompts
+from pipeline.inputs.sample_prompts import CorpusConfig, Part, neighbours, part_of, sample_prompts
+from pipeline.inputs.work import Plan, make_plan
 from pipeline.storage.storage import Storage
 
 ROWS = 4000
@@ -161,6 +163,28 @@ def test_what_lies_close_by_is_read_once(drawn: Drawn, monkeypatch: pytest.Monke
     monkeypatch.setattr(Storage, "open_path", counted)
     assert len(drawn("all", 640)) == 640
     assert len(opened) == 2 + 2  # each of two files for its footer, and for 20 draws
+
+
+def test_rows_are_drawn_together_whatever_the_number_of_their_samples(
+    tmp_path: Path, write_parquet: WriteParquet
+) -> None:
+    """A read each for single rows would decode their row groups as often."""
+    for file in range(2):
+        write_parquet(tmp_path / f"in/{file}.parquet", TABLE.slice(file * 2000, 2000))
+    options = {"input": str(tmp_path / "in"), "output": "", "temperature": 1.0}
+
+    def runs(plan: Plan) -> list[tuple[str, int, int]]:
+        return [(run.path, run.start, run.rows) for run in neighbours(plan, 0)]
+
+    once, four, many = (
+        make_plan(config, config.template())
+        for config in (DatasetConfig(**options, samples_per_prompt=samples) for samples in (1, 4, 256))
+    )
+    assert runs(once) == runs(four) == runs(many)
+    gone = many.units[100]
+    rows = [(path, row) for path, start, count in runs(many.without({gone.id})) for row in range(start, start + count)]
+    wanted = {(unit.path, unit.start) for unit in many.units} - {(gone.path, gone.start)}
+    assert sorted(rows) == sorted(wanted), "what is no unit's is not drawn"
 
 
 def test_a_corpus_of_more_rows_than_a_manifest_lists_units_of_is_drawn_from(
