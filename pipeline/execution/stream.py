@@ -122,7 +122,9 @@ def stream(spans: Sequence[list[WorkUnit]], task: Task, resources: ReplicaResour
 def units_together(config: JobConfig) -> int:
     """Units that a replica has under way: while one of them ends, the others fill its batch."""
     seats = GPU_ROWS if config.batch_size == "auto" else config.batch_size  # of "auto" only the replica can tell
-    return 1 + min(MOST_BESIDE, -(-seats // config.rows_per_unit))
+    samples = config.sampling().samples_per_prompt
+    unit = samples * max(1, config.rows_per_unit // samples)  # rows of the output, all of a row's at least
+    return 1 + min(MOST_BESIDE, -(-seats // unit))
 
 
 def _set_context() -> None:

@@ -3,6 +3,7 @@
 import gc
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from engine import BatchStats, Generation, ModelError, Sampling, Schedule, ScheduleError
@@ -32,7 +33,7 @@ class TooManyRowsFailed(RuntimeError):
 
 
 class RowGenerator:
-    """An engine with its settings, that takes out of memory and bad rows in its stride."""
+    """An engine with its settings, that takes out of memory and bad rows in its stride; several threads may call it."""
 
     def __init__(
         self, engine: Generator, sampling: Sampling, schedule: Schedule | None, batch_size: int | Literal["auto"]
@@ -44,6 +45,7 @@ class RowGenerator:
         self._room = 1.0
         self.samples = sampling.samples_per_prompt
         self._joined = 0  # rows of the stream that calls share: what "fits" is then what it was opened with
+        self._failed_alone = 0  # rows that were alone in their calls and failed, since any row has not
 
     def generate(
         self,
@@ -51,18 +53,28 @@ class RowGenerator:
         sample_ids: Sequence[str],
         on_batch: Callable[[BatchStats], None] | None = None,
     ) -> list[Generation | str]:
-        """For every prompt all its samples, or the error that it raises when it is alone for each of them.
+        """For every prompt all its samples, or the error that it raises when it is alone for those it has not given.
+
+        `on_batch` is told what passes cost and how many samples have ended: each once, however often it is generated.
 
         Raises:
             DeviceBroken: nothing more can come from this process.
             ModelError, ScheduleError: the engine cannot start again.
-            TooManyRowsFailed: all rows fail, or more than MOST_QUARANTINED one after the other, or more than these and
-                than SHARE_QUARANTINED of those tried so far.
+            TooManyRowsFailed: all samples of several rows fail, or more than MOST_QUARANTINED one after the other, or
+                more than these and than SHARE_QUARANTINED of those tried so far. Of calls with one row each more than
+                MOST_QUARANTINED one after the other.
         """
         samples = self.samples
         found: dict[int, Generation | str] = {}  # by row and sample: a row is a prompt here
+        untold: list[int] = []  # tokens of each sample that has ended since `on_batch` was called
         quarantined = streak = 0  # rows that have failed: in all, and since one has not
         size, room = self.batch_size, self._room
+
+        def tell(stats: BatchStats) -> None:
+            if on_batch is not None:
+                on_batch(replace(stats, samples=len(untold), generated_tokens=sum(untold)))
+            untold.clear()
+
         if self._auto and prompts:
             longest = max(map(len, prompts))
             size = min(size, self._engine.fitting_batch_size(longest, self._sampling, self._schedule))
@@ -74,10 +86,13 @@ class RowGenerator:
             ids = [sample_ids[row] for row in rows]
             try:
                 for generation in self._engine.generate(
-                    [prompts[row] for row in rows], self._sampling, self._schedule, size, ids, on_batch
+                    [prompts[row] for row in rows], self._sampling, self._schedule, size, ids, tell
                 ):
-                    found[rows[generation.index] * samples + generation.sample] = generation
-                    streak = 0
+                    place = rows[generation.index] * samples + generation.sample
+                    if place not in found:  # else its row is done again for other samples
+                        found[place] = generation
+                        untold.append(generation.generated_tokens)
+                        streak = self._failed_alone = 0
                 continue
             except (ModelError, ScheduleError):
                 raise  # of the engine, not of any row
@@ -105,9 +120,18 @@ class RowGenerator:
             elif left:
                 quarantined, streak = quarantined + 1, streak + 1
                 many = quarantined > max(MOST_QUARANTINED, SHARE_QUARANTINED * len(found) / samples)
-                if many or streak > MOST_QUARANTINED or 1 < len(prompts) == quarantined:
-                    raise TooManyRowsFailed(f"{quarantined} rows fail, the last of them with {described(error)}")
-                found |= {left[0] * samples + sample: described(error) for sample in range(samples)}
+                none = 1 < len(prompts) == quarantined and all(isinstance(each, str) for each in found.values())
+                if len(prompts) == 1:
+                    streak = self._failed_alone = self._failed_alone + 1
+                if many or streak > MOST_QUARANTINED or none:
+                    if len(prompts) > 1:
+                        self._failed_alone = 0  # whoever narrows it down asks for them again, one by one
+                    count = max(quarantined, streak)
+                    raise TooManyRowsFailed(f"{count} rows fail, the last of them with {described(error)}")
+                for sample in range(samples):
+                    found.setdefault(left[0] * samples + sample, described(error))
+        if untold:
+            tell(BatchStats())
         return [found[place] for place in range(samples * len(prompts))]
 
 

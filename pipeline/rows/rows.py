@@ -19,6 +19,9 @@ from pipeline.values.utf8 import readable
 TOKENS, TRUNCATED, ERROR = "_prompt", "_truncated", "_error"  # columns of a prepared table, beside the kept ones
 SAMPLE = "sample"  # column of an output table whose rows have several samples: which one
 
+# Arrow repeats no views, and a slice of them has the bytes of all wherever it is written: meanwhile they are these.
+_PLAIN = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
+
 GENERATED = pa.schema(
     [
         ("generation", pa.string()),
@@ -92,7 +95,7 @@ def generate(
     good = {index: tokens for index, tokens in enumerate(prompts) if tokens is not None}
     found = generator.generate(list(good.values()), [sample_ids[index] for index in good], on_batch)
     samples = generator.samples
-    sampled = _with_samples(prepared, samples)
+    sampled = _with_samples(prepared.drop_columns(TOKENS), samples)
     errors: list[str | None] = sampled[ERROR].to_pylist()
     generations: list[Generation | None] = [None] * len(errors)
     places = (samples * index + sample for index in good for sample in range(samples))
@@ -103,14 +106,15 @@ def generate(
             generations[place] = generation
             if on_generation is not None:
                 on_generation(place, generation)
-    kept = sampled.drop_columns([TOKENS, TRUNCATED, ERROR])
+    kept = sampled.drop_columns([TRUNCATED, ERROR])
     return _output(kept, generations, sampled[TRUNCATED].to_pylist(), errors)
 
 
 def quarantine(table: pa.Table, kept: pa.Schema, samples: int, error: str) -> pa.Table:
     """Output table of a row that nothing but its error can be said of."""
-    row = _with_samples(pa.table({field.name: _kept(table, field) for field in kept}), samples)
-    return _output(row, [None] * samples, [False] * samples, [error] * samples)
+    # The error is a column that it has for certain: a table of none has no rows.
+    row = _with_samples(pa.table({**{field.name: _kept(table, field) for field in kept}, ERROR: [error]}), samples)
+    return _output(row.drop_columns(ERROR), [None] * samples, [False] * samples, [error] * samples)
 
 
 def _with_samples(table: pa.Table, samples: int) -> pa.Table:
@@ -118,9 +122,10 @@ def _with_samples(table: pa.Table, samples: int) -> pa.Table:
     if samples == 1:
         return table
     rows = range(table.num_rows)
+    plain = pa.schema([field.with_type(_PLAIN.get(field.type, field.type)) for field in table.schema])
     try:
-        repeated = table.take([row for row in rows for _ in range(samples)])
-    except pa.ArrowNotImplementedError:  # as in `chosen`
+        repeated = table.cast(plain).take([row for row in rows for _ in range(samples)]).cast(table.schema)
+    except pa.ArrowException:  # of views in lists; or one array has no room for so many bytes, which slices share
         repeated = pa.concat_tables(
             [table.slice(0, 0), *(t for row in rows for t in repeat(table.slice(row, 1), samples))]
         )

@@ -103,11 +103,8 @@ class _Shared:
             to_tell, self._told_at = self.calls, time.monotonic()
         stats = self.decoding.take_stats() if to_tell else BatchStats()
         for call in to_tell:
-            # A pass is counted once; which rows have ended, with each call.
-            generations = done.get(call, [])
-            tokens = sum(each.generated_tokens for each in generations)
-            call.tell(generations, replace(stats, samples=len(generations), generated_tokens=tokens))
-            stats = BatchStats()
+            call.tell(done.get(call, []), stats)
+            stats = BatchStats()  # a pass is counted once
         for call in self.calls:
             if not call.waits and not call.left:
                 call.told.put(None)
@@ -169,7 +166,9 @@ class SharedEngine:
         sample_ids: Sequence[str],
         on_batch: Callable[[BatchStats], None] | None = None,
     ) -> Iterator[Generation]:
-        """As `Engine.generate`; `on_batch` is called in the caller's thread, at times where no row ends too."""
+        """As `Engine.generate`; `on_batch` is called in the caller's thread, at times where no row ends too. One of the
+        calls that share a pass is told all that it cost, and the samples that ended in it, the others' too.
+        """
         call = _Call(prompts, sample_ids)
         self._thread.submit(self._begin, call, _Terms(sampling, schedule, batch_size))
         try:

@@ -24,7 +24,7 @@ from pipeline.execution.stages import Task
 from pipeline.execution.wire import Parcel, to_bytes
 from pipeline.preparing.preparation import prepare_run
 from pipeline.rows.row_generator import RowGenerator, TooManyRowsFailed
-from pipeline.rows.rows import generate
+from pipeline.rows.rows import TOKENS, generate
 from pipeline.rows.unit import WorkUnit
 
 
@@ -34,6 +34,7 @@ class Here(Isolation):
 
     task: Task
     begun: list[tuple[int, int]] = field(default_factory=list)
+    rows: RowGenerator | None = None  # one for all ranges until a process dies, as theirs is
 
     def __post_init__(self) -> None:
         board: Any = SimpleNamespace(read=lambda units: None)
@@ -42,19 +43,22 @@ class Here(Isolation):
     def _begin(self, part: WorkUnit) -> tuple[Any, Any]:
         self.begun.append((part.start, part.rows))
         ((_, prepared),) = self.task.prepared([part])
-        if any("HUNGRY" in (text or "") for text in prepared["text"].to_pylist()):
+        if any(b"HUNGRY" in bytes(tokens or []) for tokens in prepared[TOKENS].to_pylist()):
             return OutOfMemoryError("Task was killed due to the node running low on memory."), None
-        generator = RowGenerator(
+        self.rows = self.rows or RowGenerator(
             self.task.backend.engine(self.task.config, None), self.task.config.sampling(), None, 32
         )
         try:
-            output = generate(prepared, [str(row) for row in range(part.rows)], generator)
+            output = generate(prepared, [str(row) for row in range(part.rows)], self.rows)
         except TooManyRowsFailed as error:
             return RayTaskError("run", "", error).as_instanceof_cause(), None
         return None, Parcel(part, table=to_bytes(output), cost={"flops_padding": 0, "seconds": 0})
 
     def _wait(self, reference: Any) -> None:
         """Nothing is ever under way."""
+
+    def close(self) -> None:
+        self.rows = None
 
 
 @pytest.fixture
@@ -67,10 +71,10 @@ def task(tmp_path: Path, job: Job, write_parquet: WriteParquet, monkeypatch: pyt
 
     monkeypatch.setattr(ray, "get", get)
 
-    def make(texts: list[str | None], samples: int = 1) -> tuple[Task, WorkUnit]:
+    def make(texts: list[str | None], samples: int = 1, **options: Any) -> tuple[Task, WorkUnit]:
         write_parquet(tmp_path / "in/a.parquet", {"text": pa.array(texts, pa.string())})
-        options = job(rows_per_unit=samples * len(texts), max_new_tokens=40, temperature=1.0).model_dump()
-        ready = prepare_run(DatasetConfig(**options, samples_per_prompt=samples), EchoBackend(Trap()))
+        config = job(rows_per_unit=samples * len(texts), max_new_tokens=40, temperature=1.0, **options).model_dump()
+        ready = prepare_run(DatasetConfig(**config, samples_per_prompt=samples), EchoBackend(Trap()))
         (unit,) = ready.plan.units
         plan = ready.plan
         return Task(
@@ -101,6 +105,25 @@ def test_rows_that_all_raise_in_a_part_of_their_unit_have_errors_of_their_own(
     assert errors[2] == errors[6] == "text is null"
     for row in (1, 4, 5, 7):
         assert errors[row] == f"ValueError: cannot generate for 'RAISE {row}'"
+
+
+def test_rows_that_raise_beside_one_that_kills_have_errors_of_their_own(task: Make, read_output: ReadOutput) -> None:
+    """However many there are before the first good one."""
+    made, unit = task([*(f"RAISE {row}" for row in range(8)), "HUNGRY", "RAISE 9", "row 10", "row 11"])
+    rows = done(made, unit, Here(made), read_output)
+    assert [row["generation"] for row in rows] == [None] * 10 + ["row 10", "row 11"]
+    assert [row["error"] for row in rows if "RAISE" in row["text"]] == [
+        f"ValueError: cannot generate for 'RAISE {row}'" for row in (*range(8), 9)
+    ]
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_row_that_kills_is_an_error_where_no_column_is_kept(
+    task: Make, read_output: ReadOutput, samples: int
+) -> None:
+    made, unit = task(["row 0", "HUNGRY"], samples, keep_columns=[])
+    rows = done(made, unit, Here(made), read_output)
+    assert [row["generation"] for row in rows] == ["row 0"] * samples + [None] * samples
 
 
 def test_a_unit_in_which_no_end_of_rows_raises_is_given_up(task: Make) -> None:

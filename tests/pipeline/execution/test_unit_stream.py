@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import ray
+from fixture_types import Job
 
-from pipeline.execution.stream import UnitStream
+from pipeline.dataset.config import DatasetConfig
+from pipeline.execution.stream import UnitStream, units_together
 from pipeline.execution.wire import Failure, Parcel
 from pipeline.rows.unit import WorkUnit
 
@@ -32,3 +34,10 @@ def test_a_parcel_is_not_held_back_until_the_next_one_comes(tmp_path: Path) -> N
     assert [first.unit, second.unit] == units
     assert stream.next(120.0) is None
     assert stream.ended
+
+
+@pytest.mark.parametrize(("samples", "beside"), [(1, 2), (100, 3), (129, 4), (200, 3), (600, 1)])
+def test_units_under_way_fill_the_batch_with_as_many_rows_as_they_have(job: Job, samples: int, beside: int) -> None:
+    """Of 256 there may be room for, 200 are whole rows of 100 samples; one of 600 is a unit all the same."""
+    config = job(rows_per_unit=256, batch_size=512, temperature=1.0).model_dump()
+    assert units_together(DatasetConfig(**config, samples_per_prompt=samples)) == 1 + beside

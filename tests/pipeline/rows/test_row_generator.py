@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -195,6 +195,54 @@ def test_an_engine_that_goes_bad_late_is_not_its_rows_failure() -> None:
     bad = {length: ValueError("bad") for length in range(201, 257)}
     with pytest.raises(TooManyRowsFailed, match="17 rows fail"):
         outcome(Moody(raising=bad), range(1, 257))
+
+
+def one_row(generator: RowGenerator, length: int) -> int | str:
+    """What a call with this row alone gives for it."""
+    (row,) = generator.generate([[65] * length], ["0"])
+    return row if isinstance(row, str) else len(row.tokens)
+
+
+def failing(*lengths: int) -> RowGenerator:
+    engine = Moody(raising={length: ValueError("bad") for length in lengths})
+    return RowGenerator(engine, Sampling(max_new_tokens=100), None, 4)
+
+
+def test_an_engine_that_goes_bad_is_not_the_failure_of_rows_that_come_one_by_one_and_may_recover() -> None:
+    generator = failing(7)
+    for _ in range(2):
+        assert one_row(generator, 1) == 1
+        assert [one_row(generator, 7) for _ in range(MOST_QUARANTINED)] == ["ValueError: bad"] * MOST_QUARANTINED
+        with pytest.raises(TooManyRowsFailed, match="17 rows fail"):
+            one_row(generator, 7)
+
+
+def test_rows_that_failed_together_may_come_again_one_by_one_for_their_own_errors() -> None:
+    generator = failing(*range(1, 41))
+    for first in range(1, 41, 2):
+        with pytest.raises(TooManyRowsFailed):
+            generator.generate([[65] * first, [65] * (first + 1)], ["0", "1"])
+        assert [one_row(generator, n) for n in (first, first + 1)] == ["ValueError: bad"] * 2
+
+
+def test_samples_that_ended_before_one_raised_are_kept() -> None:
+    class BadSample(Echo):
+        """The last sample comes first."""
+
+        def generate(self, prompts: Sequence[str | Sequence[int]], *how: Any) -> Iterator[Generation]:
+            for generation in super().generate(prompts, *how):
+                if prompts[generation.index] == [66] and generation.sample == 1:
+                    raise FloatingPointError("not numbers")
+                yield generation
+
+    def asked(*prompts: list[int]) -> list[str]:
+        sampling = Sampling(temperature=1.0, samples_per_prompt=4)
+        found = RowGenerator(BadSample(), sampling, None, 8).generate(prompts, list(map(str, range(len(prompts)))))
+        return [row if isinstance(row, str) else f"{row.sample} {row.text}" for row in found]
+
+    bad = [*["FloatingPointError: not numbers"] * 2, "2 B", "3 B"]
+    assert asked([65], [66], [67]) == ["0 A", "1 A", "2 A", "3 A", *bad, "0 C", "1 C", "2 C", "3 C"]
+    assert asked([66], [66]) == [*bad, *bad]
 
 
 def test_a_device_that_broke_is_no_rows_error() -> None:

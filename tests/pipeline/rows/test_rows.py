@@ -3,7 +3,9 @@
 import io
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from arrow_values import COLUMNS, ROWS
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from engine import BatchStats, ModelError, Sampling
 from pipeline.errors import JobError
 from pipeline.rows.row_generator import RowGenerator
-from pipeline.rows.rows import generate, output_schema, prepare
+from pipeline.rows.rows import generate, output_schema, prepare, quarantine
 from pipeline.rows.template import PromptTemplate
 from pipeline.values.show import shown
 
@@ -174,6 +176,42 @@ def test_samples_stand_side_by_side_each_with_its_rows_columns_of_any_type(name:
     costs = thrice["flops_prompt"].to_pylist()
     assert costs[::3] == once["flops_prompt"].to_pylist()
     assert costs[1::3] == costs[2::3] == [0] * len(table)
+
+
+def sampled(kept: pa.Array, samples: int) -> pa.Table:
+    """Output of rows that keep one column."""
+    table = pa.table({"text": ["x"] * len(kept), "kept": kept})
+    prepared = prepare(table, table.select(["kept"]).schema, "text", LOREM, ByteTokenizer(), 100)
+    sampling = Sampling(temperature=1.0, samples_per_prompt=samples)
+    return generate(prepared, list(map(str, range(len(kept)))), RowGenerator(Echo(), sampling, None, 4))
+
+
+def test_samples_may_have_more_bytes_together_than_one_array_has_room_for() -> None:
+    most = 2**31 - 2  # of an array with 32-bit offsets
+    offsets = np.array([0, 1, most], np.int32)
+    zeros = np.zeros(most, np.uint8)  # they take no memory: nobody writes them
+    blobs = pa.Array.from_buffers(pa.binary(), 2, [None, pa.py_buffer(offsets), pa.py_buffer(zeros)])
+    rows = sampled(blobs, 2)
+    assert pc.binary_length(rows["kept"]).to_pylist() == [1, 1, most - 1, most - 1]
+    assert rows["sample"].to_pylist() == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("type_", [pa.string(), pa.string_view(), pa.binary_view()])
+def test_samples_take_as_many_times_the_bytes_of_their_rows(type_: pa.DataType) -> None:
+    kept = pa.array([f"{row:05}" * 1000 for row in range(50)], pa.string()).cast(type_)
+    rows = sampled(kept, 4)
+    assert rows["kept"].type == type_
+    assert rows["kept"].nbytes < 5 * kept.nbytes
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("kept", [pa.schema([]), pa.schema([("text", pa.string())])])
+def test_of_a_row_that_was_never_done_every_sample_has_its_error(kept: pa.Schema, samples: int) -> None:
+    table = pa.table({"text": ["one"]})
+    rows = quarantine(table, kept, samples, "its process died")
+    assert rows.schema == through(table, kept, samples=samples).schema
+    assert rows["error"].to_pylist() == ["its process died"] * samples
+    assert rows["generation"].null_count == samples
 
 
 @pytest.mark.parametrize("name", COLUMNS)

@@ -160,6 +160,43 @@ def test_rows_of_a_stream_that_was_lost_are_done_in_another_and_none_of_them_is_
     assert lost
 
 
+def breaking(engine: Engine, error: Exception, at: int | None) -> Engine:
+    """The same engine, of whose passes one raises."""
+    passes = 0
+
+    class Breaking(Engine):
+        def decoding(self, *terms: Any) -> Any:
+            stream = super().decoding(*terms)
+            step = stream.step
+
+            def brittle() -> list[Generation]:
+                nonlocal passes
+                if (passes := passes + 1) == at:
+                    raise error
+                return step()
+
+            stream.step = brittle  # type: ignore[method-assign]
+            return stream
+
+    engine.__class__ = Breaking
+    return engine
+
+
+@pytest.mark.parametrize("error", [StreamLost("by another stream's pass"), ValueError("odd"), MemoryError()])
+def test_each_sample_is_heard_of_once_however_often_it_is_done(
+    make_checkpoint: Callable[..., Path], error: Exception
+) -> None:
+    engine = breaking(Engine.load(str(make_checkpoint(num_hidden_layers=4))), error, 32)
+    sampling = Sampling(max_new_tokens=12, temperature=1.0, samples_per_prompt=3)
+    heard: list[BatchStats] = []
+    prompts = [[1 + n, 7, 3 + n] for n in range(5)]
+    generator = RowGenerator(SharedEngine(lambda: engine), sampling, None, 4)
+    found = generator.generate(prompts, list(map(str, range(5))), heard.append)
+    assert sum(stats.samples for stats in heard) == len(found) == 15
+    written = [row.generated_tokens for row in found if isinstance(row, Generation)]
+    assert sum(stats.generated_tokens for stats in heard) == sum(written)
+
+
 @pytest.mark.parametrize("lost_at", [None, 1, 5])
 def test_samples_of_a_prompt_share_it_and_none_is_told_twice(
     make_checkpoint: Callable[..., Path], lost_at: int | None
@@ -168,24 +205,8 @@ def test_samples_of_a_prompt_share_it_and_none_is_told_twice(
     engine = Engine.load(str(make_checkpoint(num_hidden_layers=4)))
     sampling = Sampling(max_new_tokens=12, temperature=1.0, samples_per_prompt=3)
     prompts = [[1 + n, 7, 3 + n] for n in range(9)]
-    passes = 0
-
-    class Losing(Engine):
-        def decoding(self, *terms: Any) -> Any:
-            stream = super().decoding(*terms)
-            step = stream.step
-
-            def lossy() -> list[Generation]:
-                nonlocal passes
-                if (passes := passes + 1) == lost_at:
-                    raise StreamLost("by another stream's pass")
-                return step()
-
-            stream.step = lossy  # type: ignore[method-assign]
-            return stream
-
     wanted = list(engine.generate(prompts, sampling, None, 4))
-    engine.__class__ = Losing
+    breaking(engine, StreamLost("by another stream's pass"), lost_at)
     shared = SharedEngine(lambda: engine)
     calls = [range(5), range(5, 9)]
     with ThreadPoolExecutor(2) as threads:
