@@ -37,10 +37,9 @@ from pipeline.storage.storage import Storage, StorageGone
 
 log = logging.getLogger(__name__)
 
-POLL_S = 1.0
 ASK_EVERY_S = 1.0  # whether the job is stopping
-REFUSALS = (ModelError, ScheduleError, JobError, JobStopped)  # what says how to go on
 TELL_EVERY_S = 1.0  # how many rows have ended: some do in nearly every pass, and all replicas tell one actor
+REFUSALS = (ModelError, ScheduleError, JobError, JobStopped)  # that say how to go on
 
 
 @dataclass(frozen=True)
@@ -207,7 +206,7 @@ class Replica:
                 raise
             # Raised, it would be the one sentence in two hundred lines that Ray has for actors that cannot start.
             while True:  # until the session that knows of it ends this process
-                time.sleep(POLL_S)
+                time.sleep(60)
         spare_collector()
 
     def __call__(self, rows: pa.Table) -> Iterator[pa.Table]:

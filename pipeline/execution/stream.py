@@ -19,7 +19,7 @@ from pipeline.execution.cluster import TASK_CPUS, TASK_RETRIES, ReplicaResources
 from pipeline.execution.stages import Replica, Task, commit, read, span_row
 from pipeline.execution.wire import Parcel
 from pipeline.monitoring.board import Board
-from pipeline.rows.unit import WorkUnit
+from pipeline.rows.unit import WorkUnit, rows_of_whole_unit
 
 MOST_BESIDE = 8  # units that fill the batch while another ends: each is a thread, and is lost if the replica is
 
@@ -123,8 +123,8 @@ def units_together(config: JobConfig) -> int:
     """Units that a replica has under way: while one of them ends, the others fill its batch."""
     seats = GPU_ROWS if config.batch_size == "auto" else config.batch_size  # of "auto" only the replica can tell
     samples = config.sampling().samples_per_prompt
-    unit = samples * max(1, config.rows_per_unit // samples)  # rows of the output, all of a row's at least
-    return 1 + min(MOST_BESIDE, -(-seats // unit))
+    generations = samples * rows_of_whole_unit(config.rows_per_unit, samples)  # of a unit
+    return 1 + min(MOST_BESIDE, -(-seats // generations))
 
 
 def _set_context() -> None:

@@ -20,7 +20,7 @@ from pipeline.inputs.input_files import ENDINGS, find_input_files
 from pipeline.inputs.known_files import KnownFile, name_versions
 from pipeline.redaction import redacted
 from pipeline.rows.template import PromptTemplate
-from pipeline.rows.unit import WorkUnit
+from pipeline.rows.unit import WorkUnit, rows_of_whole_unit
 from pipeline.storage.storage import Storage
 from pipeline.storage.stores import is_of_content, stamp
 from pipeline.values.column_types import common_type, holds_text, is_text, open_type
@@ -394,7 +394,7 @@ def _within_limit(files: Sequence[InputFile], limit: int | None) -> tuple[InputF
 
 def _units(files: Sequence[InputFile], rows_per_unit: int, limit: int | None, samples: int = 1) -> Iterator[WorkUnit]:
     left = sum(file.rows for file in files) if limit is None else limit
-    together = max(1, rows_per_unit // samples)  # of the input
+    together = rows_of_whole_unit(rows_per_unit, samples)
     for number, file in enumerate(files):
         taken = min(file.rows, left)
         for start in range(0, taken, together):

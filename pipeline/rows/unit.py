@@ -20,3 +20,8 @@ class WorkUnit:
     def generations(self) -> int:
         """Rows of its output."""
         return self.rows * self.samples
+
+
+def rows_of_whole_unit(rows_per_unit: int, samples: int) -> int:
+    """Of the input: as many as make so many rows of the output, but one at least."""
+    return max(1, rows_per_unit // samples)
