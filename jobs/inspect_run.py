@@ -18,7 +18,7 @@ from pipeline.dataset.config import GENERATION
 from pipeline.dataset.generate import MANIFEST, damaged_files, unpublished
 from pipeline.errors import JobError, JobStopped, counted
 from pipeline.inspection import Inspection, inspect, verify
-from pipeline.preparing.run_record import read_run
+from pipeline.preparing.run_record import read_run, started_again
 from pipeline.reporting.bill import bill
 from pipeline.reporting.report import summary
 from pipeline.storage.settings import Place, StorageConfig
@@ -94,7 +94,7 @@ def look(config: InspectRun) -> Inspection:
             )
     if missing:
         raise JobStopped(
-            f"data set {config.output!r}: {missing}; start the same job again, which generates nothing anew"
+            f"data set {config.output!r}: {missing}; {started_again(found.run)}, which generates nothing anew"
         )
     return found
 

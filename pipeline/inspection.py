@@ -15,7 +15,7 @@ from pipeline.commits.manifest import read_manifest
 from pipeline.errors import JobError
 from pipeline.inputs.input_record import planned_rows
 from pipeline.inputs.known_files import of_present_versions, read_known_files, version_of
-from pipeline.preparing.run_record import claim_name, read_run
+from pipeline.preparing.run_record import claim_name, read_run, started_again
 from pipeline.storage.storage import Storage
 from pipeline.storage.stores import Unfit
 
@@ -56,8 +56,8 @@ class Inspection:
             return f"read the files that {self.output}/{SUCCESS_FILE} lists"
         if self.failed:
             anew = unless_changed(self.failed, bool(self.run["input"].get("incremental")))
-            return f"mend what the failed units name and start the same job again: it tries only those{anew}"
-        return "start the same job again: it resumes and repeats nothing that is committed"
+            return f"mend what the failed units name and {started_again(self.run)}: it tries only those{anew}"
+        return f"{started_again(self.run)}: it resumes and repeats nothing that is committed"
 
 
 def inspect(storage: Storage) -> Inspection:

@@ -4,6 +4,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 
 LONE_DEATHS = 2  # of processes with nothing but one row in them: no coincidence
 MOST_DEATHS = 40  # for one unit; one killer among 256 rows takes 10
-MOST_SPLITS = MOST_DEATHS  # for one unit, of ranges in which all rows raise
+MOST_SPLITS = 16  # for one unit, of ranges in which more rows raise than a corpus has; 120 side by side take 11
 POLL_S = 1.0
 
 
@@ -96,7 +97,9 @@ class Isolation:
                 parts.append(parcel)
                 continue
             except RayTaskError as error:
-                # All rows of a range may raise where not all of the unit do: narrowed down, each has its own error.
+                with suppress(RayError):
+                    ray.get(parcel)  # the same error, of which Ray would write a page if nobody looked
+                # So many rows of a range may raise where the unit has others: narrowed down, each has its own error.
                 splits += 1
                 if not isinstance(error.cause, TooManyRowsFailed) or part.rows == 1 or splits > MOST_SPLITS:
                     raise

@@ -188,8 +188,10 @@ class Session:
 
     @property
     def _why_stopping(self) -> Exception | None:
-        """None for one that a user has stopped as it was done anyway."""
-        if self._stop_reason is not None or self._interruption.signal is None or not self._pending:
+        """None for one that was done anyway as a user stopped it, or as a replica could not start."""
+        if not self._pending:
+            return self._stop_reason if isinstance(self._stop_reason, JobStopped) else None
+        if self._stop_reason is not None or self._interruption.signal is None:
             return self._stop_reason
         rows = f"{self._totals.rows:,} of {self._plan.rows:,} rows are committed"
         return JobStopped(f"{self._interruption.signal}: {rows}, start the job again to resume")

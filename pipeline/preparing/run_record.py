@@ -5,7 +5,7 @@ import hashlib
 import json
 import shlex
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import takewhile
@@ -28,6 +28,7 @@ from pipeline.storage.storage import Storage, absolute
 RUN_FILE = "_run.json"
 NO_SETTINGS = ("fingerprint", "claim", "began", "kept_schema")  # of a record, beside what describes the run
 MOST_SHOWN = 60  # characters of a value in a message
+EARLIER = "the earlier version of this project that began it"
 
 
 class _Schedule(OpenRecord):
@@ -217,11 +218,17 @@ def claim_output(storage: Storage, description: dict[str, Any], kept: pa.Schema 
     )
 
 
+def started_again(run: Mapping[str, Any]) -> str:
+    """What goes on with a run that a record tells of, as an order."""
+    samples = run["sampling"].get("samples_per_prompt", 1)
+    return "start the same job again" + (f" with {EARLIER}" if samples > 1 and "units" not in run else "")
+
+
 def _way_back(parts: list[str], changes: list[tuple[str, Any, Any]], finished: bool) -> str:
     """To the run that is there; where all that differs is columns that the input has got, by naming those it had."""
+    if any(name == "units" and was is None for name, was, _ in changes):
+        return f"{'publish' if finished else 'finish'} it with {EARLIER}"
     match changes:
-        case [("units", None, _)]:
-            return f"{'publish' if finished else 'finish'} it with the earlier version of this project that began it"
         case [("input.incremental", True, None)]:
             return "start it with --incremental to resume it"
         case [("input.kept", list(was), list(now))] if parts == ["input"] and was and set(was) < set(now):

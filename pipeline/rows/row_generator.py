@@ -45,7 +45,7 @@ class RowGenerator:
         self._room = 1.0
         self.samples = sampling.samples_per_prompt
         self._joined = 0  # rows of the stream that calls share: what "fits" is then what it was opened with
-        self._failed_alone = 0  # rows that were alone in their calls and failed, since any row has not
+        self._failed = 0  # rows of calls in which all of them failed, since any row has not
 
     def generate(
         self,
@@ -60,9 +60,9 @@ class RowGenerator:
         Raises:
             DeviceBroken: nothing more can come from this process.
             ModelError, ScheduleError: the engine cannot start again.
-            TooManyRowsFailed: all samples of several rows fail, or more than MOST_QUARANTINED one after the other, or
-                more than these and than SHARE_QUARANTINED of those tried so far. Of calls with one row each more than
-                MOST_QUARANTINED one after the other.
+            TooManyRowsFailed: more than MOST_QUARANTINED rows fail one after the other, or more than these and than
+                SHARE_QUARANTINED of those tried so far. All rows fail, and so do a prompt of one token, or the rows of
+                the calls before: more than MOST_QUARANTINED with these.
         """
         samples = self.samples
         found: dict[int, Generation | str] = {}  # by row and sample: a row is a prompt here
@@ -92,7 +92,7 @@ class RowGenerator:
                     if place not in found:  # else its row is done again for other samples
                         found[place] = generation
                         untold.append(generation.generated_tokens)
-                        streak = self._failed_alone = 0
+                        streak = self._failed = 0
                 continue
             except (ModelError, ScheduleError):
                 raise  # of the engine, not of any row
@@ -120,12 +120,13 @@ class RowGenerator:
             elif left:
                 quarantined, streak = quarantined + 1, streak + 1
                 many = quarantined > max(MOST_QUARANTINED, SHARE_QUARANTINED * len(found) / samples)
-                none = 1 < len(prompts) == quarantined and all(isinstance(each, str) for each in found.values())
-                if len(prompts) == 1:
-                    streak = self._failed_alone = self._failed_alone + 1
-                if many or streak > MOST_QUARANTINED or none:
+                none = quarantined == len(prompts) and all(isinstance(each, str) for each in found.values())
+                if none:
+                    streak = self._failed = self._failed + quarantined
+                alone = prompts[left[0]][:1], size, [sample_ids[left[0]]]
+                if many or streak > MOST_QUARANTINED or (none and not self._answers(*alone)):
                     if len(prompts) > 1:
-                        self._failed_alone = 0  # whoever narrows it down asks for them again, one by one
+                        self._failed = 0  # whoever narrows it down asks for them again, one by one
                     count = max(quarantined, streak)
                     raise TooManyRowsFailed(f"{count} rows fail, the last of them with {described(error)}")
                 for sample in range(samples):
@@ -133,6 +134,14 @@ class RowGenerator:
         if untold:
             tell(BatchStats())
         return [found[place] for place in range(samples * len(prompts))]
+
+    def _answers(self, prompt: Sequence[int], size: int, sample_ids: Sequence[str]) -> bool:
+        """Whether the engine gives anything: where it has nothing for a prompt of one token, it is not the rows."""
+        try:
+            return any(self._engine.generate([prompt], self._sampling, self._schedule, size, sample_ids))
+        except Exception as error:
+            log.warning("a prompt of one token fails too: %s", described(error))
+            return False
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -12,15 +12,12 @@ from engine import BatchStats, Generation, Tokenizer
 from pipeline.errors import JobError, described
 from pipeline.rows.row_generator import RowGenerator
 from pipeline.rows.template import PromptTemplate, RowError
-from pipeline.values.column_types import holds_text
+from pipeline.values.column_types import holds_text, without_views
 from pipeline.values.show import texts
 from pipeline.values.utf8 import readable
 
 TOKENS, TRUNCATED, ERROR = "_prompt", "_truncated", "_error"  # columns of a prepared table, beside the kept ones
 SAMPLE = "sample"  # column of an output table whose rows have several samples: which one
-
-# Arrow repeats no views, and a slice of them has the bytes of all wherever it is written: meanwhile they are these.
-_PLAIN = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 
 GENERATED = pa.schema(
     [
@@ -122,10 +119,11 @@ def _with_samples(table: pa.Table, samples: int) -> pa.Table:
     if samples == 1:
         return table
     rows = range(table.num_rows)
-    plain = pa.schema([field.with_type(_PLAIN.get(field.type, field.type)) for field in table.schema])
+    # A slice of views has the bytes of all of them wherever it is written.
+    plain = pa.schema([field.with_type(without_views(field.type)) for field in table.schema])
     try:
         repeated = table.cast(plain).take([row for row in rows for _ in range(samples)]).cast(table.schema)
-    except pa.ArrowException:  # of views in lists; or one array has no room for so many bytes, which slices share
+    except pa.ArrowException:  # of a few types; or one array has no room for so many bytes, which slices share
         repeated = pa.concat_tables(
             [table.slice(0, 0), *(t for row in rows for t in repeat(table.slice(row, 1), samples))]
         )

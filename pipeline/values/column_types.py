@@ -7,6 +7,7 @@ import pyarrow.types as is_
 
 TEXTS = (is_.is_string, is_.is_large_string, is_.is_string_view)
 BYTES = (is_.is_binary, is_.is_large_binary, is_.is_binary_view, is_.is_fixed_size_binary)
+_WITHOUT_VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 LISTS = (is_.is_list, is_.is_large_list, is_.is_fixed_size_list, is_.is_list_view, is_.is_large_list_view)
 
 
@@ -27,20 +28,30 @@ def open_type(type_: pa.DataType) -> pa.DataType:
     Numbers of dictionaries have at least 32 bits, for two tables together may have more values than 8 bits can count;
     fields of structs and items of lists of one size may be null, as in rows of a table that lacks the column.
     """
-    wide = type_
     if is_.is_dictionary(type_) and type_.index_type.bit_width < 32:
-        wide = pa.dictionary(pa.int32(), type_.value_type, type_.ordered)
-    elif is_.is_struct(type_):
-        wide = pa.struct([(field.name, open_type(field.type)) for field in type_])
+        return pa.dictionary(pa.int32(), type_.value_type, type_.ordered)
+    return _of_parts(type_, open_type)
+
+
+def without_views(type_: pa.DataType) -> pa.DataType:
+    """The same values, in a type that Arrow can repeat them in: of views it repeats none."""
+    return _WITHOUT_VIEWS.get(type_) or _of_parts(type_, without_views)
+
+
+def _of_parts(type_: pa.DataType, changed: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
+    """A type with its parts changed, as it is if nothing changes."""
+    new = type_
+    if is_.is_struct(type_):
+        new = pa.struct([(field.name, changed(field.type)) for field in type_])
     elif is_.is_map(type_):
-        wide = pa.map_(open_type(type_.key_type), open_type(type_.item_type))
+        new = pa.map_(changed(type_.key_type), changed(type_.item_type))
     elif is_.is_fixed_size_list(type_):
-        wide = pa.list_(open_type(type_.value_type), type_.list_size)
-    elif is_.is_list(type_) and (item := open_type(type_.value_type)) != type_.value_type:
-        wide = pa.list_(item)
-    elif is_.is_large_list(type_) and (item := open_type(type_.value_type)) != type_.value_type:
-        wide = pa.large_list(item)
-    return type_ if wide == type_ else wide  # as it is, with what its file says of its fields
+        new = pa.list_(changed(type_.value_type), type_.list_size)
+    elif is_.is_list(type_) and (item := changed(type_.value_type)) != type_.value_type:
+        new = pa.list_(item)
+    elif is_.is_large_list(type_) and (item := changed(type_.value_type)) != type_.value_type:
+        new = pa.large_list(item)
+    return type_ if new == type_ else new  # as it is, with what its file says of its fields
 
 
 def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:

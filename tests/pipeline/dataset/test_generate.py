@@ -134,6 +134,9 @@ def test_a_run_whose_units_had_one_sample_each_is_not_gone_on_with(config: Confi
         JobError, match=r'units null -> "rows with all their samples"; .* finish it with the earlier version'
     ):
         generate_dataset(given, NoEngineBackend())
+    assert inspect(run.output_storage()).advice.startswith("start the same job again with the earlier version")
+    with pytest.raises(JobError, match="finish it with the earlier version"):  # another seed alone is no way back
+        generate_dataset(given.model_copy(update={"seed": 1}), NoEngineBackend())
     run.output_storage().write("_SUCCESS.json", b"{}")
     with pytest.raises(JobError, match="publish it with the earlier version"):
         generate_dataset(given, NoEngineBackend())

@@ -180,6 +180,9 @@ def test_a_replica_that_cannot_start_ends_a_session_as_it_starts_and_lets_the_un
     assert begun._board.stopping()
     with pytest.raises(ModelError, match=r"^too little memory$"):
         begun._end_if_stopping()
+    for unit in UNITS:
+        begun._receive(Parcel(unit, commit=commit(unit)))
+    begun._end_if_stopping()  # done all the same
 
 
 def test_a_session_in_which_nothing_moves_ends_resumably(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def test_rows_that_raise_have_their_error_and_all_others_their_generation(
     lengths: list[int], bad: set[int], batch_size: int, samples: int
 ) -> None:
     engine = Moody(raising={length: ValueError(f"length {length}") for length in bad})
-    if len(lengths) > 1 and set(lengths) <= bad:
+    if 1 in bad and set(lengths) <= bad:  # and so fails a prompt of one token
         with pytest.raises(TooManyRowsFailed):
             outcome(engine, lengths, batch_size, samples)
         return
@@ -218,11 +218,31 @@ def test_an_engine_that_goes_bad_is_not_the_failure_of_rows_that_come_one_by_one
 
 
 def test_rows_that_failed_together_may_come_again_one_by_one_for_their_own_errors() -> None:
-    generator = failing(*range(1, 41))
-    for first in range(1, 41, 2):
+    generator = failing(*range(2, 60))
+    for first in range(2, 40, MOST_QUARANTINED + 1):
+        lengths = range(first, first + MOST_QUARANTINED + 1)
         with pytest.raises(TooManyRowsFailed):
-            generator.generate([[65] * first, [65] * (first + 1)], ["0", "1"])
-        assert [one_row(generator, n) for n in (first, first + 1)] == ["ValueError: bad"] * 2
+            generator.generate([[65] * length for length in lengths], list(map(str, lengths)))
+        assert [one_row(generator, n) for n in lengths[1:]] == ["ValueError: bad"] * MOST_QUARANTINED
+
+
+def test_bad_rows_may_be_all_that_a_unit_has_where_the_engine_answers_others() -> None:
+    generator = failing(7, 8)
+    pair = [[65] * 7, [65] * 8]
+    assert generator.generate(pair, ["0", "1"]) == ["ValueError: bad"] * 2
+    for _ in range(MOST_QUARANTINED // 2 - 1):
+        generator.generate(pair, ["0", "1"])
+    with pytest.raises(TooManyRowsFailed, match="18 rows fail"):  # without one that does not
+        generator.generate(pair, ["0", "1"])
+    assert one_row(generator, 6) == 6
+    assert generator.generate(pair, ["0", "1"]) == ["ValueError: bad"] * 2
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_an_engine_that_answers_nothing_is_not_the_failure_of_a_single_row(rows: int) -> None:
+    generator = failing(1, 7)
+    with pytest.raises(TooManyRowsFailed, match=f"{rows} rows fail, the last of them with ValueError: bad"):
+        generator.generate([[65] * 7] * rows, ["0", "1"][:rows])
 
 
 def test_samples_that_ended_before_one_raised_are_kept() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from engine import BatchStats, ModelError, Sampling
 from pipeline.errors import JobError
+from pipeline.execution.wire import to_bytes
 from pipeline.rows.row_generator import RowGenerator
 from pipeline.rows.rows import generate, output_schema, prepare, quarantine
 from pipeline.rows.template import PromptTemplate
@@ -196,12 +197,23 @@ def test_samples_may_have_more_bytes_together_than_one_array_has_room_for() -> N
     assert rows["sample"].to_pylist() == [0, 1, 0, 1]
 
 
-@pytest.mark.parametrize("type_", [pa.string(), pa.string_view(), pa.binary_view()])
-def test_samples_take_as_many_times_the_bytes_of_their_rows(type_: pa.DataType) -> None:
-    kept = pa.array([f"{row:05}" * 1000 for row in range(50)], pa.string()).cast(type_)
-    rows = sampled(kept, 4)
+@pytest.mark.parametrize(
+    ("type_", "of"),
+    [
+        (pa.string(), str),
+        (pa.string_view(), str),
+        (pa.binary_view(), str.encode),
+        (pa.list_(pa.string_view()), lambda text: [text]),
+        (pa.map_(pa.string_view(), pa.binary_view()), lambda text: [("k", text.encode())]),
+        (pa.struct([("k", pa.string_view())]), lambda text: {"k": text}),
+    ],
+)
+def test_samples_take_as_many_times_the_bytes_of_their_rows(type_: pa.DataType, of: Callable[[str], object]) -> None:
+    values = [of(f"{row:05}" * 1000) for row in range(50)]
+    rows = sampled(pa.array(values, type_), 4).select(["kept"])
     assert rows["kept"].type == type_
-    assert rows["kept"].nbytes < 5 * kept.nbytes
+    assert rows["kept"].to_pylist() == [value for value in values for _ in range(4)]
+    assert len(to_bytes(rows)) < 5 * 50 * 5000
 
 
 @pytest.mark.parametrize("samples", [1, 3])
