@@ -188,7 +188,7 @@ class Session:
 
     @property
     def _why_stopping(self) -> Exception | None:
-        """None for one that was done anyway as a user stopped it, or as a replica could not start."""
+        """None where all was done before a user's stop, or a replica that could not start, took effect."""
         if not self._pending:
             return self._stop_reason if isinstance(self._stop_reason, JobStopped) else None
         if self._stop_reason is not None or self._interruption.signal is None:

@@ -118,27 +118,27 @@ class RowGenerator:
                 middle = len(left) // 2
                 spans += [left[middle:], left[:middle]]
             elif left:
-                quarantined, streak = quarantined + 1, streak + 1
-                many = quarantined > max(MOST_QUARANTINED, SHARE_QUARANTINED * len(found) / samples)
+                row, quarantined, streak = left[0], quarantined + 1, streak + 1
                 none = quarantined == len(prompts) and all(isinstance(each, str) for each in found.values())
                 if none:
                     streak = self._failed = self._failed + quarantined
-                alone = prompts[left[0]][:1], size, [sample_ids[left[0]]]
-                if many or streak > MOST_QUARANTINED or (none and not self._answers(*alone)):
+                share = SHARE_QUARANTINED * len(found) / samples
+                many = streak > MOST_QUARANTINED or quarantined > max(MOST_QUARANTINED, share)
+                if many or (none and not self._answers(prompts[row], sample_ids[row], size)):
                     if len(prompts) > 1:
                         self._failed = 0  # whoever narrows it down asks for them again, one by one
                     count = max(quarantined, streak)
                     raise TooManyRowsFailed(f"{count} rows fail, the last of them with {described(error)}")
                 for sample in range(samples):
-                    found.setdefault(left[0] * samples + sample, described(error))
+                    found.setdefault(row * samples + sample, described(error))
         if untold:
             tell(BatchStats())
         return [found[place] for place in range(samples * len(prompts))]
 
-    def _answers(self, prompt: Sequence[int], size: int, sample_ids: Sequence[str]) -> bool:
-        """Whether the engine gives anything: where it has nothing for a prompt of one token, it is not the rows."""
+    def _answers(self, prompt: Sequence[int], sample_id: str, size: int) -> bool:
+        """Whether the engine gives anything, if only for a prompt's first token: else it is not the rows that fail."""
         try:
-            return any(self._engine.generate([prompt], self._sampling, self._schedule, size, sample_ids))
+            return any(self._engine.generate([prompt[:1]], self._sampling, self._schedule, size, [sample_id]))
         except Exception as error:
             log.warning("a prompt of one token fails too: %s", described(error))
             return False
