@@ -16,6 +16,7 @@ from pipeline.commits.failed import read_failures
 from pipeline.config import GenerationConfig
 from pipeline.errors import JobError, UnitsFailed
 from pipeline.preparing.backend import ModelIdentity
+from pipeline.rows.row_generator import MOST_QUARANTINED
 from pipeline.run import run_job
 from pipeline.storage.storage import Storage
 
@@ -88,22 +89,23 @@ def test_replicas_join_a_run_that_began_with_fewer(tmp_path: Path, job: Job, wri
 def test_a_unit_that_keeps_failing_is_recorded_and_retried_by_the_next_session(
     tmp_path: Path, job: Job, write_parquet: WriteParquet, read_output: ReadOutput
 ) -> None:
-    texts = [f"row {row}" for row in range(6)] + ["RAISE a", "RAISE b", "RAISE c"]
-    write_parquet(tmp_path / "in/a.parquet", {"id": range(9), "text": texts})
-    config = job(rows_per_unit=3, unit_attempts=2)
+    bad = MOST_QUARANTINED + 1  # rows one after the other: not their fault
+    texts = [f"row {row}" for row in range(2 * bad)] + [f"RAISE {row}" for row in range(bad)]
+    write_parquet(tmp_path / "in/a.parquet", {"id": range(3 * bad), "text": texts})
+    config = job(rows_per_unit=bad, unit_attempts=2)
     with pytest.raises(UnitsFailed) as ended:
         run_job(config, trap_backend(tmp_path))
     said = str(ended.value)
-    assert "1 of 3 units (3 rows) failed" in said
-    assert "ValueError: cannot generate for 'RAISE c'" in said
+    assert f"1 of 3 units ({bad} rows) failed" in said
+    assert f"ValueError: cannot generate for 'RAISE {bad - 1}'" in said
     assert "start the job again to retry only those" in said
     (failed,) = read_failures(Storage(config.output))
-    assert (failed.unit, failed.start, failed.rows, failed.attempts) == ("00000-000000006", 6, 3, 2)
+    assert (failed.unit, failed.start, failed.rows, failed.attempts) == (f"00000-{2 * bad:09d}", 2 * bad, bad, 2)
     assert len(read_commits(Storage(config.output))) == 2
     assert not (tmp_path / "out/_SUCCESS.json").exists()
 
-    assert run_job(config, EchoBackend(Echo())).rows_resumed == 6
-    assert read_output(config.output)["id"].to_pylist() == list(range(9))
+    assert run_job(config, EchoBackend(Echo())).rows_resumed == 2 * bad
+    assert read_output(config.output)["id"].to_pylist() == list(range(3 * bad))
     assert read_failures(Storage(config.output)) == []
     assert (tmp_path / "out/_SUCCESS.json").exists()
 
