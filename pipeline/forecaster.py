@@ -16,7 +16,7 @@ from engine import BatchStats, Generation, Ledger, Tokenizer, resolve_device
 from engine.forward.prompt_pass import shared_tokens
 from pipeline.commits.commit import Commit, open_rows, read_commits, total
 from pipeline.config import JobConfig
-from pipeline.errors import JobError, NothingToDo, one_line
+from pipeline.errors import JobError, NothingToDo, counted, one_line
 from pipeline.inputs.sample_prompts import drawn_rows
 from pipeline.preparing.backend import Backend, as_it_runs, runs_in_vllm
 from pipeline.preparing.incremental import only_new, work_name
@@ -189,7 +189,7 @@ def _answer(job: Preparation, ledger: Ledger, prompts: Sequence[list[int]], pref
     prefill, decode = sum(s.prefill_seconds for s in stats), sum(s.decode_seconds for s in stats)
     if not prefill + decode:
         prefill = decode = wall / 2
-    answered = f"{len(prompts)} sampled prompts answered" + (f" {times} times over" if times > 1 else "")
+    answered = f"{counted(len(prompts), 'sampled prompt')} answered" + (f" {times} times over" if times > 1 else "")
     source = f"{answered} in {wall:.1f} s"
     if resolve_device(config.device).type == "cpu":  # a replica beside others may have fewer
         source += f" by {torch.get_num_threads()} threads"
@@ -204,7 +204,9 @@ def _answer(job: Preparation, ledger: Ledger, prompts: Sequence[list[int]], pref
     for place, answer in enumerate(answers):
         if isinstance(answer, Generation):
             of_prompts[place // generator.samples % len(prompts)].append(answer.generated_tokens)
-    margin = _margin([[fmean(lengths)] for lengths in of_prompts if lengths], job.plan.input_rows)
+    # What is drawn differs from run to run, even of the same rows: these are a few of answers without end.
+    rows = job.plan.input_rows if config.sampling().is_greedy else None
+    margin = _margin([[fmean(lengths)] for lengths in of_prompts if lengths], rows)
     told = answered if margin is None else f"± {margin:.1%}, from {answered}"
     return ExpectedOutputs([answer.generated_tokens for answer in good], told, speed)
 
@@ -240,8 +242,9 @@ def _lengths(storage: Storage, commits: Sequence[Commit]) -> list[int]:
     return [found[round((index + 0.5) * len(found) / LENGTHS - 0.5)] for index in range(LENGTHS)]
 
 
-def _margin(runs: Sequence[Sequence[float]], rows: int) -> float | None:
-    """Half of the 95 % interval of a mean from runs drawn without replacement, as a share of the mean.
+def _margin(runs: Sequence[Sequence[float]], rows: int | None) -> float | None:
+    """Half of the 95 % interval of a mean from runs drawn without replacement from so many rows, or from any number,
+    as a share of the mean.
 
     Runs are what varies independently, not rows: neighbours are often alike. None where one run says nothing of others.
     """
@@ -252,6 +255,6 @@ def _margin(runs: Sequence[Sequence[float]], rows: int) -> float | None:
         return 0.0  # nothing is uncertain where all rows were drawn
     if k < 2:
         return None
-    left = math.sqrt(max(0, rows - count) / (rows - 1))
+    left = 1.0 if rows is None else math.sqrt(max(0, rows - count) / (rows - 1))
     off = sum((sum(run) - mean * len(run)) ** 2 for run in runs) * k / (k - 1)
     return 1.96 * math.sqrt(off) / count / mean * left

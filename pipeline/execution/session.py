@@ -70,6 +70,7 @@ class Session:
         self._done = Done()
         self._pending: dict[str, WorkUnit] = {}
         self._stop_reason: Exception | None = None
+        self._refusal: Exception | None = None  # of a replica that could not start
         self._stop_deadline: float | None = None  # of what is in flight, once it stops
         self._spent = False  # a cost ceiling is reached
         self._counted_at = 0.0
@@ -190,7 +191,7 @@ class Session:
     def _why_stopping(self) -> Exception | None:
         """None where all was done before a user's stop, or a replica that could not start, took effect."""
         if not self._pending:
-            return self._stop_reason if isinstance(self._stop_reason, JobStopped) else None
+            return None if self._stop_reason is self._refusal else self._stop_reason
         if self._stop_reason is not None or self._interruption.signal is None:
             return self._stop_reason
         rows = f"{self._totals.rows:,} of {self._plan.rows:,} rows are committed"
@@ -225,7 +226,8 @@ class Session:
         if counts.refusal is not None:
             if not counts.replicas:  # there is nothing in flight
                 raise counts.refusal
-            self._stop(counts.refusal)
+            self._refusal = self._refusal or counts.refusal
+            self._stop(self._refusal)
         if counts.unready > HOPELESS_STARTS * self._resources.count + 1:
             raise JobError(
                 f"replicas died {counts.unready} times in a row while they loaded model "

@@ -146,6 +146,7 @@ def test_the_margin_covers_the_mean_of_rows_whose_neighbours_are_alike() -> None
         covered += abs(mean - actual) <= margin * mean
     assert 0.9 < covered / 300 < 0.98
     assert _margin(runs, len(rows)) == 0
+    assert (_margin(runs[:20], None) or 0) > (_margin(runs[:20], len(rows)) or 0) > 0
     assert _margin(runs[:1], len(rows)) is None
 
 
@@ -252,7 +253,13 @@ def test_few_prompts_are_answered_until_a_batch_is_full(planned: Job) -> None:
     assert forecast.speed_source.startswith("3 sampled prompts answered 4 times over in ")
     assert re.fullmatch(r"± \d+\.\d%, from 3 sampled prompts answered 4 times over", forecast.output_source)
     alone = forecast_run(planned(plan_prompts=1, batch_size=1), EchoBackend(Echo()))
-    assert alone.output_source == "1 sampled prompts answered"
+    assert alone.output_source == "1 sampled prompt answered"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_answers_to_all_rows_are_certain_unless_they_are_drawn(planned: Job, temperature: float) -> None:
+    forecast = forecast_run(planned(plan_prompts=ROWS, temperature=temperature), EchoBackend(Echo()))
+    assert forecast.output_source.startswith("± 0.0%, from 60 sampled prompts") == (temperature == 0)
 
 
 def test_a_run_of_the_same_answers_in_the_output_gives_lengths_and_speed(planned: Job) -> None:

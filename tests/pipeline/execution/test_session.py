@@ -163,22 +163,24 @@ def test_nothing_is_waited_for_while_replicas_load_their_model(job: Job, monkeyp
         begun._check()
 
 
+@pytest.mark.parametrize("refusal", [ModelError("too little memory"), JobStopped("storage is gone")])
 def test_a_replica_that_cannot_start_ends_a_session_as_it_starts_and_lets_the_units_of_others_end(
-    job: Job, monkeypatch: pytest.MonkeyPatch
+    job: Job, monkeypatch: pytest.MonkeyPatch, refusal: Exception
 ) -> None:
+    said = rf"^{refusal}$"
     begun = begun_after([], job(stop_grace_s=600), monkeypatch)
     begun._board.starting()
-    begun._board.refuse(ModelError("too little memory"))
-    with pytest.raises(ModelError, match=r"^too little memory$"):
+    begun._board.refuse(refusal)
+    with pytest.raises(type(refusal), match=said):
         begun._check()
 
     begun = begun_after([], job(stop_grace_s=600), monkeypatch)
     begun._resources = ReplicaResources(2, 1, 1.0, 0.0, 1)
     begun._board.ready()
-    begun._board.refuse(ModelError("too little memory"))
+    begun._board.refuse(refusal)
     begun._check()  # the grace is not over
     assert begun._board.stopping()
-    with pytest.raises(ModelError, match=r"^too little memory$"):
+    with pytest.raises(type(refusal), match=said):
         begun._end_if_stopping()
     for unit in UNITS:
         begun._receive(Parcel(unit, commit=commit(unit)))
