@@ -56,6 +56,8 @@ def adapt(config: AdaptModel) -> None:
             "held_out": {"answers": done.held_out, **quality.figures()},
             "adapted_on": done.learnt_from,
         }
+        if (earlier := before.provenance.get("adapted_on")) is not None:  # what it has learnt from then it still knows
+            provenance["adapted_before"] = [*before.provenance.get("adapted_before", []), earlier]
         made[name] = replace(after, provenance=provenance)
         made[name].write(output / name)
     (output / CURVE_FILE).write_text(json.dumps([point._asdict() for point in done.points], indent=1))

@@ -231,12 +231,13 @@ def warn_of_seen_prompts(config: AdaptModel, schedule: Schedule, drawn: int) -> 
     """Say that what a schedule has learnt from before may be among what it is judged by here, of so many prompts."""
     left = drawn - config.held_out_of(drawn)
     for how, record in made_from(schedule.provenance, config.part, config.parted_by):
-        # A larger draw of a seed only adds to a smaller.
-        if record.get("sampling", {}).get("seed") != config.seed or record.get("prompts", left + 1) > left:
+        drawn_as = (record["part"], record["parted_by"], record.get("sampling", {}).get("seed"))
+        # A larger draw of a seed only adds to a smaller of the same part.
+        if drawn_as != (config.part, config.parted_by, config.seed) or record.get("prompts", left + 1) > left:
             log.warning(
-                "the schedule was %s on %s prompts of the %s part: where that was of this input, it is judged by some "
-                "of them here, unless more are drawn (--prompts) by the same --seed",
-                how, record.get("prompts", "other"), record["part"],
+                "the schedule was %s on %s prompts of the %s part by %s: where that was of this input, it is judged by "
+                "some of them here, unless more are drawn (--prompts) of the same --part by the same --seed",
+                how, record.get("prompts", "other"), record["part"], record["parted_by"],
             )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -68,7 +68,7 @@ class EvaluateSchedule(CorpusConfig):
     )
     rivals: list[str] = Field([], description=f"any of {', '.join(RIVALS)}; or all")
     target_speedups: list[TargetSpeedup] = Field(
-        [1.25, 1.45, 1.65], description="decode FLOP speed-ups to solve rivals for"
+        [1.25, 1.45, 1.65], min_length=1, description="decode FLOP speed-ups to solve rivals for"
     )
 
     reference_column: str | None = Field(
@@ -100,6 +100,11 @@ class EvaluateSchedule(CorpusConfig):
     )
     seed: int = Field(0, ge=0, lt=2**63, description="which rows are drawn, of the random streams and of the bootstrap")
     threads: int | None = Field(None, ge=1, description="CPU threads; default torch's own choice")
+
+    @field_validator("rivals", "target_speedups")
+    @classmethod
+    def _each_once(cls, named: list[Any]) -> list[Any]:
+        return list(dict.fromkeys(named))
 
     @model_validator(mode="after")
     def _has_contenders(self) -> Self:
@@ -170,7 +175,7 @@ def write_rivals(config: EvaluateSchedule, contenders: Sequence[Contender]) -> N
     fitted_on = {"model": model, "part": "calibrate", "parted_by": config.parted_by}
     for each in contenders:
         if each.is_rival and isinstance(each.method, Schedule):
-            provenance: dict[str, Any] = {"name": each.label, "target_speedup": each.target, "note": each.note}
+            provenance: dict[str, Any] = {"name": each.name, "target_speedup": each.target, "note": each.note}
             if each.method.all_bridges or each.method.prompt_bridge or each.method.head_preview:
                 provenance["calibrated_on"] = fitted_on
             replace(each.method, provenance=provenance).write(config.output / RIVALS_FOLDER / each.file_name)
@@ -188,7 +193,8 @@ def write_results(config: EvaluateSchedule, study: Study, contenders: Sequence[C
     warn_of_another_report(config.output / FIGURES_FILE, described, [each.label for each in found])
     (config.output / FIGURES_FILE).write_text(json.dumps(results, indent=1))
     (config.output / REPORT_FILE).write_bytes(render(outputs, found, described).encode(errors="backslashreplace"))
-    Console().print(_table(found))
+    # What is no terminal has no width: in rich's 80 columns names that differ at their end would look the same.
+    Console(width=None if sys.stdout.isatty() else 160).print(_table(found))
     for file in (OUTPUTS_FILE, FIGURES_FILE, REPORT_FILE):
         print(f"{file.split('.')[0]}: {config.output / file}")
 
@@ -279,7 +285,8 @@ def warn_of_another_report(figures_file: Path, config: Mapping[str, Any], labels
     """Say what an earlier call's report had that the one in its place has not."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # none is there, or no whole one
         before = json.loads(figures_file.read_text())
-        other = [name for name, was in before["config"].items() if name not in MAY_CHANGE and config.get(name) != was]
+        was = before["config"]
+        other = [name for name in {**was, **config} if name not in MAY_CHANGE and config.get(name) != was.get(name)]
         gone = [each["label"] for each in before["contenders"] if each["label"] not in labels]
         if said := [*(f"other {name}" for name in other), *(f"{label!r} is not in it" for label in gone)]:
             log.warning("the report of an earlier call is replaced (%s); its outputs stay", ", ".join(said))

@@ -264,3 +264,7 @@ class JobConfig(GenerationConfig, StorageConfig):
     def output_storage(self) -> Storage:
         """Raises JobError."""
         return Storage(self.output, self)
+
+    def storage_without_input(self) -> Storage:
+        """Where no file of the input may lie. Raises JobError."""
+        return self.output_storage()

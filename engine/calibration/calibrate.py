@@ -237,10 +237,10 @@ class Calibration:
                 "gain": candidate.gain,
                 "head_rank": candidate.head.rank if candidate.head else None,
             },
-            "chosen": chosen(candidate),
-            "with_one_bridge": chosen(found.one),
-            "with_constant_depth": chosen(found.constant),
         }
+        if schedule.prompt_bridge is None:  # else these are not what it was chosen by
+            candidates = {"chosen": candidate, "with_one_bridge": found.one, "with_constant_depth": found.constant}
+            provenance |= {name: chosen(one) for name, one in candidates.items()}
         if self._sample_targets:
             provenance["target_sample_speedup"] = target
         return Calibrated(target, replace(schedule, provenance=provenance), quality)

@@ -35,8 +35,9 @@ def write_card(
         size_categories=[next((label for limit, label in SIZES if rows < limit), "1B<n<10B")],
         configs=[{"config_name": "default", "data_files": [{"split": SPLIT, "path": f"{FOLDER}/{SPLIT}-*.parquet"}]}],
     )
+    asked = run["prompt"]
     # Indented as code: whatever a prompt holds, it stays text.
-    prompt = "\n".join(f"      {line}" for line in config.prompt.splitlines()) or "      (empty)"
+    prompt = "\n".join(f"      {line}" for line in asked["prompt"].splitlines()) or "      (empty)"
     facts = "; ".join(f"{name} {value}" for name, value in audit_facts([totals]).items())
     several = run["sampling"].get("samples_per_prompt", 1) > 1
     shared = " Samples share their prompt, whose `flops_prompt` is in the row of the first." if several else ""
@@ -61,11 +62,11 @@ rows = load_dataset({json.dumps(redacted(config.output))}, split="{SPLIT}")
 
 ## How it was made
 
-- Prompt ({config.prompt_format}):
+- Prompt ({asked["prompt_format"]}):
 
 {prompt}
 
-- System text: {inline(config.system)}
+- System text: {inline(asked["system"])}
 - Sampling: {sampling}. A row's random stream is a function of the seed, its place in the input and `sample`.
 - Compute: {totals.flops / 1e12:.3f} TFLOP, {totals.sample_speedup:.3f}x less than at full depth
   ({totals.decode_speedup:.3f}x in decoding, {totals.mean_active_layers:.2f} layers on average).{shared}

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pipeline.config import JobConfig
 from pipeline.rows.rows import SAMPLE
 from pipeline.storage.settings import Place
+from pipeline.storage.storage import Storage
 
 GENERATION = "_generation"  # the run's own output, below the data set's directory
 FOLDER, SPLIT = "data", "train"  # of its shards
@@ -79,6 +80,11 @@ class DatasetConfig(JobConfig, FilterConfig):
     def duplicate_rule(self) -> str:
         """What is done with repeated generations. Two requests may well have the same answer."""
         return self.duplicates or ("keep" if self.output_format == "openai-batch" else "normalized")
+
+    def storage_without_input(self) -> Storage:
+        """That of the data set, where this configures the run below it. Requests lie there, as its input."""
+        apart = f"/{GENERATION}" if self.input_format == "parquet" else ""
+        return Storage(self.output.removesuffix(apart), self)
 
     @model_validator(mode="after")
     def _formats(self) -> Self:

@@ -11,15 +11,16 @@ from typing import Any
 import pyarrow as pa
 from pydantic import ValidationError
 
-from pipeline.commits.commit import SUCCESS_FILE, checksum, open_rows, read_commits
+from pipeline.commits.commit import SUCCESS_FILE, Commit, checksum, open_rows, read_commits, total
 from pipeline.commits.manifest import read_manifest
 from pipeline.dataset import openai_batch
 from pipeline.dataset.card import is_signed, write_card
 from pipeline.dataset.config import FOLDER, GENERATION, SPLIT, DatasetConfig
 from pipeline.dataset.filters import FILTERED, Filters
-from pipeline.errors import JobError
+from pipeline.errors import JobError, NothingToDo
 from pipeline.preparing.backend import Backend
-from pipeline.rows.rows import SAMPLE, chosen
+from pipeline.preparing.run_record import begun_columns, read_run
+from pipeline.rows.rows import SAMPLE, chosen, output_schema
 from pipeline.run import RunResult, leased, run_leased
 from pipeline.storage.ownership import Kind, check_place, own, remove, unfinished
 from pipeline.storage.records import LARGE, Count, Fingerprint, OpenRecord, PublishedFile, Record
@@ -97,6 +98,12 @@ def generation_config(config: DatasetConfig) -> DatasetConfig:
         raise JobError(f"the requests ask for {first['loc'][0]} {first['input']!r}: {first['msg']}") from error
     if requests is None:
         return job
+    begun = None if config.fresh or config.plan else read_run(job.output_storage().at_first())
+    if begun is not None and not str(begun["input"].get("root")).endswith(f"/{openai_batch.name_of(requests)}"):
+        raise JobError(
+            f"output {config.output!r} belongs to run {begun['fingerprint']}, which differs in input: {config.input!r} "
+            "holds other requests; name another output, go back to that run's to resume it, or discard it with --fresh"
+        )
     return job.model_copy(update={"input": f"{output}/{openai_batch.write_requests(storage, requests)}"})
 
 
@@ -112,18 +119,20 @@ def generate_dataset(config: DatasetConfig, backend: Backend | None = None) -> D
         storage = config.output_storage()
         if lease is not None:  # publishing may take longer than it lasts
             storage = storage.guarded(lease.check)
-        result = run_leased(job, backend, lease)
+        try:
+            result = run_leased(job, backend, lease)
+        except NothingToDo:  # the input of a finished run is gone, which may not be published, or under other filters
+            _publish(config, job, storage, filters)
+            raise
         if config.fresh:
             remove(storage, Kind.DATA_SET, [MANIFEST])  # until now it stood for what the run before had made
-        manifest = _publish(config, job, storage, filters, result)
+        manifest = _publish(config, job, storage, filters)
     return DatasetResult(
         config.output, result, manifest["rows"], manifest["dropped"], [entry["file"] for entry in manifest["files"]]
     )
 
 
-def _publish(
-    config: DatasetConfig, job: DatasetConfig, storage: Storage, filters: Filters, result: RunResult
-) -> dict[str, Any]:
+def _publish(config: DatasetConfig, job: DatasetConfig, storage: Storage, filters: Filters) -> dict[str, Any]:
     """The data set's manifest; what it lists is written unless it is there as it should be."""
     success = read_manifest(job.output_storage())
     if success is None:
@@ -136,22 +145,19 @@ def _publish(
     manifest = _RECORD.read(storage, MANIFEST) or {}
     if {name: manifest.get(name) for name in wanted} != wanted or not _is_there(config, storage, manifest):
         remove(storage, Kind.DATA_SET, [MANIFEST])  # what it lists is about to be replaced
-        tables = _committed(job.output_storage(), success)
+        commits = _listed(job.output_storage(), success)
+        tables = _committed(job.output_storage(), commits)
         if config.output_format == "openai-batch":
-            files = _write_responses(config, storage, tables, filters, success["fingerprint"])
+            files, cards = _write_responses(config, storage, tables, filters, success["fingerprint"]), set[str]()
         else:
             kept = _kept(tables, filters)
-            first = next(kept, None)
-            if first is None:
-                raise JobError(f"input {config.input!r} has no rows: there is no data set to make")
+            if (first := next(kept, None)) is None:
+                first = _no_rows(config, job)
             files = _write_shards(storage, chain([first], kept), config.rows_per_shard)
-            card = write_card(job.model_copy(update={"output": config.output}), success, result.totals, filters,
-                              first.schema)  # fmt: skip
-            storage.write(CARD if _may_write_card(storage) else CARD_BESIDE, card.encode())
-        # Shards of an earlier, longer data set, or what was published in another format.
-        stale = {*own(Kind.DATA_SET, _there(storage))} - {entry["file"] for entry in files}
-        stale |= {*unfinished(storage, Kind.DATA_SET)}
-        remove(storage, Kind.DATA_SET, sorted(stale - {MANIFEST, CARD, CARD_BESIDE}))
+            cards = {card := CARD if _may_write_card(storage) else CARD_BESIDE}
+            storage.write(card, write_card(config, success, total(commits), filters, first.schema).encode())
+        written = cards | {entry["file"] for entry in files}
+        remove(storage, Kind.DATA_SET, _stale(job, storage, manifest, written))
         manifest = {**wanted, "rows": filters.kept, "dropped": dict(filters.dropped), "files": files}
         storage.write(MANIFEST, json.dumps(manifest, indent=1).encode())
     if manifest["dropped"] and not manifest["rows"]:
@@ -162,6 +168,29 @@ def _publish(
             "mend what their errors name" if most == "error" else "name other filters",
         )  # fmt: skip
     return manifest
+
+
+def _no_rows(config: DatasetConfig, job: DatasetConfig) -> pa.Table:
+    """What is published of an incremental run that has had rows, or may get some. Raises JobError for any other."""
+    begun = begun_columns(job.output_storage(), job) if config.incremental else None
+    if begun is None:
+        raise JobError(f"input {config.input!r} has no rows: there is no data set to make")
+    return _published(_numbered(output_schema(begun.schema).empty_table()))
+
+
+def _stale(job: DatasetConfig, storage: Storage, before: Mapping[str, Any], written: set[str]) -> list[str]:
+    """Shards and cards of an earlier data set, what was published in another format, and earlier requests.
+
+    Lines of answers have names that anyone may give a file: they are an earlier data set's if that was of this format,
+    or died while it was published.
+    """
+    requests = set(storage.names(openai_batch.REQUESTS))
+    there = {*own(Kind.DATA_SET, {*_there(storage), *requests}), *unfinished(storage, Kind.DATA_SET)} - {MANIFEST}
+    keep = written | {name for name in requests if job.input.endswith(f"/{name}")}
+    keep |= {name for name in (CARD, CARD_BESIDE) if name in there - keep and _is_anothers(storage, name)}
+    if before.get("format", "openai-batch") != "openai-batch":
+        keep |= {openai_batch.OUTPUT_FILE, openai_batch.ERRORS_FILE}
+    return sorted(there - keep)
 
 
 def unpublished(storage: Storage, success: Mapping[str, Any]) -> str:
@@ -179,7 +208,8 @@ def unpublished(storage: Storage, success: Mapping[str, Any]) -> str:
 def damaged_files(storage: Storage) -> list[str]:
     """Those of the files that are published here, if any are, that are not what was written."""
     files = (_RECORD.read(storage, MANIFEST) or {"files": []})["files"]
-    listed = ((entry["file"], entry.get("checksum")) for entry in files)  # of Parquet files alone
+    # Earlier versions had no checksums of answers.
+    listed = ((entry["file"], entry.get("checksum")) for entry in files)
     return [file for file, wanted in listed if wanted is not None and checksum(storage.read(file) or b"") != wanted]
 
 
@@ -189,27 +219,38 @@ def _state(success: Mapping[str, Any]) -> str:
 
 
 def _is_there(config: DatasetConfig, storage: Storage, manifest: dict[str, Any]) -> bool:
-    """Whether all that was published still is."""
-    card = {CARD} if config.output_format == "parquet" else set()
-    return _there(storage) >= card | {entry["file"] for entry in manifest["files"]}
+    """Whether all that was published still is, to the byte's count."""
+    there, card = _there(storage), {CARD} if config.output_format == "parquet" else set()
+    listed = {entry["file"]: entry for entry in manifest["files"]}
+    if not there.keys() >= card | listed.keys():
+        return False
+    return all(there[file] == entry.get("size", there[file]) for file, entry in listed.items())
 
 
-def _there(storage: Storage) -> set[str]:
-    """What lies in an output, as far as data sets write to it."""
-    return {*storage.entries(), *storage.names(FOLDER)}
+def _there(storage: Storage) -> dict[str, int]:
+    """What lies in an output, as far as data sets write to it, and its bytes."""
+    return storage.sizes() | storage.sizes(FOLDER)
 
 
-def _committed(storage: Storage, success: dict[str, Any]) -> Iterator[pa.Table]:
-    """Rows of the run's manifest in input order, with the number of their sample."""
+def _listed(storage: Storage, success: dict[str, Any]) -> list[Commit]:
+    """Commits of the run's manifest in input order."""
     listed = {entry["file"] for entry in success["commits"]}
-    commits = [commit for commit in read_commits(storage) if commit.file in listed]
-    for commit in sorted(commits, key=lambda commit: commit.place):
+    return sorted((each for each in read_commits(storage) if each.file in listed), key=lambda commit: commit.place)
+
+
+def _committed(storage: Storage, commits: Iterable[Commit]) -> Iterator[pa.Table]:
+    """Of commits, with the number of their sample."""
+    for commit in commits:
         with open_rows(storage, commit) as stream:
-            table = read_parquet(stream)
-        if SAMPLE not in table.column_names:  # one of each row
-            only = pa.repeat(pa.scalar(0, pa.int32()), table.num_rows)
-            table = table.add_column(table.column_names.index("generation"), pa.field(SAMPLE, pa.int32()), only)
-        yield table
+            yield _numbered(read_parquet(stream))
+
+
+def _numbered(table: pa.Table) -> pa.Table:
+    """With a column that says which sample of its row each is."""
+    if SAMPLE in table.column_names:
+        return table
+    only = pa.repeat(pa.scalar(0, pa.int32()), table.num_rows)  # one of each row
+    return table.add_column(table.column_names.index("generation"), pa.field(SAMPLE, pa.int32()), only)
 
 
 def _kept(tables: Iterable[pa.Table], filters: Filters) -> Iterator[pa.Table]:
@@ -217,7 +258,11 @@ def _kept(tables: Iterable[pa.Table], filters: Filters) -> Iterator[pa.Table]:
     for table in tables:
         # Other columns may hold what Python has no value for.
         keep = [filters.reason_to_drop(row) is None for row in table.select(FILTERED).to_pylist()]
-        yield chosen(table, keep).drop_columns(list(LEFT_OUT))
+        yield _published(chosen(table, keep))
+
+
+def _published(table: pa.Table) -> pa.Table:
+    return table.drop_columns(list(LEFT_OUT))
 
 
 def _write_shards(storage: Storage, tables: Iterable[pa.Table], rows_per_shard: int) -> list[dict[str, Any]]:
@@ -226,12 +271,10 @@ def _write_shards(storage: Storage, tables: Iterable[pa.Table], rows_per_shard: 
     Each is written whole under its number, so that writing again replaces the same objects. Raises StorageGone,
     StorageRefused.
     """
-    shards = []
-    for number, table in enumerate(_cut(tables, rows_per_shard)):
-        content, name = to_parquet(table), f"{FOLDER}/{SPLIT}-{number:05d}.parquet"
-        storage.write(name, content)
-        shards.append({"file": name, "rows": table.num_rows, "size": len(content), "checksum": checksum(content)})
-    return shards
+    return [
+        _write(storage, f"{FOLDER}/{SPLIT}-{number:05d}.parquet", to_parquet(table), table.num_rows)
+        for number, table in enumerate(_cut(tables, rows_per_shard))
+    ]
 
 
 def _cut(tables: Iterable[pa.Table], rows: int) -> Iterator[pa.Table]:
@@ -256,15 +299,20 @@ def _cut(tables: Iterable[pa.Table], rows: int) -> Iterator[pa.Table]:
 
 def _may_write_card(storage: Storage) -> bool:
     """Whether there is no card, or one as this project wrote it. Who has edited it keeps it."""
-    try:
-        standing = storage.read(CARD, LARGE)
-    except Unfit:
-        return False
-    if standing is None or is_signed(standing):
+    if not _is_anothers(storage, CARD):
         return True
     log.warning("%s of %r was not written by this job, or edited since: it stays, the new card is %s",
                 CARD, storage.url, CARD_BESIDE)  # fmt: skip
     return False
+
+
+def _is_anothers(storage: Storage, card: str) -> bool:
+    """Whether there is one that is not as this project wrote it."""
+    try:
+        standing = storage.read(card, LARGE)
+    except Unfit:
+        return True
+    return standing is not None and not is_signed(standing)
 
 
 def _write_responses(
@@ -277,6 +325,10 @@ def _write_responses(
     ]
     answers, errors = openai_batch.responses(rows, run, config.model, int(time.time()))
     files = {openai_batch.OUTPUT_FILE: answers, openai_batch.ERRORS_FILE: errors}
-    for name, content in files.items():
-        storage.write(name, content.encode())
-    return [{"file": name, "rows": content.count("\n")} for name, content in files.items()]
+    return [_write(storage, name, content.encode(), content.count("\n")) for name, content in files.items()]
+
+
+def _write(storage: Storage, name: str, content: bytes, rows: int) -> dict[str, Any]:
+    """Write a file of a data set; what the manifest lists."""
+    storage.write(name, content)
+    return {"file": name, "rows": rows, "size": len(content), "checksum": checksum(content)}

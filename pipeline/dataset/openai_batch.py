@@ -100,13 +100,17 @@ def _lines_of(storage: Storage) -> Iterator[tuple[int, bytes]]:
         raise JobError(f"input {storage.url!r} is no file: name one JSONL file of requests") from error
 
 
-def write_requests(storage: Storage, requests: Requests) -> str:
-    """As the Parquet file that a job reads; its name, which is one for these requests and no others."""
-    sink = pa.BufferOutputStream()
-    pq.write_table(requests.table, sink)
+def name_of(requests: Requests) -> str:
+    """Of the Parquet file that a job reads: one for these requests and no others."""
     # By what is asked: the file's own bytes name the library that wrote them.
     digest = hashlib.sha256(json.dumps(requests.table.to_pylist()).encode()).hexdigest()
-    name = f"{REQUESTS}/{digest[:16]}.parquet"
+    return f"{REQUESTS}/{digest[:16]}.parquet"
+
+
+def write_requests(storage: Storage, requests: Requests) -> str:
+    """As the Parquet file that a job reads; its name."""
+    sink, name = pa.BufferOutputStream(), name_of(requests)
+    pq.write_table(requests.table, sink)
     storage.write_if_absent(name, sink.getvalue().to_pybytes())  # its time may tell a job that it has not changed
     return name
 

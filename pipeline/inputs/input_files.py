@@ -106,15 +106,17 @@ class _Listing:
         else:
             infos = self._storage.fs.glob(self._escaped(pattern), detail=True)
             found = {path.rstrip("/"): info["type"] == "directory" for path, info in infos.items()}
-        files = []
+        files: list[str] = []
+        taken: list[str] = []
         for path, is_directory in found.items():
             if not _is_asked_for(pattern, path):
                 self._leave_out(HIDDEN, path)
             elif not is_directory:
                 files.append(path)
             elif not pattern.endswith("**"):  # which has matched what is in it too
-                yield from self._below(path)
-        taken = [path for path in files if path.lower().endswith(ENDINGS)] or files
+                taken += self._below(path)
+        taken += [path for path in files if path.lower().endswith(ENDINGS)]
+        taken = taken or files
         for path in set(files).difference(taken):
             self._leave_out(OTHER, path)
         yield from taken

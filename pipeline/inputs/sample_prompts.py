@@ -64,8 +64,8 @@ class CorpusConfig(AnswerConfig, StorageConfig):
 
     @property
     def parted_by(self) -> str:
-        """What the parts of the corpus are told from: the id column, or "text"."""
-        return self.id_column or "text"
+        """The column that the parts of the corpus are told from: that of ids, or that of texts."""
+        return self.id_column or self.text_column
 
 
 def neighbours(plan: Plan, seed: int) -> Iterator[WorkUnit]:

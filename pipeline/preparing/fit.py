@@ -112,9 +112,11 @@ def warn_of_another_model(schedule: Schedule, model: str, identity: str) -> None
 
 def made_from(provenance: Mapping[str, Any], part: Part, parted_by: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """How a schedule was made from prompts that may be of a part, where both are of one input, and the record of it."""
-    for made, how in (("calibrated_on", "calibrated"), ("adapted_on", "trained")):
-        if (record := provenance.get(made)) is not None:
-            record = {**record, "part": record.get("part") or "all", "parted_by": record.get("parted_by", "id")}
+    records = [("calibrated", provenance.get("calibrated_on")), ("trained", provenance.get("adapted_on"))]
+    records += [("trained", record) for record in provenance.get("adapted_before", [])]
+    for how, known in records:
+        if known is not None:
+            record = {**known, "part": known.get("part") or "all", "parted_by": known.get("parted_by", "id")}
             if "all" in (record["part"], part) or record["part"] == part or record["parted_by"] != parted_by:
                 yield how, record
 

@@ -64,7 +64,7 @@ def prepare_run(config: JobConfig, backend: Backend | None = None) -> Preparatio
         if known and _is_emptied(config, output, source):
             raise NothingToDo(f"nothing is new: {config.input!r} holds no files any more") from None
         raise
-    check_files(output, source, (file.path for file in plan.files))
+    check_files(config.storage_without_input(), source, (file.path for file in plan.files))
     output_schema(plan.kept, config.reserved)
     config = config.model_copy(update={"model": backend.pinned(config.model)})
     shape = backend.shape(config)

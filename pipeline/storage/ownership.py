@@ -40,25 +40,30 @@ _claimed: dict[tuple[int, int], IO[bytes]] = {}  # claim files that this process
 
 
 class Kind(Enum):
-    """What an output is: which names are its own, what in it shows that it is ours, what may be there before that."""
+    """What an output is: which names are its own, what in it shows that it is ours, what may be there before that, and
+    names of data files as it writes them.
+    """
 
     RUN = (
         rf"_run\.json|_SUCCESS\.json|_snapshot\.json\.gz|_inputs\.json|_plan\.json|report\.html|_input/[0-9]+\.json|"
         rf"(_commits|_failed)/{_UNIT}\.json|_lease/[0-9]{{9}}\.json|data/({_DATA}|\.{_DATA}\.[0-9a-f]{{32}})",
         (_RUN_FILE,),
         r"_lease/|_plan\.json|_probe-[0-9a-f]{12}\.json",
+        ("data/rows.parquet", "data/00000-000000000-0123456789ab.parquet"),
     )
     DATA_SET = (
         r"_DATASET\.json|_?README\.md|data/train-[0-9]{5,}\.parquet|data/\.train-[0-9]{5,}\.parquet\.[0-9a-f]{32}|"
         r"(output|errors)\.jsonl|_requests/[0-9a-f]{16}\.parquet",
         ("_DATASET.json", f"_generation/{_RUN_FILE}"),
         r"_generation/|_requests/",
+        ("data/rows.parquet", "data/train-00000.parquet"),
     )
 
-    def __init__(self, names: str, marks: tuple[str, ...], before: str) -> None:
+    def __init__(self, names: str, marks: tuple[str, ...], before: str, data: tuple[str, ...]) -> None:
         self.names = re.compile(names)
         self.marks = marks
         self.before = re.compile(before)
+        self.data = data
 
 
 def check_place(output: "Storage", kind: Kind, source: "Storage | None" = None) -> None:
@@ -69,7 +74,7 @@ def check_place(output: "Storage", kind: Kind, source: "Storage | None" = None) 
     """
     if source is not None and type(output.fs) is type(source.fs):
         base = _real(output.root, output.is_local)
-        if _reads(source.root, base, "data/rows.parquet", source.is_local):
+        if any(_reads(source.root, base, name, source.is_local) for name in kind.data):
             raise _overlaps(output.url, source.url)
     entries = output.entries()
     for mark in kind.marks:

@@ -61,10 +61,10 @@ class Storage:
             raise JobError(f"storage {url!r} cannot be used: file systems would not take its name for one name")
         try:
             self.fs, root = fsspec.core.url_to_fs(url, **options)
-        except (ValueError, ImportError) as error:
-            raise JobError(f"storage {url!r} cannot be used: {error}") from error
         except botocore.exceptions.BotoCoreError as error:
             raise StorageRefused(f"storage {url!r} cannot be used: {one_line(error)}") from error
+        except Exception as error:  # each file system has its own, for what lacks a host or a part of its URL
+            raise JobError(f"storage {url!r} cannot be used: {one_line(error)}") from error
         self.fs.retries = 1  # s3fs's own, beneath ours
         self.root = root.rstrip("/")
         if not (url.strip() and self.root):
@@ -145,6 +145,10 @@ class Storage:
     def names(self, folder: str, suffix: str = "") -> list[str]:
         """Names (with their folder) of the objects in a folder, sorted; [] if there is no such folder."""
         return list(self._objects(folder, suffix))
+
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        """Bytes of the objects in a folder, or right below the root, by name (with the folder), sorted."""
+        return {name.lstrip("/"): info["size"] for name, info in self._objects(folder, "").items()}
 
     def hidden(self, folder: str, older_than_s: float) -> list[str]:
         """Names (with their folder) of hidden files in a folder on a disk that have not changed for so long, sorted.
@@ -239,12 +243,13 @@ class Storage:
 
     def _infos(self, folder: str) -> dict[str, dict[str, Any]]:
         """Likewise with hidden ones, by name within the folder."""
+        path = self.path(folder).rstrip("/")
         try:
-            found = self.attempt("listing", lambda: self.fs.ls(self.path(folder), detail=True, refresh=True))
+            found = self.attempt("listing", lambda: self.fs.ls(path, detail=True, refresh=True))
         except FileNotFoundError:
             return {}
         # A folder may be named like an object.
-        below = f"{self.path(folder)}/"
+        below = f"{path}/"
         return {i["name"].removeprefix(below): i for i in found if i["type"] != "directory" and below in i["name"]}
 
     def _guarded(self, operation: Callable[[], Result]) -> Result:

@@ -261,7 +261,18 @@ def test_a_schedule_that_has_seen_what_it_is_judged_by_is_said_to(
     given = [*common, "--output", "out", "--prompts", "60", "--seed", str(seed)]  # of which so many may be there
     config = configured(given)
     warn_of_seen_prompts(config, Schedule.read(calibrated / "1.1x"), drawn)
-    assert ("was calibrated on 40 prompts of the all part" in caplog.text) == warned
+    assert ("was calibrated on 40 prompts of the all part by text" in caplog.text) == warned
+
+
+def test_prompts_of_another_part_may_be_among_those_it_is_judged_by(
+    common: list[str], calibrated: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of all rows so many as of a part of them lie elsewhere."""
+    schedule = Schedule.read(calibrated / "1.1x")
+    of_a_part = {**schedule.provenance["calibrated_on"], "part": "train"}
+    schedule = replace(schedule, provenance={**schedule.provenance, "calibrated_on": of_a_part})
+    warn_of_seen_prompts(configured([*common, "--output", "out", "--prompts", "60"]), schedule, 60)
+    assert "was calibrated on 40 prompts of the train part by text" in caplog.text
 
 
 def test_a_rerun_answers_no_prompt_again(

@@ -189,6 +189,8 @@ def test_what_an_earlier_report_had_that_its_successor_has_not_is_named(
     assert caplog.messages == [
         "the report of an earlier call is replaced (other max_new_tokens, 'ours, 2x' is not in it); its outputs stay"
     ]
+    warn_of_another_report(file, config | {"id_column": "id"}, ["full depth", "ours, 2x"])  # there was none
+    assert caplog.messages[1:] == ["the report of an earlier call is replaced (other id_column); its outputs stay"]
 
 
 def test_a_reference_that_is_no_text_is_none(caplog: pytest.LogCaptureFixture) -> None:
@@ -244,6 +246,7 @@ def test_schedules_are_judged_with_shorter_prompts_too(
         (["--schedules", "nowhere.json"], "'nowhere.json' cannot be read"),
         (["--schedules", "infra"], "'infra' holds no schedule.json"),
         (["--rivals", "all", "--text-column", "body"], "body"),
+        (["--rivals", "all", "--target-speedups"], "at least 1 item"),
         (["--rivals", "all", "--prompt", "Summarize."], "has no {text} field"),
     ],
 )
@@ -287,6 +290,7 @@ def test_rivals_and_bridges_that_are_judged_on_rows_they_are_made_from_are_named
 @pytest.mark.parametrize(
     ("made", "judged", "id_column", "is_warned"),
     [
+        ({"part": "calibrate", "parted_by": "title"}, "test", None, True),
         ({"part": "calibrate", "parted_by": "id"}, "test", "id", False),
         ({"part": "calibrate", "parted_by": "id"}, "calibrate", "id", True),
         ({"part": "all", "parted_by": "id"}, "test", "id", True),
@@ -296,7 +300,7 @@ def test_rivals_and_bridges_that_are_judged_on_rows_they_are_made_from_are_named
         ({"part": "calibrate", "parted_by": "id"}, "test", None, True),
     ],
 )
-@pytest.mark.parametrize("how", ["calibrated_on", "adapted_on"])
+@pytest.mark.parametrize("how", ["calibrated_on", "adapted_on", "adapted_before"])
 def test_a_schedule_that_may_have_seen_what_it_is_judged_on_is_named(
     how: str, made: dict[str, str], judged: str, id_column: str | None, is_warned: bool, tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -304,6 +308,14 @@ def test_a_schedule_that_may_have_seen_what_it_is_judged_on_is_named(
     config = EvaluateSchedule(
         input=CORPUS, schedules=["x"], output=str(tmp_path), part=judged, id_column=id_column, rivals=[]
     )
-    schedule = replace(recipes.skipdecode(30, 4, 14, 14, 1), provenance={how: made})
+    unseen = {"part": "train", "parted_by": id_column or "text"}
+    record = {how: [unseen, made], "adapted_on": unseen} if how == "adapted_before" else {how: made}
+    schedule = replace(recipes.skipdecode(30, 4, 14, 14, 1), provenance=record)
     warn_of_seen_rows(config, [Contender("one of ours", 1.6, schedule)])
     assert ("one of ours" in caplog.text) == is_warned
+
+
+def test_rivals_and_targets_that_are_named_twice_are_judged_once(tmp_path: Path) -> None:
+    given = {"rivals": ["unified-layer-skipping"] * 2, "target_speedups": [1.3, 1.2, 1.3]}
+    config = EvaluateSchedule(input=CORPUS, output=str(tmp_path), **given)
+    assert (config.rivals, config.target_speedups) == (["unified-layer-skipping"], [1.3, 1.2])

@@ -22,7 +22,8 @@ def test_no_text_in_a_card_is_markup(text: str) -> None:
         input="in", output=f"out/{text}", prompt=f"{text.replace('{', '')} {{text}}", system=text, dataset_name=text,
         dataset_license=text, forbid_pattern=text,
     )  # fmt: skip
-    run = {"model": [text], "version": "1", "fingerprint": "0", "sampling": {"stop": [text]}}
+    asked = {"prompt": config.prompt, "prompt_format": "chat", "system": text}
+    run = {"model": [text], "version": "1", "fingerprint": "0", "sampling": {"stop": [text]}, "prompt": asked}
     filters = Filters(config)
     filters.dropped["pattern"] = 1
     schema = pa.schema([(text, pa.struct([(text, pa.string())]))])
@@ -42,7 +43,8 @@ def test_an_audited_run_says_how_far_it_is_from_full_depth(audited: bool) -> Non
     if audited:
         totals += Totals(audited=2, audit_rouge=1.6, audit_nll=30, audit_tokens=40, audit_full_nll=20,
                          audit_full_tokens=50)  # fmt: skip
-    run = {"model": ["m"], "version": "1", "fingerprint": "0", "sampling": {}}
+    asked = {"prompt": "{text}", "prompt_format": "chat", "system": None}
+    run = {"model": ["m"], "version": "1", "fingerprint": "0", "sampling": {}, "prompt": asked}
     config = DatasetConfig(input="in", output="out")
     card = write_card(config, run, totals, Filters(config), pa.schema([]))
     said = (

@@ -49,6 +49,9 @@ NAMED = [
     ("_*.parquet", ["_mine.parquet"]),
     ("_commits", ["_commits/a.parquet"]),
     ("notes.txt", ["notes.txt"]),
+    ("n*", ["notes.txt"]),
+    ("{n,2}*", ["2024/a.parquet", "2024/deep/b.parquet", "2025/a.parquet", "notes.txt"]),
+    ("[n2]*", ["2024/a.parquet", "2024/deep/b.parquet", "2025/a.parquet"]),
     ("bare/part-*", ["bare/part-0", "bare/part-1"]),
 ]
 

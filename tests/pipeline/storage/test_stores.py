@@ -91,7 +91,10 @@ def test_an_object_is_read_by_its_stamp_without_asking_for_it_first(on_s3: Calla
         stream.read()
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/a::b", "s3://bucket/a?versionId=7", "/", "//", "", " ", "s3://"])
+@pytest.mark.parametrize(
+    "url",
+    ["s3://bucket/a::b", "s3://bucket/a?versionId=7", "/", "//", "", " ", "s3://", "zip://x", "dir://x"],
+)
 def test_a_name_that_file_systems_would_take_apart_or_for_another_is_refused(url: str) -> None:
     """The root of a file system, less its slash, would be the directory that one is in; so would no name at all."""
     with pytest.raises(JobError, match="cannot be used"):
