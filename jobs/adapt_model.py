@@ -47,7 +47,10 @@ def adapt(config: AdaptModel) -> None:
         warn_of_another_model(schedule, config.model, engine.model_identity(config.model))
     done = (train if config.workers == 1 else train_on_cluster)(config, list(schedules.values()))
     shared, made = done.learnt_from["shared_prefix_tokens"], dict[str, Schedule]()
+    best = min(done.points, key=lambda point: point.kl)
     for (name, before), (after, quality) in zip(schedules.items(), done.trained, strict=True):
+        if best.step == 0:  # what training has added costs, and does nothing
+            after = replace(before, prompt_bridge=after.prompt_bridge)
         provenance = {
             **before.provenance,
             "name": _name(before.provenance),
@@ -64,7 +67,6 @@ def adapt(config: AdaptModel) -> None:
     (output / FIGURE_FILE).write_text(learning_curve(done.points), encoding="utf-8")
     (output / CARD_FILE).write_text(_card(config, made, done), encoding="utf-8", errors="backslashreplace")
     Console().print(_table(done))
-    best = min(done.points, key=lambda point: point.kl)
     log.info("written: the state of step %d, of held-out KL %.3f", best.step, best.kl)
     if best.step == 0:
         log.warning("training has brought nothing: what is written is as it was before")

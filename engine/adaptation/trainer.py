@@ -91,7 +91,6 @@ class Trainer:
                 raise ScheduleError("the schedule skips nothing, so there is nothing to learn")
         check_parts(schedules, recipe.adapter_rank)
         self._engine, self._recipe, self._progress = engine, recipe, progress
-        self._given = schedules
         self._trainable = Trainable(schedules, engine.decoder, engine.device, recipe)
         self._schedules = self._trainable.starts
         self._identity = training_identity(recipe, self._schedules, train, held_out)
@@ -157,11 +156,7 @@ class Trainer:
         log.warning("%s: the training has diverged, and ends with its best so far", said)
 
     def best(self) -> list[tuple[Schedule, Quality]]:
-        """The schedules, as they did best on the held-out answers together, and how each of them does as stored: those
-        that were given, with nothing added, where no training is better.
-        """
-        if min(self._state.curve, key=lambda point: point.kl).step == 0:
-            return list(zip(self._given, self.untrained, strict=True))
+        """The schedules, as they did best on the held-out answers together, and how each of them does as stored."""
         self._trainable.restore({name: rounded(tensor) for name, tensor in self._state.best.items()})
         return list(zip(self._trainable.schedules(), self._qualities(), strict=True))
 

@@ -77,10 +77,10 @@ def calibrated(common: list[str], tmp_path_factory: pytest.TempPathFactory) -> P
 def test_a_calibrated_schedule_is_adapted_and_a_rerun_goes_on(
     common: list[str], calibrated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    adapted = tmp_path / "adapted"
-    before = Schedule.read(calibrated / "1.1x")
+    started, adapted = silenced(calibrated, tmp_path), tmp_path / "adapted"
+    before = Schedule.read(started / "1.1x")
 
-    chosen = ["--schedule", str(calibrated), "--target-speedup", "1.1"]
+    chosen = ["--schedule", str(started), "--target-speedup", "1.1"]
     arguments = [*common, *chosen, "--output", str(adapted), "--prompts", "60"]
     assert adapt([*arguments, "--steps", "20", "--gate-width", "4", "--adapter-rank", "0"]) == 0
     after = Schedule.read(adapted)
@@ -186,6 +186,7 @@ def test_it_is_told_of_which_step_the_written_state_is_and_where_training_has_br
     assert adapt([*common, *untrained, "--prompts", "20", "--steps", "1"]) == 0
     assert f"written: the state of step {step}, of held-out KL {min(kls):.3f}" in caplog.messages
     assert ("training has brought nothing: what is written is as it was before" in caplog.messages) == (step == 0)
+    assert (Schedule.read(untrained[-1]).adapter is None) == (step == 0), "what does nothing costs nothing"
 
 
 def test_the_teacher_is_gone_before_the_student_is_loaded(
@@ -314,6 +315,18 @@ def test_more_prompts_than_the_memory_holds_are_refused_before_they_are_answered
     assert "answers it fits" in said()
 
 
+def silenced(calibrated: Path, where: Path) -> Path:
+    """The same schedules with bridges of nothing: what is fitted to a random model, training does not mend for texts
+    that are held out.
+    """
+    started = Path(shutil.copytree(calibrated, where / "calibrated"))
+    for name in ("1.1x", "1.3x"):
+        fitted = Schedule.read(started / name)
+        silent = {each: replace(bridge, tensors=zeros(bridge)) for each, bridge in fitted.bridges.items()}
+        replace(fitted, bridges=silent).write(started / name)
+    return started
+
+
 def zeros(bridge: Bridge) -> dict[str, torch.Tensor]:
     return {role: torch.zeros_like(tensor) for role, tensor in bridge.tensors.items()}
 
@@ -321,12 +334,8 @@ def zeros(bridge: Bridge) -> dict[str, torch.Tensor]:
 def test_several_schedules_are_trained_together_and_a_job_chooses_among_them(
     common: list[str], calibrated: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    started, adapted = Path(shutil.copytree(calibrated, tmp_path / "calibrated")), tmp_path / "adapted"
+    started, adapted = silenced(calibrated, tmp_path), tmp_path / "adapted"
     Schedule.full_depth(5).write(started / "1x")
-    for name in ("1.1x", "1.3x"):  # what is fitted to a random model, training does not mend for texts held out
-        fitted = Schedule.read(started / name)
-        silent = {each: replace(bridge, tensors=zeros(bridge)) for each, bridge in fitted.bridges.items()}
-        replace(fitted, bridges=silent).write(started / name)
     arguments = [*common, "--schedule", str(started), "--output", str(adapted), "--prompts", "60"]
     arguments += ["--steps", "20", "--adapter-rank", "2"]
     assert adapt(arguments) == 0
