@@ -47,6 +47,8 @@ class Inspection:
             return "done"
         if self.failed:
             return "incomplete: some units failed"
+        if not self.rows:
+            return "unfinished: no row is planned yet"
         return "unfinished" if self.totals.rows < self.rows else "unfinished: only the manifest is missing"
 
     @property
