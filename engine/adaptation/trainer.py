@@ -55,8 +55,8 @@ class Trainer:
     """Schedules taught by the same model at full depth: their bridges, and one adapter for all if the recipe has one.
 
     The loss of a token is KL(full || schedule), with some of the cross-entropy on the token that full depth chose, and
-    of the cosine distance of the state after all layers from full depth's: there is more to learn from a state than
-    from what it makes likely, so that fewer answers teach as much.
+    as the recipe says of the cosine distance of the state after all layers from full depth's: it brings schedules
+    closer along full depth's answers in fewer steps, but what they write themselves does not follow.
 
     A step is an update by the mean loss over the schedules; what several of them bring, such as the adapter, learns to
     serve all of these, so that a job may choose among them when it runs.
