@@ -175,7 +175,8 @@ def write_rivals(config: EvaluateSchedule, contenders: Sequence[Contender]) -> N
     fitted_on = {"model": model, "part": "calibrate", "parted_by": config.parted_by}
     for each in contenders:
         if each.is_rival and isinstance(each.method, Schedule):
-            provenance: dict[str, Any] = {"name": each.name, "target_speedup": each.target, "note": each.note}
+            name = each.name + ending(each.target)  # what prompts run is said of whatever is read
+            provenance: dict[str, Any] = {"name": name, "target_speedup": each.target, "note": each.note}
             if each.method.all_bridges or each.method.prompt_bridge or each.method.head_preview:
                 provenance["calibrated_on"] = fitted_on
             replace(each.method, provenance=provenance).write(config.output / RIVALS_FOLDER / each.file_name)
