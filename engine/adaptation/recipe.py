@@ -16,7 +16,6 @@ class Recipe:
     gate_width: int = 0  # of a gated part added to each bridge; 0: none
     adapter_rank: int = 8  # of the changes to every projection that runs above the first bridge; 0: bridges alone
     token_loss: float = 0.1  # weight of the cross-entropy on full depth's own tokens, beside the KL divergence
-    state_loss: float = 0.0  # weight of the cosine distance from full depth's state after all layers, see `Trainer`
     judge_every: int = 20  # steps
     patience: int = 5  # judgements without a new best, in the second half of the steps, before training ends
     seed: int = 0  # of the first values of gated parts and adapter and the order of the answers

@@ -54,9 +54,7 @@ class _Part:
 class Trainer:
     """Schedules taught by the same model at full depth: their bridges, and one adapter for all if the recipe has one.
 
-    The loss of a token is KL(full || schedule), with some of the cross-entropy on the token that full depth chose, and
-    as the recipe says of the cosine distance of the state after all layers from full depth's: it brings schedules
-    closer along full depth's answers in fewer steps, but what they write themselves does not follow.
+    The loss of a token is KL(full || schedule), with some of the cross-entropy on the token that full depth chose.
 
     A step is an update by the mean loss over the schedules; what several of them bring, such as the adapter, learns to
     serve all of these, so that a job may choose among them when it runs.
@@ -178,7 +176,7 @@ class Trainer:
             return [self._judge.judge(each, self._trainable.compiled(each)) for each in self._schedules]
 
     def _step(self, step: int) -> float:
-        """One update; the lesson's mean loss in nats per token, over the schedules too, without that of states.
+        """One update; the lesson's mean loss in nats per token, over the schedules too.
 
         No update, and NaN, where gradients are not finite.
         """
@@ -207,9 +205,7 @@ class Trainer:
         return mean(self._peers.everyones(mean(losses)))
 
     def _learn(self, part: _Part, schedule: Schedule, share: float) -> float:
-        """Add up the gradients of some answers under one of the schedules, times a share; their summed loss in nats,
-        without that of states.
-        """
+        """Add up the gradients of some answers under one of the schedules, times a share; their summed loss in nats."""
         compiled = self._trainable.compiled(schedule)
         if schedule.prompt_plan.is_full_depth:
             assert part.whole is not None
@@ -227,9 +223,6 @@ class Trainer:
             loss = self._loss(theirs, ours, tokens[rows])
             (share * loss).backward()
             total += float(loss.detach())
-        if self._recipe.state_loss:
-            distance = (1 - F.cosine_similarity(leaf.float(), full.float(), dim=-1)).sum()
-            (share * self._recipe.state_loss * distance).backward()
         if x.requires_grad:  # else no answer here reaches a plateau with something to learn
             x.backward(leaf.grad)
         return total
