@@ -59,9 +59,12 @@ def resolve_device(device: str) -> torch.device:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return torch.device(device)
+        found = torch.device(device)
     except RuntimeError:
-        raise ModelError(f"device {device!r} is not known: use auto, cpu, cuda or cuda:N") from None
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
+        raise ModelError(f"device {device!r} is not known: use auto, cpu, cuda or cuda:N")
+    return found
 
 
 def check_device(device: str) -> None:

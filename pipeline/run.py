@@ -41,7 +41,7 @@ class RunResult:
 
     output: str
     report: str  # "" where it could not be written
-    rows_resumed: int  # committed before this session
+    rows_resumed: int  # of the output, committed before this session
     totals: Totals
     shape: ModelShape
     seconds: float  # of this session
@@ -102,7 +102,7 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
             commits = begun.history.present(commits)
         _report(begun, storage, session, commits, total(commits))
         raise UnitsFailed(_say_failed(session.failed, begun.work, job.config))
-    _check_complete(job.plan, commits, storage)
+    _check_complete(begun, commits, storage)
     ours = storage.guarded(lambda: begun.claim.check(storage))
     is_over: Callable[[str], bool] | None = None if begun.history is None else begun.history.is_replaced
     if taken_out := job.plan.taken_out:  # which may have come back to another job of this run
@@ -112,8 +112,9 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
     swept = sweep_orphans(ours, commits, is_over)
     if swept:
         log.info(
-            "removed %d spare data files, as of attempts that came second: every row of the output is in others", swept
-        )
+            "removed %d spare data files, as of attempts that came second or versions that were replaced: every row of "
+            "the output is in others", swept,
+        )  # fmt: skip
     if begun.history is not None:
         begun.history.forget_replaced()
     if begun.new.units or not is_manifest_of(storage, job.fingerprint, commits):
@@ -126,8 +127,8 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
     there = not begun.new.units and is_reported(storage, commits, job.config)
     there = there or _report(begun, storage, session, commits, totals)
     report = f"{storage.url.rstrip('/')}/{REPORT_FILE}" if there else ""
-    seconds = time.monotonic() - start
-    return RunResult(job.config.output, report, begun.before.rows, totals, job.shape, seconds, session.seconds)
+    seconds, earlier = time.monotonic() - start, totals.rows - total(session.commits).rows
+    return RunResult(job.config.output, report, earlier, totals, job.shape, seconds, session.seconds)
 
 
 @dataclass(frozen=True)
@@ -230,9 +231,9 @@ def _generate(begun: _Begun, lease: Lease | None) -> Done:
         return Session(task, plan, begun.commits, interruption, lease).run(list(begun.new.units))
 
 
-def _check_complete(plan: Plan, commits: list[Commit], storage: Storage) -> None:
-    """Raises JobError, naming the unit, where the commits or their files are not all of the plan."""
-    rows = {unit.id: unit.generations for unit in plan.units}
+def _check_complete(begun: _Begun, commits: list[Commit], storage: Storage) -> None:
+    """Raises JobError where the commits or their files are not all of the plan, or the output is another run's."""
+    rows = {unit.id: unit.generations for unit in begun.job.plan.units}
     missing = len(rows.keys() - _units(commits))
     if missing:
         raise JobError(f"{missing} of {len(rows)} units are not committed: start the job again to resume it")
@@ -244,6 +245,7 @@ def _check_complete(plan: Plan, commits: list[Commit], storage: Storage) -> None
             why = f"it says {commit.totals.rows} rows of a unit of {rows[commit.unit]}"
         else:
             continue
+        begun.claim.check(storage)
         raise damaged(storage, commit, why)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from engine.adaptation.curve import Point
@@ -76,7 +76,8 @@ def write_state(
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     said = json.dumps(facts)
     unfinished = path.with_name(f".{path.name}.part")
-    save_file(stored, unfinished, {"state": said, "digest": digest_of(said, sorted(stored.items()))})
+    # By Python, of which a full disk is an OSError.
+    unfinished.write_bytes(save(stored, {"state": said, "digest": digest_of(said, sorted(stored.items()))}))
     os.replace(unfinished, path)
 
 

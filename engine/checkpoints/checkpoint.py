@@ -5,7 +5,7 @@ import importlib.util
 import json
 import logging
 import os
-import tempfile
+import shutil
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock
+from safetensors import SafetensorError
 
 from engine.checkpoints.digests import cache_directory, file_digest
 from engine.checkpoints.gguf_file import check_gguf, loss
@@ -45,7 +46,7 @@ def locate(model: str) -> Path:
         return _packaged_file(model.lower())
     path = Path(model).expanduser()
     if os.path.isfile(path):  # a Path raises for a name too long
-        if path.suffix != ".gguf":
+        if path.suffix.lower() != ".gguf":
             raise ModelError(f"model {model!r} is a file but not GGUF: name a GGUF file or a checkpoint directory")
         return path.resolve()
     if not os.path.isdir(path):
@@ -69,20 +70,41 @@ _WAYS = (
 
 
 def prepare(model: str) -> Path:
-    """Directory with safetensors, config and tokenizer. A GGUF file is converted once and kept in the cache."""
+    """Directory with safetensors, config and tokenizer. A GGUF file is converted once and kept in the cache.
+
+    Raises ModelError.
+    """
     path = locate(model)
     if path.is_dir():
         return path
     target = _converted_directory(path)
+    if not target.exists():
+        try:
+            _convert_once(path, target)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(
+                f"GGUF file {str(path)!r} cannot be converted into {str(target.parent)!r} ({_one_line(error)}): make "
+                "room there, or name another directory by SKIPDECODE_CACHE"
+            ) from error
+    return target
+
+
+def _convert_once(gguf: Path, target: Path) -> None:
+    """By one process, where several want it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{target}.lock"):
-        if not target.exists():
-            log.info("converting %s, once, a minute or so; later starts read %s", path.name, target)
-            with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-                _convert_gguf(path, Path(scratch) / "model")
-                # The directory appears under its name whole or not at all.
-                os.rename(Path(scratch) / "model", target)
-    return target
+        if target.exists():
+            return
+        log.info("converting %s, once, a minute or so; later starts read %s", gguf.name, target)
+        scratch = target.with_name(f".{target.name}.part")
+        shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed meanwhile
+        scratch.mkdir()
+        try:
+            _convert_gguf(gguf, scratch / "model")
+            # The directory appears under its name whole or not at all.
+            os.rename(scratch / "model", target)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def read_config(model: str) -> Any:

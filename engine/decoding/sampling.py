@@ -36,6 +36,7 @@ class Sampling:
         whole = self.max_new_tokens, self.min_new_tokens, self.top_k, self.samples_per_prompt, self.seed
         checks = {
             "stop must be a tuple of strings": not isinstance(self.stop, str),
+            "stop must hold strings alone": all(isinstance(each, str) for each in self.stop),
             "numbers of tokens and samples, top_k and seed must be whole": all(isinstance(n, Integral) for n in whole),
             "max_new_tokens must be >= 1": self.max_new_tokens >= 1,
             "min_new_tokens must lie between 0 and max_new_tokens": 0 <= self.min_new_tokens <= self.max_new_tokens,

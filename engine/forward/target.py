@@ -75,6 +75,12 @@ def for_target_speedup(
     def speedup(floor: int) -> float:
         return decode_flop_speedup(shape, counted(schedule_with(floor)), lengths)
 
+    def reached(floor: int) -> float:
+        try:
+            return speedup(floor)
+        except ScheduleError:
+            return 0.0  # the decay begins with more skipped than that
+
     best = speedup(len(groups))
     if best < target:
         always = shape.layers - len({unit.layer for group in groups for unit in group})
@@ -82,4 +88,4 @@ def for_target_speedup(
             f"a decode FLOP speed-up of {target:g}x cannot be met: the vocabulary head and the {always} layers that "
             f"always run allow at most {best:.2f}x with this order, decay and these lengths; ask for less"
         )
-    return schedule_with(bisect_left(range(len(groups)), target, key=speedup))
+    return schedule_with(bisect_left(range(len(groups)), target, key=reached))

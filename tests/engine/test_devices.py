@@ -33,9 +33,10 @@ def test_a_gpu_that_is_not_there_is_said_before_anything_is_read(
         resolve_dtype(device, "auto")
 
 
-def test_what_names_no_device_is_said() -> None:
-    with pytest.raises(ModelError, match="device 'gpu' is not known: use auto, cpu, cuda or cuda:N"):
-        Engine.load("no/such/model", "gpu")
+@pytest.mark.parametrize("device", ["gpu", "mps", "meta"])
+def test_what_names_no_device_is_said(device: str) -> None:
+    with pytest.raises(ModelError, match=f"device '{device}' is not known: use auto, cpu, cuda or cuda:N"):
+        Engine.load("no/such/model", device)
 
 
 @pytest.mark.parametrize("half", [False, True])

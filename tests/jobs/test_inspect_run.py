@@ -102,6 +102,25 @@ def test_failed_units_are_named_until_they_are_committed(
     assert "later session" not in said
 
 
+def test_a_run_that_was_stopped_is_to_go_on_whatever_failed_in_it(
+    output: Storage, commit: Callable[..., None], inspect: Inspect
+) -> None:
+    commit(*UNITS[:1])
+    record_failure(output, WorkUnit("00001-000000000", "in/b.parquet", 0, 0), 1, "read: no Parquet")
+    record_failure(output, UNITS[1], 3, "generate: ValueError: no")
+    code, said = inspect()
+    assert code == 4
+    assert "out: unfinished, and some units failed" in said
+    assert (
+        "start the same job again: it resumes and repeats nothing that is committed, and tries the failed units" in said
+    )
+    commit(UNITS[2])
+    code, said = inspect()
+    assert code == 3
+    assert "out: incomplete: some units failed" in said
+    assert "start the same job again: it tries only those" in said
+
+
 def test_failed_rows_are_counted_as_committed_ones_are_with_all_their_samples(
     output: Storage, commit: Callable[..., None], inspect: Inspect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,7 +137,7 @@ def test_failed_rows_are_counted_as_committed_ones_are_with_all_their_samples(
 def test_a_file_that_became_unreadable_is_named_though_its_first_unit_is_committed(
     output: Storage, commit: Callable[..., None], inspect: Inspect
 ) -> None:
-    commit(*UNITS[:1])
+    commit(*UNITS)
     record_failure(output, WorkUnit(UNITS[0].id, UNITS[0].path, 0, 0), 1, "read: no permission")
     code, said = inspect()
     assert code == 3

@@ -103,6 +103,14 @@ def test_a_checkpoint_whose_state_is_no_state_is_damaged(
         train(engine, schedule, answers, recipe, checkpoint)
 
 
+def test_a_full_disk_is_an_error_of_the_disk(
+    engine: Engine, schedule: Schedule, answers: list[Answer], tmp_path: Path
+) -> None:
+    (tmp_path / ".training.safetensors.part").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        train(engine, schedule, answers, replace(RECIPE, steps=10), tmp_path / "training.safetensors")
+
+
 def test_a_checkpoint_with_a_bit_of_a_tensor_flipped_or_without_a_digest_is_damaged(
     engine: Engine, schedule: Schedule, answers: list[Answer], tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerFast
 
 from engine import Engine, ModelError, describe
@@ -104,6 +105,38 @@ def test_a_conversion_that_died_halfway_is_done_again(
             checkpoint.prepare(str(file))
     assert [path.suffix for path in (cache / checkpoint.CONVERTED).iterdir()] == [".lock"]
     assert tokens_of(str(file)) == tokens_of(str(original))
+
+
+def test_what_a_killed_conversion_left_is_gone_with_the_next(gguf_file: Callable[..., Path], cache: Path) -> None:
+    file = gguf_file("tiny.gguf")
+    target = checkpoint._converted_directory(file)
+    left = target.with_name(f".{target.name}.part")
+    (left / "model").mkdir(parents=True)
+    (left / "model" / "model.safetensors").write_bytes(b"half")
+    assert checkpoint.prepare(str(file)) == target
+    assert {path.name for path in target.parent.iterdir()} == {target.name, f"{target.name}.lock"}
+
+
+def test_a_cache_that_has_no_room_or_cannot_be_made_is_named(
+    gguf_file: Callable[..., Path], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = gguf_file("tiny.gguf")
+
+    def full(*_: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
+        with pytest.raises(ModelError, match=r"tiny.gguf' cannot be converted into .*No space left.* SKIPDECODE_CACHE"):
+            checkpoint.prepare(str(file))
+    assert [path.suffix for path in (cache / checkpoint.CONVERTED).iterdir()] == [".lock"]
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(file))
+    with pytest.raises(ModelError, match=r"cannot be converted into .*SKIPDECODE_CACHE"):
+        checkpoint.prepare(str(file))
+
+
+def test_the_suffix_of_a_gguf_file_may_be_in_capitals(gguf_file: Callable[..., Path], original: Path) -> None:
+    assert tokens_of(str(gguf_file("TINY.GGUF"))) == tokens_of(str(original))
 
 
 def test_code_beside_a_gguf_file_is_never_run_nor_asked_about(

@@ -416,6 +416,7 @@ BAD_SETTINGS: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"repetition_penalty": 0.0},
     "stop": {"stop": ("fine", "")},
     "stop, not in a tuple": {"stop": "tool"},
+    "stop, by tokens": {"stop": (1,)},
     "max_new_tokens in parts": {"max_new_tokens": 4.5},
     "samples_per_prompt": {"samples_per_prompt": 0},
 }

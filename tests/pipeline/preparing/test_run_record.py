@@ -12,6 +12,7 @@ from inline_session import InlineSession
 
 from pipeline.commits.commit import commit_unit, read_commits
 from pipeline.errors import JobError, JobStopped
+from pipeline.execution.session import Done
 from pipeline.inspection import inspect
 from pipeline.preparing.run_record import claim_output
 from pipeline.rows.rows import GENERATED
@@ -97,6 +98,24 @@ def test_a_run_whose_output_was_given_away_meanwhile_sweeps_and_publishes_nothin
         run_job(job(), EchoBackend())
     assert storage.read(theirs) == b"theirs"
     assert storage.read("_SUCCESS.json") is None
+
+
+def test_a_job_whose_run_is_discarded_as_it_ends_says_so_and_not_that_records_of_the_other_are_damaged(
+    job: Job, write_parquet: WriteParquet, tmp_path: Path, storage: Storage, inline: type[InlineSession],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    write_parquet(tmp_path / "in" / "a.parquet", {"text": ["one"]})
+    ours = inline.run
+
+    def given_away(self: InlineSession, units: list[WorkUnit]) -> Done:
+        done = ours(self, units)
+        discard_run(storage)
+        claim_output(storage, RUN)
+        return done
+
+    monkeypatch.setattr(inline, "run", given_away)
+    with pytest.raises(JobError, match="was discarded by another job with --fresh"):
+        run_job(job(), EchoBackend())
 
 
 def test_a_finished_run_that_lacks_a_unit_is_unfinished_until_that_is_done_again(
