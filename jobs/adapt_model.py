@@ -47,13 +47,12 @@ def adapt(config: AdaptModel) -> None:
         warn_of_another_model(schedule, config.model, engine.model_identity(config.model))
     done = (train if config.workers == 1 else train_on_cluster)(config, list(schedules.values()))
     shared, made = done.learnt_from["shared_prefix_tokens"], dict[str, Schedule]()
-    best = min(done.points, key=lambda point: point.kl)
     for (name, before), (after, quality) in zip(schedules.items(), done.trained, strict=True):
-        if best.step == 0:  # what training has added costs, and does nothing
+        if done.best.step == 0:  # what training has added costs, and does nothing
             after = replace(before, prompt_bridge=after.prompt_bridge)
         provenance = {
             **before.provenance,
-            "name": _name(before.provenance),
+            **({"name": _name(before.provenance)} if done.best.step else {}),
             "decode_flop_speedup": round(decode_flop_speedup(shape, after, done.lengths), 4),
             "sample_flop_speedup": round(sample_flop_speedup(shape, after, done.lengths, shared), 4),
             "held_out": {"answers": done.held_out, **quality.figures()},
@@ -67,8 +66,8 @@ def adapt(config: AdaptModel) -> None:
     (output / FIGURE_FILE).write_text(learning_curve(done.points), encoding="utf-8")
     (output / CARD_FILE).write_text(_card(config, made, done), encoding="utf-8", errors="backslashreplace")
     Console().print(_table(done))
-    log.info("written: the state of step %d, of held-out KL %.3f", best.step, best.kl)
-    if best.step == 0:
+    log.info("written: the state of step %d, of held-out KL %.3f", done.best.step, done.best.kl)
+    if done.best.step == 0:
         log.warning("training has brought nothing: what is written is as it was before")
     print(
         f"{time.monotonic() - start:.0f} s; run it with --schedule {output}, judge it with evaluate_schedule.py "
@@ -149,6 +148,8 @@ def _card(config: AdaptModel, made: Mapping[str, Schedule], done: Training) -> s
         "decoding.\n"
         for name, schedule in made.items()
     )
+    if done.best.step == 0:
+        saved += "\nTraining has brought nothing: what is written is as it was before.\n"
     alone = "" in made
     return f"""---
 {ModelCardData(base_model=config.model, library_name="skipdecode").to_yaml()}

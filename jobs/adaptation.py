@@ -130,6 +130,11 @@ class Training:
     lengths: list[tuple[int, int]]  # (prompt tokens, generated tokens) of every answer at temperature 0
     learnt_from: dict[str, Any]
 
+    @property
+    def best(self) -> Point:
+        """Whose state is written; of step 0 where training has brought nothing."""
+        return min(self.points, key=lambda point: point.kl)
+
 
 def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
     """In this process, together with its peers if it has any. Raises JobError, ModelError, ScheduleError."""

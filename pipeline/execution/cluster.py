@@ -76,7 +76,8 @@ def _join(address: str | None, log_to_driver: bool) -> None:
         if address == "local":
             raise JobError(f"Ray does not start on this machine ({error}): is it overloaded, or full?") from error
         if address is None:
-            raise JobError(f"no Ray cluster could be joined or started ({error}): name one, or 'local'") from error
+            why = f"no Ray cluster could be joined or started ({error})"
+            raise JobError(f"{why}: is this machine overloaded, or full? Start it again, or name a cluster") from error
         raise JobError(f"Ray cluster {address!r} cannot be reached ({error}): is it up?") from error
     if callable(on_sigterm) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own would end the process with an exit code of its own

@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from math import floor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -68,7 +69,9 @@ def read_schedule(path: str, target: float | None, settings: StorageConfig | Non
     speedups = {name: float(provenance[figure]) for name, provenance in told.items()}
     if not speedups:
         raise ScheduleError(f"{path!r} holds several schedules that do not say how fast they are: name one of them")
-    offered = ", ".join(f"{speedup:.2f}x" for speedup in sorted(speedups.values()))
+    # None that it would not reach.
+    targets = [told[name].get(made_for) or floor(100 * speedup + 1e-6) / 100 for name, speedup in speedups.items()]
+    offered = ", ".join(f"{target:g}x" for target in sorted(targets))
     if target is None:
         raise ScheduleError(f"{path!r} holds several schedules: choose one with target_speedup, among {offered}")
     for name, provenance in told.items():
@@ -78,7 +81,9 @@ def read_schedule(path: str, target: float | None, settings: StorageConfig | Non
     enough = [name for name, speedup in speedups.items() if speedup >= target]
     if not enough:
         raise ScheduleError(f"{path!r} holds no schedule of {target:g}x, only {offered}: calibrate one or ask for less")
-    return schedules[min(enough, key=lambda name: speedups[name])]
+    chosen = min(enough, key=lambda name: speedups[name])
+    log.info("the schedule %s, of %.2fx, is the slowest that reaches %gx", chosen, speedups[chosen], target)
+    return schedules[chosen]
 
 
 def read_schedules(path: str, settings: StorageConfig | None = None) -> dict[str, Schedule]:

@@ -189,7 +189,11 @@ def test_it_is_told_of_which_step_the_written_state_is_and_where_training_has_br
     assert adapt([*common, *untrained, "--prompts", "20", "--steps", "1"]) == 0
     assert f"written: the state of step {step}, of held-out KL {min(kls):.3f}" in caplog.messages
     assert ("training has brought nothing: what is written is as it was before" in caplog.messages) == (step == 0)
-    assert (Schedule.read(untrained[-1]).adapter is None) == (step == 0), "what does nothing costs nothing"
+    schedule = Schedule.read(untrained[-1])
+    assert (schedule.adapter is None) == (step == 0), "what does nothing costs nothing"
+    assert (schedule.provenance.get("name") is None) == (step == 0)
+    card = Path(untrained[-1], adapt_model.CARD_FILE).read_text()
+    assert ("Training has brought nothing: what is written is as it was before." in card) == (step == 0)
 
 
 def train_to(monkeypatch: pytest.MonkeyPatch, *kls: float) -> None:

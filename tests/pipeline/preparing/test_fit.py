@@ -47,6 +47,22 @@ def test_what_cannot_be_chosen_is_said_with_what_there_is(directory: str) -> Non
         choose_schedule(GenerationConfig(schedule=directory), SHAPE)
 
 
+def test_what_is_offered_may_be_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever the figures are rounded to."""
+    caplog.set_level("INFO")
+    made = {1.65: 1.6558, 1.45: 1.4479}
+    for skipped, (target, speedup) in enumerate(made.items(), start=3):
+        said = {"decode_flop_speedup": speedup, "target_speedup": target}
+        replace(calibrated(skipped, speedup), provenance=said).write(tmp_path / f"{target}x")
+    calibrated(2, 1.2678).write(tmp_path / "other")  # made for nobody knows what
+    with pytest.raises(ScheduleError, match=r"among 1\.26x, 1\.45x, 1\.65x$"):
+        choose_schedule(GenerationConfig(schedule=str(tmp_path)), SHAPE)
+    for target, skipped in ((1.26, 2), (1.65, 3), (1.45, 4)):
+        chosen = choose_schedule(GenerationConfig(schedule=str(tmp_path), target_speedup=target), SHAPE)
+        assert chosen == calibrated(skipped, 0)
+    assert "the schedule other, of 1.27x, is the slowest that reaches 1.26x" in caplog.messages
+
+
 def test_schedules_that_do_not_say_how_fast_they_are_are_named_one_by_one(tmp_path: Path) -> None:
     for name in ("skipdecode", "unified"):
         replace(calibrated(2, 1.27), provenance={}).write(tmp_path / name)
