@@ -20,7 +20,9 @@ class AnswerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     text_column: str = Field("text", description="string column that {text} stands for in the prompt")
-    id_column: str | None = Field(None, description="column that identifies a row, copied to the output")
+    id_column: str | None = Field(
+        None, description="column that identifies a row, in the output too where rows are written"
+    )
 
     system: str | None = Field(None, description="system text of the chat; default the model's own")
     prompt: str = Field("{text}", description="user text, with {text} and {column} fields; {{ and }} are plain braces")
@@ -36,7 +38,8 @@ class AnswerConfig(BaseModel):
         "room for in its cache",
     )
     overlong: Literal["truncate", "reject"] = Field(
-        "truncate", description="over-long prompts: cut {text} and set prompt_truncated, or make the row an error"
+        "truncate",
+        description="over-long prompts: cut {text}, which rows say by prompt_truncated, or make the row an error",
     )
 
     parse_control_tokens: bool = Field(
@@ -69,7 +72,7 @@ class AnswerConfig(BaseModel):
     )
 
     batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        64, description="rows that decode together on a replica; auto: as many as gain and fit the free memory"
+        64, description="rows that decode together, in each replica; auto: as many as gain and fit the free memory"
     )
 
     @model_validator(mode="after")
