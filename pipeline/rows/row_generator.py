@@ -2,7 +2,7 @@
 
 import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -42,10 +42,10 @@ class RowGenerator:
         self._auto = batch_size == "auto"
         # Halved for good when memory runs out: the size, or where that is "auto" the share that is taken of what fits.
         self.batch_size = MOST_ROWS if batch_size == "auto" else batch_size
-        self._room = 1.0
+        self.room = 1.0
         self.samples = sampling.samples_per_prompt
         self._joined = 0  # rows of the stream that calls share: what "fits" is then what it was opened with
-        self._failed = 0  # rows of calls in which all of them failed, since any row has not
+        self.failed = 0  # rows of calls in which all of them failed, since any row has not
 
     def generate(
         self,
@@ -64,84 +64,130 @@ class RowGenerator:
                 SHARE_QUARANTINED of those tried so far. All rows fail, and so do a prompt of one token, or the rows of
                 the calls before: more than MOST_QUARANTINED with these.
         """
-        samples = self.samples
-        found: dict[int, Generation | str] = {}  # by row and sample: a row is a prompt here
-        untold: list[int] = []  # tokens of each sample that has ended since `on_batch` was called
-        quarantined = streak = 0  # rows that have failed: in all, and since one has not
-        size, room = self.batch_size, self._room
+        return _Call(self, prompts, sample_ids, on_batch).run()
 
-        def tell(stats: BatchStats) -> None:
-            if on_batch is not None:
-                on_batch(replace(stats, samples=len(untold), generated_tokens=sum(untold)))
-            untold.clear()
+    def stream(
+        self, prompts: Sequence[Sequence[int]], size: int, ids: Sequence[str], on_batch: Callable[[BatchStats], None]
+    ) -> Iterable[Generation]:
+        """What the engine gives, as it comes. Raises what it does."""
+        return self._engine.generate(prompts, self._sampling, self._schedule, size, ids, on_batch)
 
-        if self._auto and prompts:
-            longest = max(map(len, prompts))
-            size = min(size, self._engine.fitting_batch_size(longest, self._sampling, self._schedule))
-            if size != self._joined:
-                self._joined = size = max(1, int(size * room))
-        spans = [list(range(len(prompts)))] if prompts else []  # of rows still to do, the next one last
-        while spans:
-            rows = spans.pop()
-            ids = [sample_ids[row] for row in rows]
-            try:
-                for generation in self._engine.generate(
-                    [prompts[row] for row in rows], self._sampling, self._schedule, size, ids, tell
-                ):
-                    place = rows[generation.index] * samples + generation.sample
-                    if place not in found:  # else its row is done again for other samples
-                        found[place] = generation
-                        untold.append(generation.generated_tokens)
-                        streak = self._failed = 0
-                continue
-            except (ModelError, ScheduleError):
-                raise  # of the engine, not of any row
-            except Exception as raised:
-                if is_device_broken(raised):
-                    raise DeviceBroken(described(raised)) from raised
-                # The traceback holds the failed batch's tensors, the memory that the next try needs.
-                error = raised.with_traceback(None)
-            if is_out_of_memory(error):
-                gc.collect()
-            left = [row for row in rows if any(row * samples + sample not in found for sample in range(samples))]
-            if is_out_of_memory(error) and min(size, samples * len(left)) > 1:
-                size = min(size, samples * len(left)) // 2
-                if self._auto:
-                    room = self._room = min(self._room, room / 2)  # once, where calls run out together
-                    self._joined = 0
-                else:
-                    self.batch_size = max(size, self.batch_size // 2)
-                then = f"{self._room:.0%} of what should fit" if self._auto else f"{self.batch_size} rows"
-                log.warning("out of memory: going on with batches of %d rows, then of %s", size, then)
-                spans.append(left)
-            elif len(left) > 1:
-                middle = len(left) // 2
-                spans += [left[middle:], left[:middle]]
-            elif left:
-                row, quarantined, streak = left[0], quarantined + 1, streak + 1
-                none = quarantined == len(prompts) and all(isinstance(each, str) for each in found.values())
-                if none:
-                    streak = self._failed = self._failed + quarantined
-                share = SHARE_QUARANTINED * len(found) / samples
-                many = streak > MOST_QUARANTINED or quarantined > max(MOST_QUARANTINED, share)
-                if many or (none and not self._answers(prompts[row], sample_ids[row], size)):
-                    if len(prompts) > 1:
-                        self._failed = 0  # whoever narrows it down asks for them again, one by one
-                    count = max(quarantined, streak)
-                    raise TooManyRowsFailed(f"{count} rows fail, the last of them with {described(error)}")
-                for sample in range(samples):
-                    found.setdefault(row * samples + sample, described(error))
-        if untold:
-            tell(BatchStats())
-        return [found[place] for place in range(samples * len(prompts))]
+    def size_for(self, prompts: Sequence[Sequence[int]]) -> int:
+        """Rows of a batch, of a call's prompts."""
+        if not self._auto or not prompts:
+            return self.batch_size
+        longest = max(map(len, prompts))
+        size = min(self.batch_size, self._engine.fitting_batch_size(longest, self._sampling, self._schedule))
+        if size != self._joined:
+            self._joined = size = max(1, int(size * self.room))
+        return size
 
-    def _answers(self, prompt: Sequence[int], sample_id: str, size: int) -> bool:
+    def shrink(self, size: int, room: float) -> None:
+        """Memory has run out for a call, that goes on with batches of this size; it had begun with so much room."""
+        if self._auto:
+            self.room = min(self.room, room / 2)  # once, where calls run out together
+            self._joined = 0
+        else:
+            self.batch_size = max(size, self.batch_size // 2)
+        then = f"{self.room:.0%} of what should fit" if self._auto else f"{self.batch_size} rows"
+        log.warning("out of memory: going on with batches of %d rows, then of %s", size, then)
+
+    def answers(self, prompt: Sequence[int], sample_id: str, size: int) -> bool:
         """Whether the engine gives anything, if only for a prompt's first token: else it is not the rows that fail."""
         try:
             return any(self._engine.generate([prompt[:1]], self._sampling, self._schedule, size, [sample_id]))
         except Exception as error:
             log.warning("a prompt of one token fails too: %s", described(error))
             return False
+
+
+class _Call:
+    """The rows of one call, and what has become of them so far."""
+
+    def __init__(
+        self,
+        generator: RowGenerator,
+        prompts: Sequence[Sequence[int]],
+        sample_ids: Sequence[str],
+        on_batch: Callable[[BatchStats], None] | None,
+    ) -> None:
+        self._generator, self._prompts, self._ids, self._on_batch = generator, prompts, sample_ids, on_batch
+        self._samples = generator.samples
+        self._found: dict[int, Generation | str] = {}  # by row and sample: a row is a prompt here
+        self._untold: list[int] = []  # tokens of each sample that has ended since `on_batch` was called
+        self._quarantined = self._streak = 0  # rows that have failed: in all, and since one has not
+        self._room, self._size = generator.room, generator.size_for(prompts)
+
+    def run(self) -> list[Generation | str]:
+        """As `RowGenerator.generate`."""
+        spans = [list(range(len(self._prompts)))] if self._prompts else []  # still to do, the next one last
+        while spans:
+            rows = spans.pop()
+            error = self._try(rows)
+            if error is None:
+                continue
+            if is_out_of_memory(error):
+                gc.collect()
+            left = [row for row in rows if any(place not in self._found for place in self._places(row))]
+            together = min(self._size, self._samples * len(left))
+            if is_out_of_memory(error) and together > 1:
+                self._size = together // 2
+                self._generator.shrink(self._size, self._room)
+                self._room = self._generator.room
+                spans.append(left)
+            elif len(left) > 1:
+                middle = len(left) // 2
+                spans += [left[middle:], left[:middle]]
+            elif left:
+                self._quarantine(left[0], error)
+        if self._untold:
+            self._tell(BatchStats())
+        return [self._found[place] for place in range(self._samples * len(self._prompts))]
+
+    def _places(self, row: int) -> range:
+        """Of its samples."""
+        return range(row * self._samples, (row + 1) * self._samples)
+
+    def _try(self, rows: Sequence[int]) -> Exception | None:
+        """Generate for these rows, and return what ended it early. Raises DeviceBroken, ModelError, ScheduleError."""
+        prompts, ids = [self._prompts[row] for row in rows], [self._ids[row] for row in rows]
+        try:
+            for generation in self._generator.stream(prompts, self._size, ids, self._tell):
+                place = self._places(rows[generation.index])[generation.sample]
+                if place not in self._found:  # else its row is done again for other samples
+                    self._found[place] = generation
+                    self._untold.append(generation.generated_tokens)
+                    self._streak = self._generator.failed = 0
+        except (ModelError, ScheduleError):
+            raise  # of the engine, not of any row
+        except Exception as error:
+            if is_device_broken(error):
+                raise DeviceBroken(described(error)) from error
+            # The traceback holds the failed batch's tensors, the memory that the next try needs.
+            return error.with_traceback(None)
+        return None
+
+    def _tell(self, stats: BatchStats) -> None:
+        if self._on_batch is not None:
+            self._on_batch(replace(stats, samples=len(self._untold), generated_tokens=sum(self._untold)))
+        self._untold.clear()
+
+    def _quarantine(self, row: int, error: Exception) -> None:
+        """Take down the error of a row that fails alone. Raises TooManyRowsFailed."""
+        generator, found = self._generator, self._found
+        self._quarantined, self._streak = self._quarantined + 1, self._streak + 1
+        none = self._quarantined == len(self._prompts) and all(isinstance(each, str) for each in found.values())
+        if none:
+            self._streak = generator.failed = generator.failed + self._quarantined
+        share = SHARE_QUARANTINED * len(found) / self._samples
+        many = self._streak > MOST_QUARANTINED or self._quarantined > max(MOST_QUARANTINED, share)
+        if many or (none and not generator.answers(self._prompts[row], self._ids[row], self._size)):
+            if len(self._prompts) > 1:
+                generator.failed = 0  # whoever narrows it down asks for them again, one by one
+            count = max(self._quarantined, self._streak)
+            raise TooManyRowsFailed(f"{count} rows fail, the last of them with {described(error)}")
+        for place in self._places(row):
+            found.setdefault(place, described(error))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
