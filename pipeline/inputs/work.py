@@ -5,7 +5,7 @@ import logging
 import math
 import stat
 import time
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
@@ -190,22 +190,12 @@ def make_plan(
     begun = pa.schema([]) if begun is None else begun
     columns = list(dict.fromkeys([*begun.names, *_columns(files)]))
     template.check_columns(set(columns))
-    keep = columns if everything else list(dict.fromkeys(config.keep_columns or []))
-    if config.id_column is not None and config.id_column not in keep:
-        keep.insert(0, config.id_column)
-    unknown = [name for name in keep if name not in columns]
-    if unknown:
-        option = "id_column" if unknown[0] == config.id_column else "keep_columns"
-        raise JobError(
-            f"the input has no column {unknown[0]!r}, which {option} names: it has {', '.join(sorted(columns))}"
-        )
+    keep = columns if everything else _named_columns(config, columns)
     met = {version for file in (known or {}).values() for version in file.versions}  # an earlier run has warned of
-    fresh = [file for file in files if not file.problem and file.version not in met]
-    for name in dict.fromkeys(filter(None, [*(template.fields - {"text"}), config.id_column])):
-        if lacking := [redacted(file.path) for file in fresh if name not in file.schema.names]:
-            log.warning(
-                "%d input files, such as %r, have no column %r: it is empty there", len(lacking), lacking[0], name
-            )
+    _warn_of_empty(
+        [file for file in files if not file.problem and file.version not in met],
+        filter(None, [*(template.fields - {"text"}), config.id_column]),
+    )
     read = dict.fromkeys([*keep, config.text_column, *(template.fields - {"text"})])
     into_prompts = {config.text_column, *template.fields}
     types = {name: _column_type(files, name, begun, name in into_prompts) for name in read}
@@ -223,6 +213,29 @@ def make_plan(
             f"lists: raise rows_per_unit{', with an output of its own' if config.incremental else ''}"
         )
     return Plan(files, tuple(read), kept, units)
+
+
+def _named_columns(config: JobConfig, columns: Sequence[str]) -> list[str]:
+    """Those that the output is to have of these of the input. Raises JobError for one that is not among them."""
+    keep = list(dict.fromkeys(config.keep_columns or []))
+    if config.id_column is not None and config.id_column not in keep:
+        keep.insert(0, config.id_column)
+    unknown = [name for name in keep if name not in columns]
+    if unknown:
+        option = "id_column" if unknown[0] == config.id_column else "keep_columns"
+        raise JobError(
+            f"the input has no column {unknown[0]!r}, which {option} names: it has {', '.join(sorted(columns))}"
+        )
+    return keep
+
+
+def _warn_of_empty(files: Sequence[InputFile], names: Iterable[str]) -> None:
+    """Say which of these columns some files lack."""
+    for name in dict.fromkeys(names):
+        if lacking := [redacted(file.path) for file in files if name not in file.schema.names]:
+            log.warning(
+                "%d input files, such as %r, have no column %r: it is empty there", len(lacking), lacking[0], name
+            )
 
 
 def input_columns(storage: Storage) -> list[str]:
