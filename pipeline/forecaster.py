@@ -83,15 +83,8 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
     flops_decode = round(per_output * sum(ledger.decode(*pair) for pair in pairs))
     full_prompt = round(scale * passes * sum(map(ledger.full_depth.prompt, lengths, shared)))
     full_decode = round(per_output * sum(ledger.full_depth.decode(*pair) for pair in pairs))
-    seconds = full_seconds = cost = full_cost = None
-    if outputs.speed is not None:
-        per_prompt_flop, per_decode_flop, _ = outputs.speed
-        seconds = flops_prompt * per_prompt_flop + flops_decode * per_decode_flop
-        full_seconds = full_prompt * per_prompt_flop + full_decode * per_decode_flop
-        if config.price_per_gpu_hour is not None:
-            # Of a replica's GPUs; where it has none, of the replica itself.
-            price = config.price_per_gpu_hour * (config.gpus_per_replica or 1.0) / 3600
-            cost, full_cost = seconds * price, full_seconds * price
+    seconds, cost = _time_and_cost(outputs, config, flops_prompt, flops_decode)
+    full_seconds, full_cost = _time_and_cost(outputs, config, full_prompt, full_decode)
     return Forecast(
         run=work_name(job, plan.units),
         rows=plan.rows,
@@ -114,6 +107,20 @@ def forecast_run(config: JobConfig, backend: Backend | None = None) -> Forecast:
         audit_fraction=0.0 if job.schedule.is_full_depth else config.audit_fraction,
         rows_per_prompt=samples / passes,
     )
+
+
+def _time_and_cost(
+    outputs: ExpectedOutputs, config: JobConfig, flops_prompt: int, flops_decode: int
+) -> tuple[float | None, float | None]:
+    """Seconds of one replica and what they cost, None where that is not known."""
+    if outputs.speed is None:
+        return None, None
+    per_prompt_flop, per_decode_flop, _ = outputs.speed
+    seconds = flops_prompt * per_prompt_flop + flops_decode * per_decode_flop
+    if config.price_per_gpu_hour is None:
+        return seconds, None
+    # Of a replica's GPUs; where it has none, of the replica itself.
+    return seconds, seconds * config.price_per_gpu_hour * (config.gpus_per_replica or 1.0) / 3600
 
 
 def _sample(job: Preparation, tokenizer: Tokenizer) -> list[list[list[int] | None]]:
