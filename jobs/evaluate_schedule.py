@@ -161,6 +161,7 @@ def evaluate(config: EvaluateSchedule) -> None:
         for rival in solved.solve(wanted, config.target_speedups, measure):
             log.info("%s: %s", rival.label, rival.note or "solved")
             contenders.append(rival)
+    contenders = told_apart(contenders)
     write_rivals(config, contenders)
     # What a version counts, and answers behind a prefix that is shared or not, are not another's.
     decided_by = f"{identity} {__version__} prefix {engine.shared_tokens}"
@@ -235,6 +236,17 @@ def read_contenders(paths: Sequence[str], shape: ModelShape, settings: StorageCo
         contender if often[contender.label] == 1 else replace(contender, name=f"{contender.name} ({path})")
         for path, contender in found.items()
     ]
+
+
+def told_apart(contenders: Sequence[Contender]) -> list[Contender]:
+    """Each once, under a label of its own: what is derived or solved here may be called as a schedule that is named."""
+    found: dict[str, Contender] = {}
+    for each in contenders:
+        other = found.setdefault(each.label, each)
+        if other.identity != each.identity:
+            here = replace(each, name=f"{each.name} (fitted here)")
+            found[here.label] = here
+    return [*found.values()]
 
 
 def read_prompts(

@@ -97,6 +97,7 @@ def _figures(
 ) -> dict[str, Any]:
     """`whole`: the same runner at full depth."""
     cost, rows = flops(task, each.schedule, each.generated), len(task.prompt_tokens)
+    rouge_l, whole_rouge_l = (_rouge_l(one, task.references) for one in (each, reference))
     found: dict[str, Any] = {
         "name": each.name,
         "runner": each.runner,
@@ -116,8 +117,8 @@ def _figures(
             cost.total / rate / run["seconds"] for rate, run in zip(rates, each.rounds, strict=True)
         ),
         "same_rows": mean(ours == theirs for ours, theirs in zip(each.answers, reference.answers, strict=True)),
-        "rouge_l": _rouge_l(each, task.references),
-        "rouge_l_share": _rouge_l(each, task.references) / (_rouge_l(reference, task.references) or 1.0),
+        "rouge_l": rouge_l,
+        "rouge_l_share": rouge_l / whole_rouge_l if rouge_l is not None and whole_rouge_l else None,
         "rouge_l_to_reference": _rouge_l(each, reference.texts),
         "cache_course": each.cache_course,
         "rounds": each.rounds,
@@ -143,5 +144,8 @@ def _faster(each: Measured, other: Measured, part: str = "seconds") -> float | N
     return median(ratios) if ratios else None
 
 
-def _rouge_l(each: Measured, references: Sequence[str]) -> float:
-    return mean(overlap(text, reference).rouge_l for text, reference in zip(each.texts, references, strict=True))
+def _rouge_l(each: Measured, references: Sequence[str]) -> float | None:
+    """To those that are there, which an empty answer would else be like; None if there are none."""
+    pairs = zip(each.texts, references, strict=True)
+    found = [overlap(text, reference).rouge_l for text, reference in pairs if reference.strip()]
+    return mean(found) if found else None

@@ -19,8 +19,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, Self
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from rich.console import Console
@@ -32,6 +30,7 @@ from jobs.answers import TargetSpeedup
 from jobs.benchmarks.figures import Measured, WholeJob, figures, multiply_rate
 from jobs.benchmarks.peers.protocol import Job
 from jobs.benchmarks.shown import quality_table, speed_table, write_chart
+from jobs.benchmarks.texts import encoded, read_columns
 from jobs.benchmarks.worker import RUNNERS, VARIANTS, VLLM_PLUGIN, Worker
 from jobs.prompts import PACKAGES
 from pipeline.errors import JobError
@@ -139,15 +138,16 @@ def _job(config: BenchmarkJob, scratch: Path) -> tuple[Job, WholeJob, Tokenizer]
     directory, shape = checkpoint_directory(config.model), describe(config.model)
     tokenizer, template = Tokenizer(directory), PromptTemplate(config.prompt, format=config.prompt_format)
     columns = [config.text_column, config.reference_column]
-    for file in config.input:
-        if absent := set(columns) - set(pq.read_schema(file).names):
-            raise JobError(f"input {str(file)!r} has no column {min(absent)!r}: name another by its option")
-    table = pa.concat_tables([pq.read_table(file, columns=columns) for file in config.input])
+    table = read_columns(config.input, columns)
     if len(table) < config.rows:
         raise JobError(f"the input has {len(table)} rows, {config.rows} are asked for: lower --rows")
     texts, references = (table[column].to_pylist()[: config.rows] for column in columns)
     longest = shape.context - config.max_new_tokens
-    prompts = [template.encode({"text": text}, tokenizer, longest).tokens for text in texts]
+    if longest < 1:
+        raise JobError(
+            f"max_new_tokens {config.max_new_tokens} leaves a context of {shape.context} no prompt: lower it"
+        )
+    prompts = encoded(texts, template, tokenizer, longest)
     shared = template.shared_prefix(tokenizer)
     if any(prompt[: len(shared)] != shared for prompt in prompts):
         shared = []

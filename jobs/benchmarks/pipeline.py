@@ -12,13 +12,13 @@ import time
 from pathlib import Path
 from statistics import median
 
-import pyarrow.parquet as pq
 import ray
 from pydantic import Field
 from rich.console import Console
 
 from engine import Engine
 from jobs import command_line
+from jobs.benchmarks.texts import encoded, read_columns
 from jobs.summarize_corpus import SummarizeCorpus
 from pipeline.errors import JobError
 from pipeline.preparing.backend import runs_in_vllm
@@ -47,10 +47,9 @@ def benchmark(config: BenchmarkPipeline) -> None:
     console = Console()
     engine = Engine.load(config.model, config.device, config.dtype, config.threads_per_replica)
     schedule = choose_schedule(config, engine.shape)
-    texts = pq.read_table(config.input, columns=[config.text_column])[config.text_column].to_pylist()[: config.limit]
+    texts = read_columns([config.input], [config.text_column])[config.text_column].to_pylist()[: config.limit]
     template = config.template()
-    longest = longest_prompt(config, engine.shape)
-    prompts = [template.encode({"text": text}, engine.tokenizer, longest).tokens for text in texts]
+    prompts = encoded(texts, template, engine.tokenizer, longest_prompt(config, engine.shape))
     engine.share_prefix(template.shared_prefix(engine.tokenizer))
     list(engine.generate(prompts[:2], config.sampling(), schedule))  # warm-up
     ratios = []

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from pipeline.reporting.page import ACCENT, INK, PALE
+from pipeline.reporting.page import ACCENT, INK, PALE, in_legend
 
 SEGMENTS = {  # of the seconds of a job, and their colours
     "prompts: arithmetic": ACCENT,
@@ -92,7 +92,8 @@ def write_chart(path: Path, title: str, rows: Rows) -> None:
     axes.set_title(title, loc="left", fontsize=11, color=INK)
     for row in rows:
         if row["cache_course"]:
-            cache.plot([size / 1e6 for size in row["cache_course"]], label=row["name"], drawstyle="steps-post")
+            sizes = [size / 1e6 for size in row["cache_course"]]
+            cache.plot(sizes, label=in_legend(row["name"]), drawstyle="steps-post")
     cache.set_xlabel("pass")
     cache.set_title("key/value cache, MB", loc="left", fontsize=11, color=INK)
     axes.legend(frameon=False, fontsize=9, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.2))

@@ -14,7 +14,7 @@ from engine.adaptation.curve import Point
 from engine.bootstrap import Estimate
 from pipeline.evaluation.contender import FULL_DEPTH
 from pipeline.evaluation.figures import Figures
-from pipeline.reporting.page import ACCENT, INK, PALE, head, panels, to_svg
+from pipeline.reporting.page import ACCENT, INK, PALE, head, in_legend, panels, to_svg
 
 # Rivals: hues that stay apart for most colour-blind readers (Okabe and Ito's palette, without its green).
 RIVAL_COLORS = (
@@ -109,7 +109,8 @@ def agreement_by_step(found: Sequence[Figures], styles: Styles) -> str:
                 # Few of many answers are that long: the tail would be noise.
                 least = min(10, each.agreement_by_step[0][2] / 2)
                 shown = {step: share for step, share, tokens in each.agreement_by_step if tokens >= least}
-                axes.plot(list(shown), list(shown.values()), label=each.name, **(styles[each.name] | {"marker": ""}))
+                style = styles[each.name] | {"marker": ""}
+                axes.plot(list(shown), list(shown.values()), label=in_legend(each.name), **style)
         axes.set_ylim(-0.03, 1.03)
         axes.set_xlabel("decode step")
     all_axes[0].set_ylabel("agreement")
@@ -157,4 +158,4 @@ def _line(axes: Axes, name: str, points: Sequence[tuple[Estimate, Estimate]], st
     below = [quality.value - quality.low for _, quality in points]
     # A percentile interval may, by rounding, leave out a value that has no spread at all.
     error = np.clip([below, above], 0, None) if points else None
-    axes.errorbar(x, y, error, label=name, capsize=2, elinewidth=0.9, **styles[name])
+    axes.errorbar(x, y, error, label=in_legend(name), capsize=2, elinewidth=0.9, **styles[name])

@@ -118,7 +118,7 @@ def against_actual(forecast: Forecast | None, totals: Totals) -> list[Line]:
         ("TFLOP", forecast.flops / 1e12, totals.flops / 1e12),
         ("TFLOP at full depth", forecast.flops_full_depth / 1e12, totals.flops_full_depth / 1e12),
         ("whole-job FLOP speed-up", forecast.sample_speedup, totals.sample_speedup),
-        ("replica-seconds", forecast.seconds, totals.seconds),
+        ("replica-seconds" + ", with audits in the actual" * (totals.audited > 0), forecast.seconds, totals.seconds),
     ]
     return [
         Line(name, _shown(planned), _shown(actual), f"{actual / planned:.3f}" if planned else "")

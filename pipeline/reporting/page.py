@@ -13,6 +13,8 @@ REPORT_FILE = "report.html"
 INK, ACCENT, PALE = "#24292f", "#2f6f4f", "#c9d8cf"
 COLUMNS = 3  # small pictures side by side
 
+mpl.rcParams["text.parse_math"] = False  # names are users', and may have dollar signs
+
 
 def render(room: str, content: dict[str, Any], **filters: Callable[..., str]) -> str:
     """The report of a room, by its own template, which fills in `page.html.jinja`."""
@@ -37,6 +39,11 @@ def head(axes: Axes, title: str) -> None:
     """A title, and no frame."""
     axes.set_title(title, loc="left", fontsize=10, color=INK)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def in_legend(name: str) -> str:
+    """A name for a legend: matplotlib leaves out those that begin with an underscore."""
+    return f" {name}" if name.startswith("_") else name
 
 
 def to_svg(figure: Figure) -> str:

@@ -157,3 +157,12 @@ def test_a_runner_without_its_modules_says_how_to_get_them() -> None:
         f"vLLM is left out: {sys.executable} has no no_such_module; make vllm-env"
     )
     assert RUNNERS["engine"].missing(sys.executable) is None
+
+
+def test_answers_are_compared_with_the_references_that_are_there(make_checkpoint: Callable[..., Path]) -> None:
+    shape = describe(str(make_checkpoint()))
+    whole, other = (measured(name, None, [1.0], [2, 2]) for name in ("whole", "other"))
+    other.texts = ["a parcel", ""]
+    for references, share in ((["a package", " "], 0.5), (["", ""], None)):
+        found = figures([whole, other], WholeJob(shape, [40, 60], 0, references), [1e9])
+        assert found[1]["rouge_l_share"] == (None if share is None else pytest.approx(share))

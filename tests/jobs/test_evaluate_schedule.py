@@ -22,6 +22,7 @@ from jobs.evaluate_schedule import (
     read_contenders,
     read_prompts,
     read_references,
+    told_apart,
     warn_of_another_report,
     warn_of_seen_rows,
     with_reference_column,
@@ -319,3 +320,11 @@ def test_rivals_and_targets_that_are_named_twice_are_judged_once(tmp_path: Path)
     given = {"rivals": ["unified-layer-skipping"] * 2, "target_speedups": [1.3, 1.2, 1.3]}
     config = EvaluateSchedule(input=CORPUS, output=str(tmp_path), **given)
     assert (config.rivals, config.target_speedups) == (["unified-layer-skipping"], [1.3, 1.2])
+
+
+def test_what_is_called_alike_is_told_apart_and_what_is_the_same_judged_once() -> None:
+    named = Contender("bridged", 1.25, Schedule.full_depth(4))
+    solved = Contender("bridged", 1.25, recipes.unified_layer_skipping(4, active=3), is_rival=True)
+    found = told_apart([named, solved, replace(named, is_rival=True)])
+    assert [each.label for each in found] == ["bridged, 1.25x", "bridged (fitted here), 1.25x"]
+    assert [each.method for each in found] == [named.method, solved.method]

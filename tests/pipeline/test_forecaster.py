@@ -285,6 +285,10 @@ def test_a_stored_plan_is_compared_with_the_run_it_was_made_for_alone(planned: J
     assert (lines["output tokens"].planned, lines["output tokens"].actual) == ("480", "960")
     assert lines["output tokens"].ratio == "2.000"
     assert "replica-seconds" not in lines
+    timed = replace(forecast, seconds=2.0)
+    assert against_actual(timed, replace(totals, seconds=3.0))[-1] == ("replica-seconds", "2.000", "3.000", "1.500")
+    audited = against_actual(timed, replace(totals, seconds=6.0, audited=ROWS))[-1]
+    assert audited.name == "replica-seconds, with audits in the actual"
     assert against_actual(None, totals) == []
 
 

@@ -73,3 +73,12 @@ def test_a_learning_curve_has_no_training_loss_before_any_step(drawn: list[Figur
     points = [Point(step, 0.5 if step else None, 0.4, 0.8, 1.0) for step in (0, 20, 40)]
     charts.learning_curve(points)
     assert [line.get_xdata().tolist() for line in drawn[0].axes[0].lines] == [[20, 40], [0, 20, 40]]
+
+
+def test_names_may_have_dollar_signs_and_begin_with_an_underscore() -> None:
+    names = ["budget_$5_vs_$10", "_mine"]
+    found = [judged(name, [(0, 0.9, 9)], 1.5) for name in names]
+    styles = charts.line_styles(found)
+    for svg in (charts.frontier(found, styles, whole_sample=True), charts.agreement_by_step(found, styles)):
+        # Its texts stand in comments beside their outlines.
+        assert all(name in svg for name in names)
