@@ -5,6 +5,7 @@ import hashlib
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -56,9 +57,10 @@ class _Running:
     names: Iterator[str] = field(default_factory=lambda: map(str, count()))  # of requests to come
     has_computed_prefix: bool = False  # that of `VllmEngine.share_prefix`
     broken: bool = False
+    live: Counter["VllmDecoding | None"] = field(default_factory=Counter)  # rows of the last pass, by stream
 
     def __post_init__(self) -> None:
-        """Have every preemption, and logits that are no numbers, told to the stream whose row it is."""
+        """Count the rows of passes, and have preemptions and logits that are no numbers told to the row's stream."""
         preempt, update = self.scheduler._preempt_request, self.scheduler.update_from_output
 
         def name_of(request_id: str) -> str:
@@ -70,8 +72,9 @@ class _Running:
                 decoding.preempted(name, request.num_computed_tokens)
             preempt(request, *args, **kwargs)
 
-        def update_and_tell(*args: Any, **kwargs: Any) -> Any:
-            updated = update(*args, **kwargs)
+        def update_and_tell(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            self.live = Counter(self.whose.get(name_of(request)) for request in scheduled.num_scheduled_tokens)
+            updated = update(scheduled, *args, **kwargs)
             for output in chain.from_iterable(outputs.outputs for outputs in updated.values()):
                 if output.num_nans_in_logits and (decoding := self.whose.get(name_of(output.request_id))) is not None:
                     decoding.not_numbers = True
@@ -138,6 +141,7 @@ class VllmEngine:
         family = family_of(config)
         self.shape: ModelShape = family.shape(config)
         _check_read_alike(directory, config, family.decoder.prefix)
+        _check_computed_alike(config, options.get("max_model_len", self.shape.context))
         self._model, self._directory = model, directory
         self._device, self._dtype = resolve_device(device).type, resolve_dtype(device, dtype)
         if index := resolve_device(device).index:
@@ -294,17 +298,35 @@ def _check_read_alike(directory: Path, config: Any, prefix: str) -> None:
         )
 
 
+def _check_computed_alike(config: Any, longest: int) -> None:
+    """Raises ModelError for a model of which vLLM computes something else than transformers and our engine, with rows
+    of so many tokens at the most.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    what = None
+    if config.model_type in ("qwen3", "mistral") and getattr(config, "attention_bias", False):
+        what = f"leaves out biases of attention that the config of this {config.model_type} model names"
+    elif rope.get("rope_type") == "longrope" and longest > rope["original_max_position_embeddings"]:
+        original = rope["original_max_position_embeddings"]
+        what = f"scales rotary positions of rows up to {original} tokens as those of rows of {longest} (longrope)"
+    if what is not None:
+        raise ModelError(f"vLLM {what}: use --engine torch")
+
+
 def _kept(schedule: Schedule) -> Path:
     """A directory with a schedule, named by its content: by that name vLLM finds again what it has compiled for it."""
-    name = hashlib.sha256(schedule.to_json().encode()).hexdigest()[:16]  # of its tensors too, whose digests stand there
-    target = cache_directory() / "schedules" / name
-    if target.is_dir():
-        return target
+    described = schedule.to_json()  # its tensors too, whose digests stand there
+    target = cache_directory() / "schedules" / hashlib.sha256(described.encode()).hexdigest()[:16]
+    with suppress(ScheduleError):  # not there yet, or of a cache that somebody has cleaned files of
+        if Schedule.read(target).to_json() == described:
+            return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=target.parent) as scratch:
-            schedule.write(Path(scratch) / name)
-            os.rename(Path(scratch) / name, target)
+            schedule.write(Path(scratch) / "whole")
+            if target.is_dir():
+                os.rename(target, Path(scratch) / "damaged")
+            os.rename(Path(scratch) / "whole", target)
     except OSError as error:
         if not target.is_dir():  # else another process was first
             way_out = "set SKIPDECODE_CACHE to a directory that can"
@@ -354,12 +376,12 @@ class VllmDecoding:
 
     def step(self) -> list[Generation]:
         """One pass; the generations that ended in it. Raises FloatingPointError as `Stream` does."""
-        live, whose = min(self.unfinished, self._running.seats), self._running.whose
+        whose, runs = self._running.whose, not self._done
         if self._running.broken and not self._done:
             # By another stream's pass, or ended for another schedule: rows of that pass would wait for ever.
             raise StreamLost("vLLM has ended under rows that it ran: another stream goes on with them")
         try:
-            outputs = [] if self._done else self._llm.step()
+            outputs = self._llm.step() if runs else []
             outputs = [output for output in outputs if output.request_id in whose]
             stopped = [output.request_id for output in outputs if whose[output.request_id]._take(output)]
             if stopped:
@@ -377,8 +399,8 @@ class VllmDecoding:
             prompt_tokens=sum(each.prompt_tokens - each.shared_prefix_tokens for each in finished if not each.sample),
             generated_tokens=sum(each.generated_tokens for each in finished),
             steps=1,
-            live_rows=live,
-            seats=self._running.seats,
+            live_rows=self._running.live[self] if runs else 0,
+            seats=self._running.seats if runs else 0,
             cache_course=(self._running.cache_bytes,),
             prefill_seconds=sum(each.flops_prompt for each in finished),
             decode_seconds=sum(each.flops_decode for each in finished),

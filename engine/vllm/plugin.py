@@ -217,6 +217,8 @@ def _look_at_requests() -> None:
         asked = getattr(params, "prompt_logprobs", None)
         extra = getattr(params, "extra_args", None) or {}
         full_depth, shared = extra.get(FULL_DEPTH), extra.get(SHARED, processor.shared_tokens)
+        if full_depth not in (None, False, True):
+            raise VLLMValidationError(f"{FULL_DEPTH} is true or false", parameter=FULL_DEPTH, value=full_depth)
         if not _is_count(shared):
             raise VLLMValidationError(f"{SHARED} is a number of tokens", parameter=SHARED, value=shared)
         if processor.has_prompt_bridge and asked is not None and not full_depth:

@@ -24,7 +24,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.engine.input_processor import InputProcessor
 
-from engine.vllm.engine import VllmEngine
+from engine.vllm.engine import VllmEngine, _kept
 from engine.vllm.plugin import FULL_DEPTH, SETTING, SHARED, apply, register, shared_of
 from tests.engine.vllm.both_engines import VARIANTS, generations, in_vllm, schedule, whole
 
@@ -203,6 +203,42 @@ def test_streaming_input_is_refused_under_a_schedule(config: Any, tmp_path: Path
     with pytest.raises(VLLMValidationError, match="does not run together with streaming input"):
         admit(config, schedule(), tmp_path / "plain", SamplingParams(), resumable=True)
     admit(config, None, tmp_path, SamplingParams(), resumable=True)
+
+
+def test_full_depth_is_asked_for_by_a_truth_and_nothing_like_it(config: Any, tmp_path: Path) -> None:
+    for asked in ("false", "true", 2):
+        with pytest.raises(VLLMValidationError, match=f"{FULL_DEPTH} is true or false"):
+            admit(config, schedule(), tmp_path / "plain", SamplingParams(extra_args={FULL_DEPTH: asked}))
+    for asked in (True, False, 0, 1):
+        admit(config, schedule(), tmp_path / "plain", SamplingParams(extra_args={FULL_DEPTH: asked}))
+
+
+def test_models_that_vllm_computes_otherwise_are_refused(make_checkpoint: Callable[..., Path]) -> None:
+    for family in ("qwen3", "mistral, sliding window"):
+        with pytest.raises(ModelError, match=r"vLLM leaves out biases of attention .*: use --engine torch"):
+            in_vllm(make_checkpoint(**VARIANTS[family], attention_bias=True))
+    factors = [1.0 + part for part in range(16)]
+    scaling = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 16, "long_factor": factors,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    longer = make_checkpoint(**VARIANTS["llama"], rope_parameters=scaling)
+    with pytest.raises(ModelError, match=r"rows up to 64 tokens as those of rows of 160 \(longrope\): use --engine"):
+        in_vllm(longer)
+    in_vllm(longer, max_model_len=64)
+
+
+def test_a_kept_schedule_that_has_lost_a_file_is_kept_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    kept = _kept(schedule())
+    whole = {path.name: path.read_bytes() for path in kept.iterdir()}
+    assert _kept(schedule()) == kept
+    for damage in (lambda path: path.unlink(), lambda path: path.write_bytes(b"")):
+        for name in whole:
+            damage(kept / name)
+            assert _kept(schedule()) == kept
+            assert {path.name: path.read_bytes() for path in kept.iterdir()} == whole
+    assert [*kept.parent.iterdir()] == [kept]
 
 
 def test_a_vllm_that_does_not_start_is_the_models_error(

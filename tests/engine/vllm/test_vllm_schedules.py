@@ -260,6 +260,7 @@ def test_a_preempted_row_goes_on_as_if_nothing_had_been(make_checkpoint: Callabl
     finally:
         vllm.close()
     assert stats.preemptions > 0
+    assert 0.3 < stats.live_rows / stats.seats < 0.95, "rows that wait for room are in no seat"
     # At least a prompt's worth each time.
     assert stats.flops_padding >= stats.preemptions * found[3].flops_prompt / 2
 
