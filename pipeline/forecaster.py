@@ -160,6 +160,8 @@ def _outputs(job: Preparation, ledger: Ledger, prompts: Sequence[list[int]], pre
     if config.plan_prompts:
         # Spread over the sample: neighbours are often alike.
         count = min(config.plan_prompts, len(prompts))
+        if runs_in_vllm(config) and config.batch_size != "auto":  # which finds prompts that come again in its cache
+            count = min(len(prompts), max(count, config.batch_size // config.sampling().samples_per_prompt))
         found = _answer(job, ledger, [prompts[index * len(prompts) // count] for index in range(count)], prefix)
     else:
         found = _earlier(job) or ExpectedOutputs(

@@ -254,6 +254,10 @@ def test_few_prompts_are_answered_until_a_batch_is_full(planned: Job) -> None:
     assert re.fullmatch(r"± \d+\.\d%, from 3 sampled prompts answered 4 times over", forecast.output_source)
     alone = forecast_run(planned(plan_prompts=1, batch_size=1), EchoBackend(Echo()))
     assert alone.output_source == "1 sampled prompt answered"
+    batches.clear()
+    in_vllm = forecast_run(planned(plan_prompts=3, batch_size=13, engine="vllm"), EchoBackend(Asked()))
+    assert len(set(batches[1])) == 13, "vLLM would find prompts that come again in its cache"
+    assert in_vllm.speed_source.startswith("13 sampled prompts answered in ")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
