@@ -64,7 +64,7 @@ class RowGenerator:
                 SHARE_QUARANTINED of those tried so far. All rows fail, and so do a prompt of one token, or the rows of
                 the calls before: more than MOST_QUARANTINED with these.
         """
-        return _Call(self, prompts, sample_ids, on_batch).run()
+        return _RowsOfCall(self, prompts, sample_ids, on_batch).run()
 
     def stream(
         self, prompts: Sequence[Sequence[int]], size: int, ids: Sequence[str], on_batch: Callable[[BatchStats], None]
@@ -101,7 +101,7 @@ class RowGenerator:
             return False
 
 
-class _Call:
+class _RowsOfCall:
     """The rows of one call, and what has become of them so far."""
 
     def __init__(

@@ -425,7 +425,8 @@ ALLOWED = {
         "fs.rm_file",
     },  # likewise, and scratch files
     "engine/checkpoints/digests.py": {"os.replace"},  # kept digests, in the user's cache
-    "engine/checkpoints/checkpoint.py": {"os.rename"},  # a converted checkpoint, in the user's cache
+    # A converted checkpoint, in the user's cache, and what of it a process that was killed has left under its own name.
+    "engine/checkpoints/checkpoint.py": {"os.rename", "shutil.rmtree"},
     "engine/vllm/engine.py": {"os.rename"},  # a schedule, likewise
     "engine/adaptation/checkpoint.py": {"os.replace"},  # of its own unfinished file, in a claimed directory
     "engine/calibration/answer_file.py": {"os.replace"},  # likewise
