@@ -44,8 +44,7 @@ def main() -> int:
     code = command_line.run(PROGRAM, lambda: found.append(look(config)))
     if code or found[0].manifest is not None:
         return code
-    only_failures = found[0].failed and not found[0].is_stopped
-    return command_line.UNITS_FAILED_EXIT if only_failures else command_line.STOPPED_EXIT
+    return command_line.UNITS_FAILED_EXIT if found[0].lacks_only_failed else command_line.STOPPED_EXIT
 
 
 def look(config: InspectRun) -> Inspection:

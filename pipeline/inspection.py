@@ -42,16 +42,16 @@ class Inspection:
         return total(self.commits)
 
     @property
-    def is_stopped(self) -> bool:
-        """Whether it lacks more than the units that failed."""
-        return self.totals.rows + sum(unit.generations for unit in self.failed) < self.rows
+    def lacks_only_failed(self) -> bool:
+        """Whether some units failed, and all others are done."""
+        return bool(self.failed) and self.totals.rows + sum(unit.generations for unit in self.failed) >= self.rows
 
     @property
     def state(self) -> str:
         if self.manifest is not None:
             return "done"
         if self.failed:
-            return "unfinished, and some units failed" if self.is_stopped else "incomplete: some units failed"
+            return "incomplete: some units failed" if self.lacks_only_failed else "unfinished, and some units failed"
         if not self.rows:
             return "unfinished: no row is planned yet"
         return "unfinished" if self.totals.rows < self.rows else "unfinished: only the manifest is missing"
@@ -61,7 +61,7 @@ class Inspection:
         """How to go on."""
         if self.manifest is not None:
             return f"read the files that {self.output}/{SUCCESS_FILE} lists"
-        if self.failed and not self.is_stopped:
+        if self.lacks_only_failed:
             anew = unless_changed(self.failed, bool(self.run["input"].get("incremental")))
             return f"mend what the failed units name and {started_again(self.run)}: it tries only those{anew}"
         tried = ", and tries the failed units once more" if self.failed else ""

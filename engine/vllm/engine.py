@@ -377,7 +377,7 @@ class VllmDecoding:
     def step(self) -> list[Generation]:
         """One pass; the generations that ended in it. Raises FloatingPointError as `Stream` does."""
         whose, runs = self._running.whose, not self._done
-        if self._running.broken and not self._done:
+        if self._running.broken and runs:
             # By another stream's pass, or ended for another schedule: rows of that pass would wait for ever.
             raise StreamLost("vLLM has ended under rows that it ran: another stream goes on with them")
         try:
