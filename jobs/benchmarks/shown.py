@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from pipeline.reporting.page import ACCENT, INK, PALE, in_legend
+from pipeline.reporting.page import ACCENT, INK, PALE, in_legend, literally
 
 SEGMENTS = {  # of the seconds of a job, and their colours
     "prompts: arithmetic": ACCENT,
@@ -101,7 +101,8 @@ def write_chart(path: Path, title: str, rows: Rows) -> None:
         cache.legend(frameon=False, fontsize=9)
     for each in (axes, cache):
         each.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    with literally(figure):
+        figure.savefig(path)
 
 
 def _segments(row: Row) -> list[float]:

@@ -1,19 +1,19 @@
 """Reports as pages: one file, no network; and how the charts in them look."""
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import matplotlib as mpl
 from jinja2 import ChoiceLoader, Environment, PackageLoader
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 REPORT_FILE = "report.html"
 INK, ACCENT, PALE = "#24292f", "#2f6f4f", "#c9d8cf"
 COLUMNS = 3  # small pictures side by side
-
-mpl.rcParams["text.parse_math"] = False  # names are users', and may have dollar signs
 
 
 def render(room: str, content: dict[str, Any], **filters: Callable[..., str]) -> str:
@@ -46,11 +46,20 @@ def in_legend(name: str) -> str:
     return f" {name}" if name.startswith("_") else name
 
 
+@contextmanager
+def literally(figure: Figure) -> Iterator[None]:
+    """While it is saved, texts are what they say: names are users', and may have dollar signs."""
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
+    with mpl.rc_context({"text.parse_math": False}):  # of those that are made as it is drawn
+        yield
+
+
 def to_svg(figure: Figure) -> str:
     """An <svg> element that can stand in a page beside others."""
     sink = io.StringIO()
     # Names inside one page must differ from figure to figure, yet the page must not change from run to run.
-    with mpl.rc_context({"svg.hashsalt": "skipdecode", "svg.fonttype": "path"}):
+    with literally(figure), mpl.rc_context({"svg.hashsalt": "skipdecode", "svg.fonttype": "path"}):
         figure.savefig(sink, format="svg", metadata={"Date": None})
     text = sink.getvalue()
     return text[text.index("<svg") :]
