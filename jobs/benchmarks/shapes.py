@@ -1,4 +1,4 @@
-"""Shapes of known models without their weights, and schedules that skip in them: what speed can be measured with.
+"""Shapes of known models, and schedules that skip in them: what speed can be measured with, though not quality.
 
     .venv/bin/python -m jobs.benchmarks.shapes --model Llama-3.1-8B --output out/llama
     .venv/bin/python -m jobs.benchmarks.job --device cuda --dtype bfloat16 --contenders vllm --random-weights \
@@ -6,7 +6,8 @@
         --input out/llama/texts.parquet --prompt '{text}' --prompt-format raw --max-new-tokens 128 --full-length \
         --rows 128 --batch-size 128
 
-Contenders share the card: look in their logs whether the cache has room for all rows.
+Contenders share the card: look in their logs whether the cache has room for all rows. vLLM makes weights up itself,
+all other contenders need `--weights` here, and there no `--random-weights`.
 """
 
 import random
@@ -18,7 +19,7 @@ import pyarrow.parquet as pq
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors.torch import save_file
-from transformers import AutoTokenizer, LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from engine import Block, Bridge, ModelShape, Plateau, PromptBridge, Schedule, checkpoint_directory
 from engine.calibration.prompts import counted_prompt_bridge, prompt_cut
@@ -31,6 +32,10 @@ PROGRAM = "jobs.benchmarks.shapes"
 TOKENIZER = "smollm2-135m-instruct"
 WARM_UP = 4  # layers below the block that decoding skips
 MODELS: dict[str, PretrainedConfig] = {
+    "SmolLM2-360M": LlamaConfig(
+        vocab_size=49152, hidden_size=960, intermediate_size=2560, num_hidden_layers=32, num_attention_heads=15,
+        num_key_value_heads=5, max_position_embeddings=8192, tie_word_embeddings=True,
+    ),
     "Qwen2.5-1.5B": Qwen2Config(
         vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
         num_key_value_heads=2, max_position_embeddings=32768, tie_word_embeddings=True,
@@ -50,6 +55,7 @@ class WriteShape(BaseModel):
     model: str = Field("Llama-3.1-8B", description=f"one of {', '.join(MODELS)}", pattern=f"^({'|'.join(MODELS)})$")
     decode_skipped: float = Field(1 / 3, ge=0.05, le=0.8, description="share of the layers that decoding skips")
     prompt_skipped: float = Field(1 / 2, ge=0.05, le=0.8, description="share of the layers that prompts are spared")
+    weights: bool = Field(False, description="random weights too, in bfloat16")
     prompt_tokens: int = Field(1024, ge=1, description="tokens of each text")
     rows: int = Field(256, ge=1, description="texts")
     output: LocalPlace = Field(..., description="directory for model, decode, both and texts.parquet")
@@ -82,8 +88,11 @@ def write(config: WriteShape) -> None:
     claim_directory(config.output, PROGRAM, ())
     described = MODELS[config.model]
     described.architectures = [f"{type(described).__name__.removesuffix('Config')}ForCausalLM"]
-    described.save_pretrained(config.output / "model")
-    save_file({}, config.output / "model" / "model.safetensors")  # a checkpoint has one
+    if config.weights:
+        AutoModelForCausalLM.from_config(described, dtype=torch.bfloat16).save_pretrained(config.output / "model")
+    else:
+        described.save_pretrained(config.output / "model")
+        save_file({}, config.output / "model" / "model.safetensors")  # a checkpoint has one
     tokenizer = AutoTokenizer.from_pretrained(checkpoint_directory(TOKENIZER))
     tokenizer.save_pretrained(config.output / "model")
     shape = family_of(described).shape(described)

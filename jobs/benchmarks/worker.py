@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 import subprocess
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -109,6 +111,15 @@ class Worker:
             answer = ""
         if not answer:
             last = next((text for text in reversed(self.log.read_text().splitlines()) if text.strip()), "nothing")
-            raise JobError(f"{self.name} ended: it printed {last.strip()!r} last, the rest is in {self.log}")
+            raise JobError(
+                f"{self.name} ended{self._how()}: it printed {last.strip()!r} last, the rest is in {self.log}"
+            )
         found: dict[str, Any] = json.loads(answer)
         return found
+
+    def _how(self) -> str:
+        """What killed it, as far as that can be told."""
+        with suppress(subprocess.TimeoutExpired):
+            if self._process.wait(PATIENCE_S) == -signal.SIGKILL:
+                return ", killed as the system does where memory runs out (all contenders are loaded at once)"
+        return ""

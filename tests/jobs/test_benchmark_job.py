@@ -151,6 +151,16 @@ def test_a_contender_that_dies_is_named_with_its_last_words(tmp_path: Path) -> N
     worker.stop()
 
 
+def test_a_contender_that_was_killed_is_said_to_have_been(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nkill -9 $$\n")
+    python.chmod(0o755)
+    worker = Worker("a peer", Runner("protocol", "a peer", ()), str(python), job("none", tmp_path), tmp_path / "log")
+    with pytest.raises(JobError, match="a peer ended, killed as the system does where memory runs out"):
+        worker.load()
+    worker.stop()
+
+
 def test_a_runner_without_its_modules_says_how_to_get_them() -> None:
     runner = Runner("vllm", "vLLM", ("json", "no_such_module"), "vllm")
     assert runner.missing(sys.executable) == (
