@@ -83,52 +83,22 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
     if lease is not None:  # planning, reading and waiting for storage may take longer than a lease lasts
         storage = storage.guarded(lease.check)
     begun = _begin(job, storage)
-    job = begun.job
-    unreadable = [record_failure(storage, unit, 1, f"read: {why}") for unit, why in job.plan.unreadable]
+    unreadable = [record_failure(storage, unit, 1, f"read: {why}") for unit, why in begun.job.plan.unreadable]
     session = _generate(begun, lease) if begun.new.units else Done()
     session.failed += unreadable
-    commits = [*begun.commits, *session.commits]
-    if begun.history is not None:
-        commits = begun.history.settle(commits)
-    commits.sort(key=lambda commit: commit.place)
+    commits = begun.settled(session.commits)
     totals = total(commits)
-    if begun.history is None and (said := failed_audit(job.config, totals, job.plan.rows)):
-        # A job that stopped for it may have committed all units by then: starting it again accepts nothing.
-        raise JobStopped(said)
-    if begun.claim.resuming:
-        forget_failures(storage, keep={unit.unit for unit in session.failed})
-    if session.failed:
-        if begun.history is not None:
-            commits = begun.history.present(commits)
-        _report(begun, storage, session, commits, total(commits))
-        raise UnitsFailed(_say_failed(session.failed, begun.work, job.config))
+    _check_ended_well(begun, storage, session, commits)
     _check_complete(begun, commits, storage)
     ours = storage.guarded(lambda: begun.claim.check(storage))
-    is_over: Callable[[str], bool] | None = None if begun.history is None else begun.history.is_replaced
-    if taken_out := job.plan.taken_out:  # which may have come back to another job of this run
-        if _units(read_commits(storage, begun.claim.run)) - _units(commits):
-            raise JobStopped(f"{taken_out[0]!r} or another file is back in the input: start the job again to resume")
-        is_over = lambda _: False  # noqa: E731
-    swept = sweep_orphans(ours, commits, is_over)
-    if swept:
-        log.info(
-            "removed %d spare data files, as of attempts that came second or versions that were replaced: every row of "
-            "the output is in others", swept,
-        )  # fmt: skip
-    if begun.history is not None:
-        begun.history.forget_replaced()
-    if begun.new.units or not is_manifest_of(storage, job.fingerprint, commits):
-        held = {"files": len(job.plan.files) - len(job.plan.taken_out), "rows": job.plan.input_rows}
-        if begun.history is not None:
-            held = begun.history.describe(commits)
-        description = {"fingerprint": job.fingerprint, **job.description, "input": job.description["input"] | held}
-        write_success(ours, description, commits, totals)
+    _sweep(begun, ours, commits)
+    _write_manifest(begun, ours, commits, totals)
     # After the manifest: whatever becomes of the report, the run is finished.
-    there = not begun.new.units and is_reported(storage, commits, job.config)
+    there = not begun.new.units and is_reported(storage, commits, begun.job.config)
     there = there or _report(begun, storage, session, commits, totals)
     report = f"{storage.url.rstrip('/')}/{REPORT_FILE}" if there else ""
     seconds, earlier = time.monotonic() - start, totals.rows - total(session.commits).rows
-    return RunResult(job.config.output, report, earlier, totals, job.shape, seconds, session.seconds)
+    return RunResult(begun.job.config.output, report, earlier, totals, begun.job.shape, seconds, session.seconds)
 
 
 @dataclass(frozen=True)
@@ -149,6 +119,13 @@ class _Begun:
     def work(self) -> Plan:
         """What progress, messages and ceilings are about: the whole run, or if incremental what is new."""
         return self.job.plan if self.history is None else self.new
+
+    def settled(self, commits: Iterable[Commit]) -> list[Commit]:
+        """All that stand once a session has added some, in the input's order."""
+        standing = [*self.commits, *commits]
+        if self.history is not None:
+            standing = self.history.settle(standing)
+        return sorted(standing, key=lambda commit: commit.place)
 
 
 def _begin(job: Preparation, storage: Storage) -> _Begun:
@@ -231,6 +208,21 @@ def _generate(begun: _Begun, lease: Lease | None) -> Done:
         return Session(task, plan, begun.commits, interruption, lease).run(list(begun.new.units))
 
 
+def _check_ended_well(begun: _Begun, storage: Storage, session: Done, commits: list[Commit]) -> None:
+    """Raises JobStopped for audits that failed, and UnitsFailed, once there is a report, where units did."""
+    job = begun.job
+    if begun.history is None and (said := failed_audit(job.config, total(commits), job.plan.rows)):
+        # A job that stopped for it may have committed all units by then: starting it again accepts nothing.
+        raise JobStopped(said)
+    if begun.claim.resuming:
+        forget_failures(storage, keep={unit.unit for unit in session.failed})
+    if session.failed:
+        if begun.history is not None:
+            commits = begun.history.present(commits)
+        _report(begun, storage, session, commits, total(commits))
+        raise UnitsFailed(_say_failed(session.failed, begun.work, job.config))
+
+
 def _check_complete(begun: _Begun, commits: list[Commit], storage: Storage) -> None:
     """Raises JobError where the commits or their files are not all of the plan, or the output is another run's."""
     rows = {unit.id: unit.generations for unit in begun.job.plan.units}
@@ -247,6 +239,35 @@ def _check_complete(begun: _Begun, commits: list[Commit], storage: Storage) -> N
             continue
         begun.claim.check(storage)
         raise damaged(storage, commit, why)
+
+
+def _sweep(begun: _Begun, storage: Storage, commits: list[Commit]) -> None:
+    """Remove data files of ours that no commit names. Raises JobStopped where the input has changed once more."""
+    is_over: Callable[[str], bool] | None = None if begun.history is None else begun.history.is_replaced
+    if taken_out := begun.job.plan.taken_out:  # which may have come back to another job of this run
+        if _units(read_commits(storage, begun.claim.run)) - _units(commits):
+            raise JobStopped(f"{taken_out[0]!r} or another file is back in the input: start the job again to resume")
+        is_over = lambda _: False  # noqa: E731
+    swept = sweep_orphans(storage, commits, is_over)
+    if swept:
+        log.info(
+            "removed %d spare data files, as of attempts that came second or versions that were replaced: every row of "
+            "the output is in others", swept,
+        )  # fmt: skip
+    if begun.history is not None:
+        begun.history.forget_replaced()
+
+
+def _write_manifest(begun: _Begun, storage: Storage, commits: list[Commit], totals: Totals) -> None:
+    """Unless it stands and nothing is new."""
+    job = begun.job
+    if not begun.new.units and is_manifest_of(storage, job.fingerprint, commits):
+        return
+    held = {"files": len(job.plan.files) - len(job.plan.taken_out), "rows": job.plan.input_rows}
+    if begun.history is not None:
+        held = begun.history.describe(commits)
+    description = {"fingerprint": job.fingerprint, **job.description, "input": job.description["input"] | held}
+    write_success(storage, description, commits, totals)
 
 
 def _report(begun: _Begun, storage: Storage, session: Done, commits: list[Commit], totals: Totals) -> bool:
