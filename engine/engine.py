@@ -146,8 +146,9 @@ class Engine:
     def share_prefix(self, tokens: Sequence[int]) -> int:
         """Compute, once, tokens that prompts to come begin with, such as a job's instruction; none forgets the last.
 
-        Prompts that begin with them then compute only their other tokens, and have the same generations. Costs
-        2 x p x kv_heads x head_dim numbers of memory per layer for p tokens.
+        Prompts that begin with them then compute only their other tokens. At full depth they have the same
+        generations; schedules that change prompts leave these tokens as they are. Costs 2 x p x kv_heads x head_dim
+        numbers of memory per layer for p tokens.
 
         Returns:
             The FLOPs that it took; 0 where they can't be shared: they fill the context, or keys depend on what follows.
@@ -189,8 +190,9 @@ class Engine:
     ) -> Iterator[Generation]:
         """Generate for every prompt: rows enter as others end, so that as many run as there are seats.
 
-        Prompts are taken as room for them comes near, generations come as rows end, so neither have an end to have;
-        `Generation.index` says whose they are.
+        Prompts are taken as room for them comes near, five batches of them ahead, generations come as rows end, so
+        neither have an end to have; `Generation.index` says whose they are. No pass is made while the next prompt is
+        waited for: where they come slowly, or depend on what was generated, take `decoding`.
 
         Args:
             prompts: token ids, or raw text (`engine.checkpoints.tokenizer.encode_chat` renders a chat).

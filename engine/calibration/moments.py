@@ -7,6 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from engine.errors import ScheduleError
 from engine.parts.bridge import Bridge
 from engine.parts.part import rounded
 from engine.parts.unit import Block, Unit
@@ -53,6 +54,8 @@ class RidgeSums:
 
         With Xc, Yc the centred X and Y, C = Xc'Xc: W = gain (C + ridge trace(C)/d I)^-1 Xc'Yc, b = mean(Y) - mean(X) W.
 
+        Raises ScheduleError where all X are the same.
+
         Args:
             keys: of the Y.
             ridge: relative to the mean variance of an entry of X.
@@ -64,7 +67,11 @@ class RidgeSums:
         covariance = self._xx - self.count * torch.outer(mean_x, mean_x)
         cross = torch.cat([self._xy[key] for key in keys], 1) - self.count * torch.outer(mean_x, mean_y)
         penalty = ridge * covariance.trace() / len(mean_x)
-        factor = torch.linalg.cholesky(covariance + penalty * torch.eye(len(mean_x), device=mean_x.device))
+        factor, failed = torch.linalg.cholesky_ex(covariance + penalty * torch.eye(len(mean_x), device=mean_x.device))
+        if failed:
+            raise ScheduleError(
+                "the states of these tokens are all alike, nothing can be fitted to them: name more prompts"
+            )
         weight = gain * torch.cholesky_solve(cross, factor)
         return weight, mean_y - mean_x @ weight
 

@@ -59,7 +59,8 @@ def feed(
 ) -> Iterator[Generation]:
     """All generations of an empty decoding, which is closed then, or when they are not wanted any more.
 
-    The next prompt is taken when fewer than `ahead` rows are unfinished; raises PromptError when it is a bad one.
+    The next prompt is taken when fewer than `ahead` rows are unfinished, and no pass is made meanwhile; raises
+    PromptError when it is a bad one.
     """
     told = time.monotonic()
     with closing(decoding):

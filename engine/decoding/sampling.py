@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from numbers import Integral
 from typing import Any
 
@@ -40,7 +41,8 @@ class Sampling:
             "numbers of tokens and samples, top_k and seed must be whole": all(isinstance(n, Integral) for n in whole),
             "max_new_tokens must be >= 1": self.max_new_tokens >= 1,
             "min_new_tokens must lie between 0 and max_new_tokens": 0 <= self.min_new_tokens <= self.max_new_tokens,
-            f"temperature must be 0, or {COLDEST:g} at least": self.temperature == 0 or self.temperature >= COLDEST,
+            f"temperature must be 0, or {COLDEST:g} at least, and finite": self.temperature == 0
+            or COLDEST <= self.temperature < inf,
             "top_k must be >= 0": self.top_k >= 0,
             "top_p must lie in (0, 1]": 0 < self.top_p <= 1,
             "min_p must lie in [0, 1)": 0 <= self.min_p < 1,

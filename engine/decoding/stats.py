@@ -25,7 +25,7 @@ class BatchStats:
     @property
     def cache_bytes(self) -> int:
         """Most memory the key/value cache took."""
-        return max(self.cache_course)
+        return max(self.cache_course, default=0)
 
     @property
     def occupancy(self) -> float:

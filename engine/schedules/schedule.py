@@ -290,7 +290,7 @@ class Schedule:
             raise ScheduleError(f"skip_order must be a list of units, got {order!r}")
         if not _is_lists_of(int, skipped) or any(len(pair) != 2 for pair in skipped):
             raise ScheduleError(f"skipped must be a list of [first step, units skipped], got {skipped!r}")
-        bridged = data.get("bridged", [[]] * len(skipped))
+        bridged: Any = data.get("bridged", None if data.get("bridges") else [[]] * len(skipped))
         if not _is_lists_of(str, bridged) or len(bridged) != len(skipped):
             raise ScheduleError(f"bridged must list the names of bridges for each plateau of skipped, got {bridged!r}")
         for key in _NUMBERS:
@@ -304,7 +304,7 @@ class Schedule:
         if not isinstance(bridges, dict):
             raise ScheduleError(f"bridges must map names to what each replaces, got {bridges!r}")
         prompts, adapted, head = (data.get(name) for name in (PROMPTS, ADAPTER, HEAD))
-        return cls(
+        read = cls(
             layers,
             tuple(map(Unit.parse, order)),
             tuple(Plateau(first, count, tuple(names)) for (first, count), names in zip(skipped, bridged, strict=True)),
@@ -314,6 +314,9 @@ class Schedule:
             None if adapted is None else schedule_file.read_adapter(adapted, adapter),
             None if head is None else schedule_file.read_head_preview(head, tensors),
         )
+        if unnamed := sorted(tensors.keys() - read.bridges.keys() - read._named_parts().keys()):
+            raise ScheduleError(f"{BRIDGES_FILE} has tensors of {unnamed[0]!r}, which {SCHEDULE_FILE} does not name")
+        return read
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1)

@@ -49,6 +49,11 @@ def moments_of(*parts: dict[int, Tensor]) -> Moments:
     return moments
 
 
+def test_states_that_do_not_vary_are_refused() -> None:
+    with pytest.raises(ScheduleError, match="the states of these tokens are all alike"):
+        moments_of({place: torch.ones(5, WIDTH) for place in (START, END)}).fit(END, 1e-3)
+
+
 @pytest.mark.parametrize("ridge", [1e-4, 1e-2])
 def test_a_bridge_is_the_ridge_regression_of_its_tokens(ridge: float) -> None:
     states = random_states(400)

@@ -458,7 +458,7 @@ def test_a_special_token_may_be_a_stop_string(packaged: Engine) -> None:
     assert not Stopping(Sampling(stop=("never said",)), tokenizer).ends([*tokens, special])
 
 
-@pytest.mark.parametrize("temperature", [1e-38, -1.0, float("nan")])
+@pytest.mark.parametrize("temperature", [1e-38, -1.0, float("nan"), float("inf")])
 def test_a_temperature_that_logits_cannot_be_divided_by_is_refused(temperature: float) -> None:
     with pytest.raises(ValueError, match="temperature must be 0, or 1e-06 at least"):
         Sampling(temperature=temperature)

@@ -284,12 +284,19 @@ def test_what_is_wrong_with_a_schedule_of_bridges_is_said(tmp_path: Path) -> Non
 
     assert "bridged must list" in refusal({"bridged": [["short"]]})
     assert "bridged must list" in refusal({"bridged": [["short"], [7]]})
+    assert "bridged must list" in refusal({"bridged": None})
+    assert "tensors of 'long', which schedule.json does not name" in refusal(
+        {"bridges": {"short": good["bridges"]["short"]}, "bridged": [["short"], ["short"]]}
+    )
     assert "bridges must map names" in refusal({"bridges": ["short"]})
     assert "which units it replaces" in refusal({"bridges": {"short": {"replaces": ["a1"]}}})
     assert "no tensors for bridge 'new'" in refusal({"bridges": {"new": good["bridges"]["long"]}})
     assert "not those the schedule was made with" in refusal(
         {"bridges": {**good["bridges"], "short": {**good["bridges"]["short"], "replaces": ["a1", "m2"]}}}
     )
+    (tmp_path / "schedule.json").write_text(json.dumps({key: good[key] for key in good if key != "bridged"}))
+    with pytest.raises(ScheduleError, match="bridged must list"):
+        Schedule.read(tmp_path)
     save_file({**tensors, "short.bias": tensors["short.bias"] + 1}, tmp_path / "bridges.safetensors")
     assert "tensors of bridge 'short' are not those" in refusal({})
     (tmp_path / "bridges.safetensors").write_bytes(b"no tensors")
