@@ -42,7 +42,7 @@ def main() -> int:
     config = command_line.parse(InspectRun, PROGRAM, positional="output")
     found: list[Inspection] = []
     code = command_line.run(PROGRAM, lambda: found.append(look(config)))
-    if code or found[0].manifest is not None:
+    if code or found[0].finished:
         return code
     return command_line.UNITS_FAILED_EXIT if found[0].lacks_only_failed else command_line.STOPPED_EXIT
 
@@ -55,7 +55,8 @@ def look(config: InspectRun) -> Inspection:
     """
     storage, data_set = outputs(config)
     found = inspect(storage)
-    missing = unpublished(data_set, found.manifest) if data_set is not None and found.manifest is not None else ""
+    manifest = found.manifest if found.finished else None
+    missing = unpublished(data_set, manifest) if data_set is not None and manifest is not None else ""
     say = partial(Console().print, soft_wrap=True, markup=False, highlight=False)
     say(f"{found.output}: {found.state}")
     totals = found.totals
@@ -71,7 +72,7 @@ def look(config: InspectRun) -> Inspection:
         say(f"failed: {unit.unit}, {which} {unit.path}, {counted(unit.attempts, 'attempt')}: {unit.error}")
     if len(found.failed) > MOST_SHOWN:
         say(f"... and {len(found.failed) - MOST_SHOWN} more")
-    if found.manifest is None or data_set is None:
+    if manifest is None or data_set is None:
         say(f"next: {found.advice}")
     elif not missing:
         say(f"next: read the files that {data_set.url.rstrip('/')}/{MANIFEST} lists")

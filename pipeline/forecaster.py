@@ -266,4 +266,10 @@ def _margin(runs: Sequence[Sequence[float]], rows: int | None) -> float | None:
         return None
     left = 1.0 if rows is None else math.sqrt(max(0, rows - count) / (rows - 1))
     off = sum((sum(run) - mean * len(run)) ** 2 for run in runs) * k / (k - 1)
-    return 1.96 * math.sqrt(off) / count / mean * left
+    return _t(k - 1) * math.sqrt(off) / count / mean * left
+
+
+def _t(freedom: int) -> float:
+    """Student's t, 97.5th percentile, of so many degrees of freedom; from 11 on by Fisher's expansion."""
+    few = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+    return few[freedom - 1] if freedom <= len(few) else 1.96 + 2.372 / freedom + 2.82 / freedom**2

@@ -42,13 +42,22 @@ class Inspection:
         return total(self.commits)
 
     @property
+    def finished(self) -> bool:
+        """Whether its manifest is of all that is to be done: a nightly job may have ended early, before it removed that
+        of the night before.
+        """
+        if self.manifest is None or not self.run["input"].get("incremental"):
+            return self.manifest is not None
+        return len(self.manifest["commits"]) > len(self.commits) + len(self.replaced) or self.totals.rows >= self.rows
+
+    @property
     def lacks_only_failed(self) -> bool:
         """Whether some units failed, and all others are done."""
         return bool(self.failed) and self.totals.rows + sum(unit.generations for unit in self.failed) >= self.rows
 
     @property
     def state(self) -> str:
-        if self.manifest is not None:
+        if self.finished:
             return "done"
         if self.failed:
             return "incomplete: some units failed" if self.lacks_only_failed else "unfinished, and some units failed"
@@ -59,7 +68,7 @@ class Inspection:
     @property
     def advice(self) -> str:
         """How to go on."""
-        if self.manifest is not None:
+        if self.finished:
             return f"read the files that {self.output}/{SUCCESS_FILE} lists"
         if self.lacks_only_failed:
             anew = unless_changed(self.failed, bool(self.run["input"].get("incremental")))
@@ -132,7 +141,7 @@ def _check_ranges(inspection: Inspection) -> Iterator[str]:
         # version each sample of rows has units of its own, whose names end with it.
         return version_of(commit.unit), *commit.unit.split("-")[2:]
 
-    finished = inspection.manifest is not None
+    finished = inspection.finished
     all_samples = inspection.run["sampling"].get("samples_per_prompt", 1)
     commits = sorted(inspection.commits, key=lambda commit: (file(commit), commit.start))
     for (version, *sample), parts in groupby(commits, file):

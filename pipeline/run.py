@@ -91,9 +91,9 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
     _check_ended_well(begun, storage, session, commits)
     _check_complete(begun, commits, storage)
     ours = storage.guarded(lambda: begun.claim.check(storage))
-    _sweep(begun, ours, commits)
     _write_manifest(begun, ours, commits, totals)
-    # After the manifest: whatever becomes of the report, the run is finished.
+    # The run is finished: what the last manifest lists may go, and whatever becomes of the report changes nothing.
+    _sweep(begun, ours, commits)
     there = not begun.new.units and is_reported(storage, commits, begun.job.config)
     there = there or _report(begun, storage, session, commits, totals)
     report = f"{storage.url.rstrip('/')}/{REPORT_FILE}" if there else ""
@@ -224,7 +224,9 @@ def _check_ended_well(begun: _Begun, storage: Storage, session: Done, commits: l
 
 
 def _check_complete(begun: _Begun, commits: list[Commit], storage: Storage) -> None:
-    """Raises JobError where the commits or their files are not all of the plan, or the output is another run's."""
+    """Raises JobError where the commits or their files are not all of the plan, or the output is another run's, and
+    JobStopped where the input has changed once more.
+    """
     rows = {unit.id: unit.generations for unit in begun.job.plan.units}
     missing = len(rows.keys() - _units(commits))
     if missing:
@@ -239,14 +241,15 @@ def _check_complete(begun: _Begun, commits: list[Commit], storage: Storage) -> N
             continue
         begun.claim.check(storage)
         raise damaged(storage, commit, why)
+    # What was taken out of the input may have come back to another job of this run.
+    if (gone := begun.job.plan.taken_out) and _units(read_commits(storage, begun.claim.run)) - _units(commits):
+        raise JobStopped(f"{gone[0]!r} or another file is back in the input: start the job again to resume")
 
 
 def _sweep(begun: _Begun, storage: Storage, commits: list[Commit]) -> None:
-    """Remove data files of ours that no commit names. Raises JobStopped where the input has changed once more."""
+    """Remove data files of ours that no commit names."""
     is_over: Callable[[str], bool] | None = None if begun.history is None else begun.history.is_replaced
-    if taken_out := begun.job.plan.taken_out:  # which may have come back to another job of this run
-        if _units(read_commits(storage, begun.claim.run)) - _units(commits):
-            raise JobStopped(f"{taken_out[0]!r} or another file is back in the input: start the job again to resume")
+    if begun.job.plan.taken_out:  # what it has begun another job of this run may end
         is_over = lambda _: False  # noqa: E731
     swept = sweep_orphans(storage, commits, is_over)
     if swept:

@@ -27,9 +27,11 @@ def answer_prompts(
     `sample_ids` as for `Engine.generate`.
     """
     answers: dict[tuple[int, int], Answer] = {}
+    what, total = "answering at full depth", len(prompts) * sampling.samples_per_prompt
+    progress(what, 0, total)  # rows of one batch may end together: their time is not to be left out of the rate
     for generation in engine.generate(prompts, sampling, batch_size=batch_size, sample_ids=sample_ids):
         answers[generation.index, generation.sample] = Answer(prompts[generation.index], generation.tokens)
-        progress("answering at full depth", len(answers), len(prompts) * sampling.samples_per_prompt)
+        progress(what, len(answers), total)
     return [answers[key] for key in sorted(answers) if answers[key].passes > 0]
 
 

@@ -40,7 +40,12 @@ def write_card(
     prompt = "\n".join(f"      {line}" for line in asked["prompt"].splitlines()) or "      (empty)"
     facts = "; ".join(f"{name} {value}" for name, value in audit_facts([totals]).items())
     several = run["sampling"].get("samples_per_prompt", 1) > 1
-    shared = " Samples share their prompt, whose `flops_prompt` is in the row of the first." if several else ""
+    shared = (
+        " Samples share their prompt, whose `flops_prompt` is in the row of the first, and in those of samples that "
+        "entered without it, in another batch."
+        if several
+        else ""
+    )
     beside = f"- Beside full depth: {facts}.\n" if facts else ""
     dropped = "\n".join(f"| {reason} | {count:,} |" for reason, count in filters.dropped.items())
     table = f"\n| filter | rows dropped |\n|---|---|\n{dropped}\n" if dropped else ""

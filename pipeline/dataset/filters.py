@@ -10,6 +10,7 @@ from pipeline.dataset.json_filter import JsonFilter
 from pipeline.reporting.text_metrics import repetition
 
 Row = Mapping[str, Any]
+REASONS = ("error", "finish_reason", "length", "pattern", "json_schema", "repetition", "duplicate")  # in order
 FILTERED = ["generation", "finish_reason", "error"]  # columns that decide
 
 
@@ -22,7 +23,7 @@ class Filters:
     def __init__(self, config: DatasetConfig) -> None:
         """Raises JobError if the JSON Schema cannot be used."""
         self.kept = 0
-        self.dropped: Counter[str] = Counter()
+        self._dropped: Counter[str] = Counter()
         self._config = config
         self._seen: set[bytes] = set()
         self._require = finder(config.require_pattern) if config.require_pattern is not None else None
@@ -36,13 +37,18 @@ class Filters:
         schema = self._is_valid.schema if self._is_valid is not None else None
         return {**chosen, "duplicates": self._config.duplicate_rule, "json_schema": schema}
 
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Rows by what spoke against them, in the order in which it is asked."""
+        return {reason: self._dropped[reason] for reason in REASONS if reason in self._dropped}
+
     def reason_to_drop(self, row: Row) -> str | None:
         """What speaks against an output row, None if it is kept. Call it once per row: duplicates are remembered."""
         reason = self._reason(row)
         if reason is None:
             self.kept += 1
         else:
-            self.dropped[reason] += 1
+            self._dropped[reason] += 1
         return reason
 
     def _reason(self, row: Row) -> str | None:

@@ -158,7 +158,7 @@ def _publish(config: DatasetConfig, job: DatasetConfig, storage: Storage, filter
             storage.write(card, write_card(config, success, total(commits), filters, first.schema).encode())
         written = cards | {entry["file"] for entry in files}
         remove(storage, Kind.DATA_SET, _stale(job, storage, manifest, written))
-        manifest = {**wanted, "rows": filters.kept, "dropped": dict(filters.dropped), "files": files}
+        manifest = {**wanted, "rows": filters.kept, "dropped": filters.dropped, "files": files}
         storage.write(MANIFEST, json.dumps(manifest, indent=1).encode())
     if manifest["dropped"] and not manifest["rows"]:
         most, rows = max(manifest["dropped"].items(), key=lambda item: item[1])

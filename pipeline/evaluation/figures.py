@@ -76,6 +76,7 @@ class Figures:
     label: str
     name: str  # of its line in the figures
     target: float | None
+    prompt_layers: int | None  # that prompts run, where these are fewer than all
     is_rival: bool
     note: str
     rows: int
@@ -127,6 +128,7 @@ def figures(outputs: Outputs, bootstrap: Bootstrap) -> Figures:
         label=contender.label,
         name=contender.line,
         target=contender.target,
+        prompt_layers=contender.prompt_layers,
         is_rival=contender.is_rival,
         note=contender.note,
         rows=len(rows),

@@ -58,13 +58,13 @@ def savings_maps(judged: Judged) -> dict[str, list[tuple[int | None, float, Figu
 
 
 def headline(found: Sequence[Figures]) -> str:
-    """The best of the schedules under judgement at each target, and those without one in decoding, in five figures, the
-    whole-sample speed-up first.
+    """The best of the schedules under judgement at each target with as many layers on prompts, and those without a
+    target in decoding, in five figures, the whole-sample speed-up first.
     """
     own = [each for each in found[1:] if not each.is_rival] or found[1:]
-    alike: dict[float | str, list[Figures]] = {}
+    alike: dict[tuple[float, int | None] | str, list[Figures]] = {}
     for each in sorted(own, key=lambda each: each.target or 0):
-        alike.setdefault(each.target or each.label, []).append(each)
+        alike.setdefault((each.target, each.prompt_layers) if each.target else each.label, []).append(each)
     lines = []
     for several in alike.values():
         best = min(several, key=_loss)

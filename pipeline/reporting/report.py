@@ -97,12 +97,13 @@ def summary(totals: Totals, layers: int) -> dict[str, str]:
     audit = audit_estimate(totals)
     beside = f"{totals.flops_audit / 1e12:.3f} T FLOPs beside all others, {totals.audited_speedup:.3f}x with them"
     audited = {"audit": f"{audit}; {beside}"} if audit else {}
+    row = "row with a text" if totals.errors else "row"
     prefix = f"; what all prompts begin with, once per replica: {totals.flops_prefix / 1e12:.3f} T beside that"
     return {
         "rows": f"{totals.rows:,} ({totals.errors:,} errors, {totals.truncated:,} prompts cut)",
-        "prompt tokens": f"{totals.prompt_tokens:,} ({totals.prompt_tokens / max(1, good):.1f} per row)",
-        "output tokens": f"{totals.generated_tokens:,} ({totals.generated_tokens / max(1, good):.1f} per row)",
-        "ended by themselves": f"{totals.stopped / good:.1%} of rows" if good else "no rows",
+        "prompt tokens": f"{totals.prompt_tokens:,} ({totals.prompt_tokens / max(1, good):.1f} per {row})",
+        "output tokens": f"{totals.generated_tokens:,} ({totals.generated_tokens / max(1, good):.1f} per {row})",
+        "ended by themselves": f"{totals.stopped / good:.1%} of {row.replace('row', 'rows')}" if good else "no rows",
         "output tokens/s": f"{tokens_per_second:.1f} per replica while generating{' and auditing' if audit else ''}",
         "mean active layers": f"{totals.mean_active_layers:.2f} of {layers}",
         "FLOPs saved": f"{saved / 1e12:.3f} T ({saved / max(1, totals.flops_full_depth):.1%})",

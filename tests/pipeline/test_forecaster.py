@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 import pyarrow as pa
 import pytest
@@ -132,6 +133,17 @@ def test_one_run_of_neighbours_says_nothing_of_the_others(planned: Job) -> None:
     forecast = forecast_run(planned(plan_rows=4), NoEngineBackend())
     assert forecast.prompt_tokens_margin is None
     assert "(margin unknown, from 4 rows)" in forecast.facts()["prompt tokens"]
+
+
+@pytest.mark.parametrize("count", [2, 3, 8, 14])
+def test_the_margin_of_few_draws_covers_their_mean_in_95_of_100_cases(count: int) -> None:
+    draw, covered = random.Random(0), 0
+    for _ in range(2000):
+        drawn = [draw.gauss(100, 30) for _ in range(count)]
+        margin = _margin([[one] for one in drawn], None)
+        assert margin is not None
+        covered += abs(fmean(drawn) - 100) <= margin * abs(fmean(drawn))
+    assert 0.93 <= covered / 2000 <= 0.97
 
 
 def test_the_margin_covers_the_mean_of_rows_whose_neighbours_are_alike() -> None:

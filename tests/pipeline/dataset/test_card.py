@@ -25,7 +25,7 @@ def test_no_text_in_a_card_is_markup(text: str) -> None:
     asked = {"prompt": config.prompt, "prompt_format": "chat", "system": text}
     run = {"model": [text], "version": "1", "fingerprint": "0", "sampling": {"stop": [text]}, "prompt": asked}
     filters = Filters(config)
-    filters.dropped["pattern"] = 1
+    filters._dropped["pattern"] = 1
     schema = pa.schema([(text, pa.struct([(text, pa.string())]))])
     card = write_card(config, run, Totals(rows=1), filters, schema)
     _, front, body = card.split("---\n", 2) if not text.startswith("---") else ("", *card[4:].split("\n---\n", 1))

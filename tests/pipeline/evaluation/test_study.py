@@ -187,6 +187,7 @@ def test_the_headline_has_the_whole_sample_first_and_the_best_by_excess_nll(stud
         r"x in decoding; excess NLL \d\.\d\d nats a token; ROUGE-L \d\.\d\d of full depth's; repetition", line
     )
     whole = [replace(found[1], target=None, label=f"{gain}x of whole samples") for gain in (1.5, 2)]
+    whole.append(replace(found[1], prompt_layers=3, label="1.1x in decoding, and fewer layers on prompts"))
     said = headline([*found, *whole]).splitlines()
     assert {each.partition(":")[0] for each in said} == {line.partition(":")[0], *(each.label for each in whole)}
 

@@ -128,6 +128,8 @@ def test_a_night_that_dies_at_any_write_and_is_started_again_ends_as_one_that_di
     (tmp_path / "in/gone.parquet").unlink()
     kept = [texts("x", name, rows) for name, rows in (("same", 2), ("renamed", 5), ("moved", 4), ("gone", 3))]
     expected = everything(*kept, texts("x", "new", 6), texts("x", "changed", 5, "v2"))
+    last, known = (Path(first.output, name).read_text() for name in ("_SUCCESS.json", INPUTS_FILE))
+    promised = {entry["file"] for entry in json.loads(last)["commits"]}
     for step in count():
         output = str(tmp_path / f"killed at {step}")
         shutil.copytree(first.output, output)
@@ -138,6 +140,15 @@ def test_a_night_that_dies_at_any_write_and_is_started_again_ends_as_one_that_di
                 run_job(config, by("x"))
             done = True
         except Killed:
+            found, manifest = inspect(Storage(output)), Path(output, "_SUCCESS.json")
+            assert verify(Storage(output), found) == []
+            if manifest.exists() and manifest.read_text() == last:
+                assert found.finished == (Path(output, INPUTS_FILE).read_text() == known)
+            else:
+                assert found.finished == manifest.exists()
+            # A reader's copy of the last manifest is good until there is another.
+            if not found.finished:
+                assert promised <= set(Storage(output).names("data"))
             if loses_record:
                 Path(output, INPUTS_FILE).unlink()
             run_job(config, by("x"))
