@@ -29,6 +29,7 @@ class ModelShape:
     head_parameters: int  # parameters of the matrices from the last hidden state to the logits (H)
     input_parameters: int = 0  # parameters of the matrices between embedding and first layer, where there are any
     attention_kinds: tuple[AttentionKind, ...] = ()  # of each layer; empty: plain in all of them
+    rotary_dim: int = 0  # of a head's dimensions, how many positions turn, the first ones; 0: all, where they do
 
     @property
     def query_width(self) -> int:

@@ -188,7 +188,7 @@ def make_checkpoint(
                 elif "lm_head" in name:
                     parameter.normal_(0, 1, generator=draw)
                 else:
-                    gain = 2.0 if "q_proj" in name or "k_proj" in name else 1.0
+                    gain = 2.0 if any(each in name for each in ("q_proj", "k_proj", "qkv_proj")) else 1.0
                     parameter.normal_(0, gain * parameter.shape[1] ** -0.5, generator=draw)
         directory = made[asked] = tmp_path_factory.mktemp(family)
         model.generation_config.eos_token_id = eos

@@ -25,7 +25,8 @@ def check_gguf(path: Path) -> dict[str, Any]:
         with path.open("rb") as stream:
             values, tensors = _Header(stream, path.stat().st_size).read()
         parts = values.get("split.count", 1)
-        if whole := parts in (0, 1):
+        is_phi3 = values.get("general.architecture") == "phi3"
+        if (whole := parts in (0, 1)) and not is_phi3:
             _check_sizes(values, tensors)
     except (OSError, ValueError, struct.error, TypeError, OverflowError) as error:
         raise ModelError(f"GGUF file {str(path)!r} is damaged ({error}): fetch it again") from error
@@ -34,6 +35,8 @@ def check_gguf(path: Path) -> dict[str, Any]:
             f"GGUF file {str(path)!r} is one of the {parts} parts of a model: name the whole file, which "
             "llama-gguf-split --merge makes of them, or the safetensors model"
         )
+    if is_phi3:
+        raise loss(path, "a Phi-3's sliding window, and which part of its heads positions turn,")
     if lost := _lost(values, tensors):
         raise loss(path, lost)
     return values

@@ -28,6 +28,7 @@ class Weights:
         self.dtype = dtype
         self._file_of: dict[str, Path] = {}
         self._sizes: dict[str, tuple[int, ...]] = {}
+        self._parts: dict[str, tuple[str, slice]] = {}  # of tensors that are divided: which, and its rows
         whole = directory / WHOLE
         index = None if whole.is_file() else _read_index(directory)
         if index is not None:
@@ -58,11 +59,24 @@ class Weights:
         The file is opened anew each time: a mapping that stays open would keep every page read so far resident, and
         loading would peak at twice the weights.
         """
-        if name not in self._file_of:
-            raise ModelError(f"the checkpoint has no tensor {name!r}: it is incomplete or of another family")
+        self._check_has(name)
+        whole, rows = self._parts.get(name, (name, ...))
         with open_weights(self._file_of[name]) as opened:
-            tensor: torch.Tensor = opened.get_tensor(name)
-            return tensor.to(self.dtype, copy=True)
+            tensor: torch.Tensor = opened.get_tensor(whole)
+            return tensor[rows].to(self.dtype, copy=True)
+
+    def divide(self, name: str, whole: str, parts: Mapping[str, int]) -> None:
+        """Give parts of a tensor, so many of its rows each, names of their own: `{}` in `name` is whole or the part.
+
+        Raises ModelError if the checkpoint lacks the whole.
+        """
+        fused, end = name.format(whole), 0
+        self._check_has(fused)
+        for part, rows in parts.items():
+            start, end = end, end + rows
+            self._parts[name.format(part)] = fused, slice(start, end)
+            self._file_of[name.format(part)] = self._file_of[fused]
+            self._sizes[name.format(part)] = (rows, *self._sizes[fused][1:])
 
     def size(self, name: str) -> tuple[int, ...]:
         """A tensor's shape."""
@@ -94,6 +108,10 @@ class Weights:
                     f"tensor {name!r} of {str(self._file_of[name])!r} has shape {list(found)}, config.json asks for "
                     f"{list(tensor.shape)}: fetch the checkpoint again"
                 )
+
+    def _check_has(self, name: str) -> None:
+        if name not in self:
+            raise ModelError(f"the checkpoint has no tensor {name!r}: it is incomplete or of another family")
 
 
 @contextmanager

@@ -65,7 +65,7 @@ class Decoder(ABC):
         self.shape = shape
         self._weights, self._kernels, self._device = weights, kernels, device
         self._layers = [f"{self.prefix}.layers.{i}" for i in range(shape.layers)]
-        arranged = dict.fromkeys(self.rotated, partial(interleave, head_dim=shape.head_dim))
+        arranged = dict.fromkeys(self.rotated, partial(interleave, shape=shape))
         self._projections = Projections(self._layers, self.layouts, arranged, weights, kernels, device)
         embedding = f"{self.prefix}.embed_tokens.weight"
         tied, is_alone = config.tie_word_embeddings, HEAD in weights and embedding not in weights

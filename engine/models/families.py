@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from engine.errors import ModelError
-from engine.models import gemma, granite, llama, opt
+from engine.models import gemma, granite, llama, opt, phi3
 from engine.models.decoder import Decoder
 from engine.shape import ModelShape
 
@@ -26,6 +26,7 @@ FAMILIES = {
     "gemma2": Family(gemma.gemma2_shape, gemma.Gemma2Decoder),
     "gemma3_text": Family(gemma.gemma3_shape, gemma.Gemma3Decoder),
     "granite": Family(granite.shape, granite.GraniteDecoder),
+    "phi3": Family(phi3.shape, phi3.Phi3Decoder),
     "opt": Family(opt.shape, opt.OPTDecoder),
 }
 

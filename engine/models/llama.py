@@ -146,7 +146,7 @@ class Qwen3Decoder(LlamaDecoder):
         """[heads + kv_heads, head_dim], in the order of the queries and keys that `Rotary` wants."""
         counts = {"q_norm": self.shape.heads, "k_norm": self.shape.kv_heads}
         weights = [
-            interleave(self._norm_weight(f"{layer}.self_attn.{name}"), self.shape.head_dim).expand(count, -1)
+            interleave(self._norm_weight(f"{layer}.self_attn.{name}"), self.shape).expand(count, -1)
             for name, count in counts.items()
         ]
         return torch.cat(weights)

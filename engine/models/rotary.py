@@ -7,16 +7,22 @@ key projections (`interleave`) to make pairs neighbours changes nothing but the 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.errors import ModelError
 from engine.shape import ModelShape
 
 
-def interleave(projection: Tensor, head_dim: int) -> Tensor:
-    """Rearrange each head's rows of a projection [heads * head_dim, ...]: i and i + head_dim/2 side by side."""
-    halves: Tensor = projection.unflatten(0, (-1, 2, head_dim // 2))
-    return halves.transpose(1, 2).reshape(projection.shape)
+def interleave(projection: Tensor, shape: ModelShape) -> Tensor:
+    """Rearrange each head's rows of a projection [heads * head_dim, ...]: i and i + head_dim/2 side by side.
+
+    Where positions turn a part of a head, i and i + half of that part; the other rows stay where they are.
+    """
+    heads = projection.unflatten(0, (-1, shape.head_dim))
+    turned = heads[:, : shape.rotary_dim or shape.head_dim]
+    pairs = turned.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    return torch.cat([pairs, heads[:, pairs.shape[1] :]], 1).view(projection.shape)
 
 
 class Rotary:
@@ -30,18 +36,19 @@ class Rotary:
         kind = parameters["rope_type"]
         if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
             raise ModelError(f"RoPE type {kind!r} is not known; known are default, {', '.join(ROPE_INIT_FUNCTIONS)}")
-        positions = torch.arange(shape.context, dtype=torch.float32)
+        positions, turned = torch.arange(shape.context, dtype=torch.float32), shape.rotary_dim or shape.head_dim
 
         def table(length: int | None) -> Tensor:
             """[context, head_dim / 2], complex: the factors in use once a sequence has `length` tokens."""
             if kind == "default":
-                exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+                exponents = torch.arange(0, turned, 2, dtype=torch.float32) / turned
                 frequencies, scale = 1.0 / (parameters["rope_theta"] ** exponents), 1.0
             else:
                 which = {"layer_type": layer_type} if layer_type else {}
                 frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=length, **which)
             angles = positions[:, None] * frequencies
-            return torch.complex(angles.cos() * scale, angles.sin() * scale).to(device)
+            factors = torch.complex(angles.cos() * scale, angles.sin() * scale).to(device)
+            return F.pad(factors, (0, (shape.head_dim - turned) // 2), value=1.0)  # what is not turned stays as it is
 
         # "dynamic" differs from "default" only past the context, which is where this engine stops. "longrope" has a
         # second set of factors for sequences that have outgrown the original context.

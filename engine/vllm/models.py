@@ -15,6 +15,7 @@ from vllm.model_executor.models.granite import GraniteForCausalLM
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.opt import OPTForCausalLM
+from vllm.model_executor.models.phi3 import Phi3ForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
@@ -264,8 +265,11 @@ class Skipping:
 
         It gives them as `engine.models.rotary` has them, the two dimensions that turn together side by side.
         """
-        halves = k.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        return attention.rotary_emb(positions, halves.flatten(1))[0].view(k.shape)  # type: ignore[no-any-return]
+        turned = k[..., : self.shape.rotary_dim or None]
+        halves = turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        flat = torch.cat([halves, k[..., halves.shape[-1] :]], -1).flatten(1)
+        no_keys = torch.zeros_like(k[:, 0])  # which longrope's asks for beside what it takes for queries
+        return attention.rotary_emb(positions, flat, no_keys)[0].view(k.shape)  # type: ignore[no-any-return]
 
     def normed(self, x: Tensor) -> Tensor:
         """What the vocabulary head takes."""
@@ -316,6 +320,10 @@ class SkippingGranite(Skipping, GraniteForCausalLM):
     def run(self, unit: Unit, layer: Any, positions: Tensor, x: Tensor) -> Tensor:
         factor: float = layer.residual_multiplier
         return x + self.change(unit, layer, positions, x) * factor
+
+
+class SkippingPhi3(Skipping, Phi3ForCausalLM):
+    """Phi-3 and Phi-4."""
 
 
 class SkippingOPT(Skipping, OPTForCausalLM):

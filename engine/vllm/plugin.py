@@ -32,6 +32,7 @@ MODELS = {
     "Gemma2ForCausalLM": "SkippingGemma2",
     "Gemma3ForCausalLM": "SkippingGemma3",
     "GraniteForCausalLM": "SkippingGranite",
+    "Phi3ForCausalLM": "SkippingPhi3",
     "OPTForCausalLM": "SkippingOPT",
 }
 # Those that take rows in any order, and keep nothing of one pass's metadata in what they build for parts of it.

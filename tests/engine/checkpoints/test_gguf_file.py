@@ -51,6 +51,13 @@ def test_a_gguf_file_whose_attention_would_get_another_scale_is_refused(
         describe(str(file))
 
 
+def test_a_gguf_file_of_a_phi3_is_refused(gguf_file: Callable[..., Path]) -> None:
+    of_phi3 = {"general.architecture": gguf.GGUFValue("phi3", gguf.GGUFValueType.STRING)}
+    file = gguf_file("phi3.gguf", lambda writer: writer.kv_data[0].update(of_phi3))
+    with pytest.raises(ModelError, match=r"phi3.gguf' would lose a Phi-3's sliding window, .* name the safetensors"):
+        describe(str(file))
+
+
 @pytest.mark.parametrize("factor", [0.0, 1.0])
 def test_a_rope_scaling_factor_of_nothing_is_none(
     gguf_file: Callable[..., Path], original: Path, factor: float

@@ -24,6 +24,15 @@ def test_a_missing_tensor_is_refused_by_name(copied: Path, name: str) -> None:
         Engine.load(str(copied))
 
 
+def test_a_fused_tensor_that_is_missing_is_refused_by_name(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    directory = shutil.copytree(make_checkpoint(family="phi3"), tmp_path / "copied")
+    edit_weights(directory, {"model.layers.2.self_attn.qkv_proj.weight": None})
+    with pytest.raises(ModelError, match=r"no tensor 'model.layers.2.self_attn.qkv_proj.weight'"):
+        Engine.load(str(directory), device="cpu")
+
+
 @pytest.mark.parametrize(
     ("family", "missing"),
     [("qwen2", "model.layers.1.self_attn.k_proj.bias"), ("opt", "model.decoder.layers.0.final_layer_norm.weight")],

@@ -89,6 +89,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma2, alternating windows": {"family": "gemma2", **GEMMA},
     "gemma3, alternating windows": {"family": "gemma3_text", **GEMMA, "layer_types": ALTERNATING},
     "granite": {"family": "granite", "attention_multiplier": 0.5, "residual_multiplier": 0.6, "logits_scaling": 1.5},
+    "phi3, windows": {"family": "phi3", "sliding_window": WINDOW},
     "opt, narrow embeddings": {
         "family": "opt", "ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False,
     },

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engine import Engine, Ledger, Sampling, Schedule, decode_flop_speedup, describe
+from engine import Engine, Ledger, ModelError, PromptError, Sampling, Schedule, decode_flop_speedup, describe
 from engine.forward.teacher_forcing import Answer
 from engine.kernels import Kernels
-from engine.models.families import FAMILIES
+from engine.models.families import FAMILIES, family_of
 from engine.parts.unit import Block, Unit, all_units
 from engine.schedules.schedule import Plateau
 from tests.engine.adapters import adapted, random_adapter
@@ -26,6 +26,10 @@ LAYERS = 5
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 16}
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"]
 GRANITE = {"embedding_multiplier": 2.5, "attention_multiplier": 0.5, "residual_multiplier": 0.6, "logits_scaling": 1.5}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.2, 1.5, 1.7, 2.0, 2.1], "long_factor": [2.0, 4.0, 6.0, 8.0, 9.0, 9.5],
+}  # fmt: skip
 OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama"},
@@ -49,6 +53,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "granite": {"family": "granite", **GRANITE},
     "granite, tied, biases": {
         "family": "granite", **GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True,
+    },
+    "phi3": {"family": "phi3"},
+    "phi3, tied, sliding window": {"family": "phi3", "tie_word_embeddings": True, "sliding_window": 16},
+    "phi3, longrope, heads turned in part": {
+        "family": "phi3", "hidden_size": 64, "rope_parameters": LONGROPE, "original_max_position_embeddings": 160,
     },
     "opt": {"family": "opt", "tie_word_embeddings": False, **OPT},
     "opt, tied": {"family": "opt", **OPT},
@@ -174,6 +183,27 @@ def test_alternating_windows_are_counted_layer_by_layer(checkpoint: Callable[[st
     full, less = Ledger(shape, Schedule.full_depth(LAYERS)), Ledger(shape, skipping)
     assert full.decode(99, 2) - less.decode(99, 2) == 2 * shape.layer_parameters + 4 * shape.query_width * 16
     assert decode_flop_speedup(shape, skipping, [(99, 2)]) == full.decode(99, 2) / less.decode(99, 2)
+
+
+def test_the_context_of_longrope_in_a_phi3_is_the_original_one(checkpoint: Callable[[str], Path]) -> None:
+    """Up to it rows have transformers' tokens; past it those get all their keys anew."""
+    directory = checkpoint("phi3, longrope, heads turned in part")
+    engine, prompts = loaded(directory), random_prompts([159, 150, 120])
+    settings = {"max_new_tokens": 10, "min_new_tokens": 1}
+    assert engine.shape.context == 160
+    expected = generated_by_transformers(reference(directory), prompts, **settings)
+    found = generated_by_engine(engine, prompts, **settings)
+    assert found == [expected[0][:1], *expected[1:]]
+    with pytest.raises(PromptError, match="prompt 0 has 160 tokens, the context is 160"):
+        generated_by_engine(engine, random_prompts([160]), **settings)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.4, 1.5])
+def test_heads_that_positions_turn_in_no_pairs_are_refused(share: float) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": share}
+    config = AutoConfig.for_model("phi3", hidden_size=32, num_attention_heads=4, rope_parameters=rope)
+    with pytest.raises(ModelError, match=f"partial_rotary_factor {share} turns no even part of the 8"):
+        family_of(config).shape(config)
 
 
 def test_narrow_embeddings_are_counted_where_they_are_projected(checkpoint: Callable[[str], Path]) -> None:

@@ -86,14 +86,22 @@ def replaced_keys_and_values(
         attention = layers[layer].self_attn
         keys, values = both.unbind(1)
         if not isinstance(engine.decoder, OPTDecoder):  # ours lie as rotary embeddings like them: pairs side by side
-            keys = torch.cat([keys[..., 0::2], keys[..., 1::2]], -1)
-        for module, own in ((getattr(attention, "k_norm", attention.k_proj), keys), (attention.v_proj, values)):
+            turned, others = keys.tensor_split([engine.shape.rotary_dim or keys.shape[-1]], -1)
+            keys = torch.cat([turned[..., 0::2], turned[..., 1::2], others], -1)
+        if (fused := getattr(attention, "qkv_proj", None)) is not None:
+            width = engine.shape.cache_elements(1) // 2
+            places = [(fused, keys, slice(-2 * width, -width)), (fused, values, slice(-width, None))]
+        else:
+            k_last = getattr(attention, "k_norm", attention.k_proj)
+            places = [(k_last, keys, slice(None)), (attention.v_proj, values, slice(None))]
+        for module, own, columns in places:
 
-            def override(_: Any, __: Any, output: Tensor, own: Tensor = own) -> Tensor:
+            def override(_: Any, __: Any, output: Tensor, own: Tensor = own, columns: slice = columns) -> Tensor:
                 output = output.clone()
                 # Gemma 3 norms its keys with the heads before the tokens.
                 by_token = output[0].transpose(0, 1) if heads_first and output.dim() == 4 else output[0]
-                by_token[begin : begin + len(own)] = own.reshape(len(own), *by_token.shape[1:])
+                into = by_token[begin : begin + len(own), ..., columns]
+                into.copy_(own.reshape(into.shape))
                 return output
 
             hooks.append(module.register_forward_hook(override))

@@ -25,6 +25,10 @@ GROUPED: dict[str, Any] = {**SIZES, "num_attention_heads": 4, "num_key_value_hea
 GEMMA: dict[str, Any] = {**GROUPED, "query_pre_attn_scalar": 20, "sliding_window": 16}
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"]
 FACTORS = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7, "logits_scaling": 2.0}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+    "short_factor": [1.0 + part / 8 for part in range(12)], "long_factor": [2.0 + part for part in range(12)],
+}  # fmt: skip
 OPT: dict[str, Any] = {"hidden_size": WIDTH, "num_attention_heads": 2, "ffn_dim": 48}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", **GROUPED},
@@ -34,6 +38,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gemma2": {"family": "gemma2", **GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     "gemma3": {"family": "gemma3_text", **GEMMA, "layer_types": ALTERNATING},
     "granite": {"family": "granite", **GROUPED, **FACTORS},
+    "phi3, sliding window": {"family": "phi3", **SIZES, "sliding_window": 16},
+    "phi3, longrope, heads turned in part": {
+        "family": "phi3", **SIZES, "rope_parameters": LONGROPE, "original_max_position_embeddings": 160,
+    },
     "opt": {"family": "opt", **OPT, "word_embed_proj_dim": WIDTH, "tie_word_embeddings": False},
     "opt, norm after, narrow embeddings": {
         "family": "opt", **OPT, "word_embed_proj_dim": 16, "do_layer_norm_before": False, "tie_word_embeddings": False,
