@@ -1,7 +1,9 @@
 """JSON that every program reads alike, and files that hold it: nothing is read beyond a limit, nothing but a file."""
 
+import errno
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -51,6 +53,8 @@ def check_is_file(path: Path) -> None:
     path.stat()
     if not path.is_file():
         raise OSError("it is no file")
+    if not os.access(path, os.R_OK):  # safetensors would say that it is not there
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def _refuse(constant: str) -> NoReturn:

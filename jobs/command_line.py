@@ -103,6 +103,9 @@ def run(program: str, job: Callable[[], None]) -> int:
         return _ended(program, f"incomplete: {error}", UNITS_FAILED_EXIT)
     except JobStopped as error:
         return _ended(program, f"stopped: {error}", STOPPED_EXIT)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would say so once more as it ends
+        return _ended(program, "stopped: nobody reads what it prints any more; start it again", STOPPED_EXIT)
     except KeyboardInterrupt:
         return _ended(program, "stopped: interrupted; start it again", STOPPED_EXIT)
     except Exception as error:

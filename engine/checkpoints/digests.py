@@ -20,8 +20,9 @@ log = logging.getLogger(__name__)
 
 
 def cache_directory() -> Path:
-    """Where conversions and digests are kept: SKIPDECODE_CACHE, else in the home directory."""
-    return Path(os.environ.get("SKIPDECODE_CACHE") or Path.home() / ".cache" / "skipdecode")
+    """Where conversions and digests are kept: SKIPDECODE_CACHE, else in the home directory, or / for who has none."""
+    home = os.path.expanduser("~")
+    return Path(os.environ.get("SKIPDECODE_CACHE") or Path("/" if home == "~" else home, ".cache", "skipdecode"))
 
 
 def file_digest(path: Path) -> str:

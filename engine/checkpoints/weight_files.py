@@ -121,6 +121,8 @@ def open_weights(file: Path) -> Iterator[Any]:
         check_is_file(file)
         with safe_open(file, framework="pt") as opened:
             yield opened
+    except PermissionError as error:
+        raise ModelError(f"weight file {str(file)!r} cannot be read ({error}): let this user read it") from error
     except (OSError, SafetensorError, ValueError, OverflowError, MemoryError) as error:
         if isinstance(error, ModelError):
             raise

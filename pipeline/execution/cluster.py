@@ -68,19 +68,31 @@ def _join(address: str | None, log_to_driver: bool) -> None:
     log.info("starting a Ray of its own" if address == "local" else f"joining {joined}")
     quiet = {"logging_level": logging.WARNING, "log_to_driver": log_to_driver}
     on_sigterm = signal.getsignal(signal.SIGTERM)
+    named = address or os.environ.get("RAY_ADDRESS")
     # Of those that its memory monitor kills, which it counts apart, also without end. Who starts tasks reads it.
     os.environ.setdefault("RAY_task_oom_retries", str(TASK_RETRIES))
+    # What Ray starts here lives as long as this process, which may use its time to end: a signal to all of its group is
+    # not for them. (Ray itself has them ignore Ctrl-C.)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         _init(address, quiet)
     except Exception as error:  # on a machine with too much to do Ray raises no narrower one
-        if address == "local":
-            raise JobError(f"Ray does not start on this machine ({error}): is it overloaded, or full?") from error
-        if address is None:
-            why = f"no Ray cluster could be joined or started ({error})"
-            raise JobError(f"{why}: is this machine overloaded, or full? Start it again, or name a cluster") from error
-        raise JobError(f"Ray cluster {address!r} cannot be reached ({error}): is it up?") from error
+        if named == "local" or named is None:
+            cannot = "no Ray cluster could be joined or started" if named is None else "Ray does not start"
+            raise JobError(f"{cannot} on this machine ({error}): {_way_out(error)}") from error
+        whence = "" if address else ", which RAY_ADDRESS names,"
+        raise JobError(f"Ray cluster {named!r}{whence} cannot be reached ({error}): is it up?") from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     if callable(on_sigterm) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own would end the process with an exit code of its own
+
+
+def _way_out(error: Exception) -> str:
+    """Where Ray does not start."""
+    if isinstance(error, UnicodeError) or "AF_UNIX" in str(error):
+        return "its sockets lie below TMPDIR, and it reads the command line: keep to short paths of plain letters"
+    return "is it overloaded, or full? Start it again, or name a cluster"
 
 
 def _init(address: str | None, options: dict[str, Any]) -> None:
@@ -100,13 +112,13 @@ def _init(address: str | None, options: dict[str, Any]) -> None:
         except ValueError:  # these settings are not for the one that was started on this machine
             if address is not None:
                 raise
-    _knock(address)
+    _knock(address or os.environ.get("RAY_ADDRESS", ""))
     ray.init(address=address, **options)
 
 
-def _knock(address: str | None) -> None:
+def _knock(address: str) -> None:
     """Raises OSError if nobody listens at a host and port: Ray itself would try for minutes."""
-    host, _, port = (address or "").rpartition(":")
+    host, _, port = address.rpartition(":")
     if port.isdecimal() and "/" not in host:
         socket.create_connection((host.strip("[]"), int(port)), PATIENCE_S).close()
 

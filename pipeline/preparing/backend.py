@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -110,7 +111,9 @@ def _vllm_engine(config: GenerationConfig, dtype: str, threads: int | None) -> V
     if config.quantization is not None:
         options["quantization"] = config.quantization
     if gpus > 1:
-        # Its workers are children of the replica, which holds the GPUs: Ray need not know of them.
+        # Its workers are children of the replica, which holds the GPUs: Ray need not know of them. SIGTERM ends them,
+        # which a replica on a Ray of this machine would have them not hear: see `pipeline.execution.cluster`.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         options |= {"tensor_parallel_size": int(gpus), "distributed_executor_backend": "mp"}
     return VllmEngine(config.model, dtype, config.device, threads, **options)
 

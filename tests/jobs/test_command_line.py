@@ -4,6 +4,8 @@ import errno
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -427,3 +429,30 @@ def test_memory_that_runs_out_is_one_line_with_the_way_out(
 def test_a_bug_and_an_error_that_no_disk_makes_keep_their_traceback(error: Exception) -> None:
     with pytest.raises(type(error)):
         command_line.run("job.py", ends_with(error))
+
+
+def test_a_reader_that_is_gone_is_told_in_a_sentence() -> None:
+    script = """
+from jobs import command_line
+print(command_line.run("job", lambda: print("x", flush=True)), file=open(2, "w"))
+"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer) as gone:
+        done = subprocess.run([sys.executable, "-c", script], stdout=gone, stderr=subprocess.PIPE, text=True)
+    assert done.stderr.splitlines() == ["job: stopped: nobody reads what it prints any more; start it again", "4"]
+
+
+def test_a_user_without_a_home_may_start_jobs() -> None:
+    """As in a container with a number for a user: libraries look for a home as they are imported."""
+    script = """
+import os, pwd
+del os.environ["HOME"]
+pwd.getpwuid = {}.__getitem__
+import jobs.generate_dataset, jobs.inspect_run
+from engine.checkpoints.digests import cache_directory
+print(cache_directory())
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "SKIPDECODE_CACHE"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert done.stdout == "/.cache/skipdecode\n", done.stderr

@@ -24,6 +24,12 @@ def test_a_missing_tensor_is_refused_by_name(copied: Path, name: str) -> None:
         Engine.load(str(copied))
 
 
+def test_a_file_that_may_not_be_read_is_not_fetched_again(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path).suffix != ".safetensors")  # as if not by root
+    with pytest.raises(ModelError, match=r"safetensors' cannot be read \(.*Permission denied\): let this user read it"):
+        Engine.load(str(copied))
+
+
 def test_a_fused_tensor_that_is_missing_is_refused_by_name(
     make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

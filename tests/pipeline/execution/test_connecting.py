@@ -15,7 +15,7 @@ from servers import BUSY_MACHINE, SCRIPTS, free_ports, stop, wait_until
 from pipeline.execution import cluster
 from pipeline.execution.cluster import EMBEDDED_STORE_BYTES, check_shared
 
-CONNECT = "import sys; from pipeline.execution.cluster import connect; connect(sys.argv[1])"
+CONNECT = "import sys; from pipeline.execution.cluster import connect; connect(sys.argv[1] or None)"
 
 
 def last_words(address: str, **environment: str) -> str:
@@ -37,6 +37,30 @@ def closed() -> str:
 
 def test_a_cluster_where_nobody_listens_is_named(closed: str) -> None:
     assert last_words(closed).startswith(f"pipeline.errors.JobError: Ray cluster '{closed}' cannot be reached (")
+
+
+def test_a_cluster_of_the_environment_where_nobody_listens_is_named_with_its_variable(closed: str) -> None:
+    said = last_words("", RAY_ADDRESS=closed)
+    assert said.startswith(f"pipeline.errors.JobError: Ray cluster '{closed}', which RAY_ADDRESS names, cannot be rea")
+
+
+def test_a_signal_to_all_of_the_group_leaves_the_ray_of_a_job_that_ends_in_its_own_time() -> None:
+    script = """
+import os, ray, signal
+from pipeline.execution.cluster import connect
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append("told"))
+connect("local")
+os.killpg(0, signal.SIGTERM)
+print(*told, ray.get(ray.remote(lambda: "and at work").remote(), timeout=100))
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, start_new_session=True)
+    assert done.stdout.splitlines()[-1:] == ["told and at work"], done.stderr
+
+
+def test_a_path_that_sockets_cannot_have_is_said_to_be_the_reason() -> None:
+    assert "keep to short paths of plain letters" in last_words("local", RAY_TMPDIR=f"/tmp/{'long' * 30}")
 
 
 def test_a_ray_that_cannot_start_says_why() -> None:
