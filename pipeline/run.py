@@ -248,7 +248,7 @@ def _check_complete(begun: _Begun, commits: list[Commit], storage: Storage) -> N
 
 def _sweep(begun: _Begun, storage: Storage, commits: list[Commit]) -> None:
     """Remove data files of ours that no commit names."""
-    is_over: Callable[[str], bool] | None = None if begun.history is None else begun.history.is_replaced
+    is_over: Callable[[str], bool] | None = None if begun.history is None else begun.history.is_over
     if begun.job.plan.taken_out:  # what it has begun another job of this run may end
         is_over = lambda _: False  # noqa: E731
     swept = sweep_orphans(storage, commits, is_over)

@@ -43,6 +43,7 @@ class History:
         self._replaced: set[str] = set()
         # Versions that are some file's now, whatever it was called when they were done.
         self._held = {file.version for file in self._files}
+        self._left = {file.version for file in known.values() if file.partial}  # half done, by jobs before this one
 
     def settle(self, commits: Sequence[Commit]) -> list[Commit]:
         """Record what these commits, all there are, have done, and retire those of versions that were replaced.
@@ -99,11 +100,16 @@ class History:
         return {"files": files, "rows": sum(commit.totals.rows for commit in commits) // self._samples}
 
     def is_replaced(self, unit: str) -> bool:
-        """Whether a unit belongs to a version of a file that no longer counts, so that it can't be committed for good.
+        """Whether a unit belongs to a version of a file that no longer counts, so that it can't be committed for good."""
+        return version_of(unit) in self._replaced
+
+    def is_over(self, unit: str) -> bool:
+        """Whether no other job will commit a unit for good: of a replaced version, or of one that had vanished half done
+        when this job began.
 
         Of a unit that is unknown that cannot be said: a job that took over the lease might be doing it.
         """
-        return version_of(unit) in self._replaced
+        return self.is_replaced(unit) or version_of(unit) in self._left
 
     def _found(self, file: InputFile, before: Sequence[KnownFile]) -> KnownFile:
         """`before` is what was known of it, and of a file in whose place it has come."""

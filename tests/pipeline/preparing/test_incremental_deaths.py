@@ -160,6 +160,34 @@ def test_a_night_that_dies_at_any_write_and_is_started_again_ends_as_one_that_di
     assert step > 4 * 5 + 8  # of each of four units there are five, beside those of records and removals
 
 
+@pytest.mark.usefixtures("plain_report")
+def test_what_a_night_left_of_a_file_that_then_vanished_is_swept_by_the_second_one(
+    nightly: Job, put: Put, tmp_path: Path
+) -> None:
+    first = nightly()
+    put("same", 2)
+    run_job(first, by("x"))
+    left = 0
+    for step in count():
+        put("gone", 6)
+        output = str(tmp_path / f"killed at {step}")
+        shutil.copytree(first.output, output)
+        config = first.model_copy(update={"output": output})
+        try:
+            with DeathAt(step):
+                run_job(config, by("x"))
+            break
+        except Killed:
+            (tmp_path / "in/gone.parquet").unlink()
+        run_job(config, NoEngineBackend())
+        found = generations(output, leftovers=True)
+        left += len(Storage(output).names("data")) - len(read_commits(Storage(output)))
+        run_job(config, NoEngineBackend())
+        assert generations(output) == found
+        shutil.rmtree(output)
+    assert left
+
+
 NAMES = ("a", "b", "c")
 put_file = st.tuples(st.just("put"), st.sampled_from(NAMES), st.integers(1, 3))
 remove_file = st.tuples(st.just("remove"), st.sampled_from(NAMES))
