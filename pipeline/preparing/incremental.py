@@ -100,12 +100,12 @@ class History:
         return {"files": files, "rows": sum(commit.totals.rows for commit in commits) // self._samples}
 
     def is_replaced(self, unit: str) -> bool:
-        """Whether a unit belongs to a version of a file that no longer counts, so that it can't be committed for good."""
+        """Whether a unit belongs to a version of a file that no longer counts, so that it is not committed for good."""
         return version_of(unit) in self._replaced
 
     def is_over(self, unit: str) -> bool:
-        """Whether no other job will commit a unit for good: of a replaced version, or of one that had vanished half done
-        when this job began.
+        """Whether no other job will commit a unit for good: one of a replaced version, or of a file that had vanished
+        half done when this job began.
 
         Of a unit that is unknown that cannot be said: a job that took over the lease might be doing it.
         """
