@@ -16,7 +16,7 @@ SHARE = Estimate(0.9, 0.8, 1.0)
 
 def judged(name: str, by_step: Sequence[tuple[int, float, int]], target: float | None = None) -> Figures:
     return Figures(
-        label=name, name=name, target=target, is_rival=False, note="", rows=9,
+        label=name, name=name, target=target, prompt_layers=None, is_rival=False, note="", rows=9,
         sample_flop_speedup=SHARE, decode_flop_speedup=SHARE, measured_speedup=None, mean_active_layers=None,
         kl=None, nll=None, excess_nll=SHARE, agreement=SHARE, against_reference={},
         share_of_full_depth={"rouge_l": SHARE}, against_full_depth={"rouge_l": SHARE}, exact_match=SHARE,
