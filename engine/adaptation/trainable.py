@@ -16,14 +16,11 @@ from engine.models.decoder import Decoder
 from engine.parts.adapter import Adapter, silent_adapter
 from engine.parts.bridge import GATED, Bridge
 from engine.parts.part import rounded
-from engine.parts.prompt_bridge import PromptBridge
+from engine.parts.prompt_bridge import ROLES, WITHIN, PromptBridge
 from engine.parts.unit import Unit, all_units
 from engine.schedules.schedule import Schedule
 
 Part = TypeVar("Part", Bridge, PromptBridge, Adapter)
-
-# Of the learning rate, for the prompt bridge: states are larger where it starts, so its matrix takes smaller steps.
-PROMPT_PACE = 0.1
 
 
 class Trainable:
@@ -55,9 +52,16 @@ class Trainable:
             paced.setdefault(self._pace(part), []).extend(self.parameters[f"{name}/{role}"] for role in part.tensors)
         return paced
 
+    def prompt_maps(self) -> dict[str, int]:
+        """What gives prompts keys and values, by its parameter, and the place of the states that it takes."""
+        found: dict[str, int] = {}
+        for part, name in self._parts.items():
+            if isinstance(part, PromptBridge):
+                places = {ROLES[0]: 2 * part.first, WITHIN[0]: part.first_place}
+                found |= {f"{name}/{role}": place for role, place in places.items() if role in part.tensors}
+        return found
+
     def _pace(self, part: Bridge | PromptBridge | Adapter) -> float:
-        if isinstance(part, PromptBridge):
-            return PROMPT_PACE
         # What bridges change adds up: at a whole step each, four at once first undo what their closed form has fitted.
         together = (start.bridges_on(i) for start in self.starts for i in range(len(start.plateaus)))
         return 1 / max((len(bridges) for bridges in together if part in bridges), default=1)

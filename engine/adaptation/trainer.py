@@ -30,6 +30,8 @@ from engine.schedules.schedule import Schedule
 log = logging.getLogger(__name__)
 
 BETAS, EPS = (0.9, 0.95), 1e-8
+SPREAD_ANSWERS = 32  # whose prompts say how much the entries of a state vary
+LEAST_SPREAD = 1e-3
 
 
 class _Part:
@@ -94,6 +96,7 @@ class Trainer:
         self._identity = training_identity(recipe, self._schedules, train, held_out)
         groups = [{"params": parameters, "share": share} for share, parameters in self._trainable.paced().items()]
         self._optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=BETAS, eps=EPS, weight_decay=0.0)
+        self._spread = self._spreads(held_out)  # not of what each process learns from: theirs would differ
         # Below it prompts and decode tokens are as at full depth under all of them.
         self._place = min(schedule.changed_from for schedule in self._schedules)
         self._peers = Peers()
@@ -201,8 +204,31 @@ class Trainer:
         self._peers.mean(gradients)
         if not are_finite(gradients):
             return nan  # the parameters stay what they were
-        self._optimizer.step()
+        self._move()
         return mean(self._peers.everyones(mean(losses)))
+
+    def _move(self) -> None:
+        """A step of the optimizer. What multiplies an entry of a state moves by as much less as that entry varies more:
+        they differ by a factor of ten and more, and at one rate for all of them the largest ones would decide.
+        """
+        before = {name: self._trainable.parameters[name].detach().clone() for name in self._spread}
+        self._optimizer.step()
+        with torch.no_grad():
+            for name, spread in self._spread.items():
+                self._trainable.parameters[name].sub_(before[name]).div_(spread[:, None]).add_(before[name])
+
+    def _spreads(self, answers: Sequence[Answer]) -> dict[str, Tensor]:
+        """Of the states that prompts' maps of keys and values take, the standard deviation [hidden] of each entry, over
+        the tokens of some of these prompts at full depth; by parameter.
+        """
+        prompts, found = [answer.prompt for answer in answers[:SPREAD_ANSWERS]], {}
+        for name, place in self._trainable.prompt_maps().items():
+            with torch.no_grad():
+                passes = packs(prompts, len, PROMPT_TOKENS)
+                states = torch.cat([self._engine.stop_prompts(each, place // 2).states for each in passes])
+            spread = states.float().std(0)
+            found[name] = torch.where(spread > LEAST_SPREAD, spread, 1.0)  # of too few tokens it is no number
+        return found
 
     def _learn(self, part: _Part, schedule: Schedule, share: float) -> float:
         """Add up the gradients of some answers under one of the schedules, times a share; their summed loss in nats."""

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from engine import Block, Engine, Plateau, Sampling, Schedule, ScheduleError
-from engine.adaptation import trainable
 from engine.adaptation.trainer import Trainer
 from engine.calibration.collect import answer_prompts
 from engine.calibration.prompts import counted_prompt_bridge, prompt_cut
@@ -236,10 +235,9 @@ def test_a_lesson_that_ends_before_the_first_bridge_changes_nothing(engine: Engi
 
 @pytest.mark.parametrize("beside_bridges", [False, True])
 def test_a_prompt_bridge_learns_through_the_answers(
-    engine: Engine, schedule: Schedule, answers: list[Answer], beside_bridges: bool, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, schedule: Schedule, answers: list[Answer], beside_bridges: bool
 ) -> None:
     """Alone or with the schedule's bridges; what it was judged as is what its prompts give when they run anew."""
-    monkeypatch.setattr(trainable, "PROMPT_PACE", 1.0)  # a random model's states are small all the way up
     prompts = random_prompt_bridge(engine.shape, 3)
     others = schedule if beside_bridges else Schedule.full_depth(engine.shape.layers)
     trained, points = train(engine, replace(others, prompt_bridge=prompts), answers)
@@ -254,6 +252,21 @@ def test_a_prompt_bridge_learns_through_the_answers(
         judge = Judge(engine.teacher_forced(held_out))
         again = judge.judge(best, engine.compiled(best))
     assert again.mean_kl == pytest.approx(quality.mean_kl, rel=1e-3)
+
+
+def test_what_takes_an_entry_of_a_state_that_varies_much_moves_little(engine: Engine, answers: list[Answer]) -> None:
+    """A first step of Adam moves all parameters alike; here what they take moves what they give alike."""
+    schedule = replace(Schedule.full_depth(engine.shape.layers), prompt_bridge=random_prompt_bridge(engine.shape, 3))
+    trainer = trainer_of(engine, [schedule], answers)
+    before = trainer._trainable.snapshot()
+    trainer._step(0)
+    ((name, place),) = trainer._trainable.prompt_maps().items()
+    prompts = [answer.prompt for answer in answers[:6]]  # the held-out ones
+    with torch.no_grad():
+        spread = engine.stop_prompts(prompts, place // 2).states.std(0)
+    assert spread.max() > 1.5 * spread.min()
+    moved = (trainer._trainable.parameters[name] - before[name]).abs().amax(1) * spread
+    assert moved.tolist() == pytest.approx([RECIPE.rate(0)] * len(moved), rel=0.05)
 
 
 def test_a_training_that_diverges_ends_at_once_with_the_way_out(
