@@ -88,7 +88,7 @@ def run_leased(config: JobConfig, backend: Backend | None, lease: Lease | None) 
     session.failed += unreadable
     commits = begun.settled(session.commits)
     totals = total(commits)
-    _check_ended_well(begun, storage, session, commits)
+    _check_ended_well(begun, storage, session, commits, totals)
     _check_complete(begun, commits, storage)
     ours = storage.guarded(lambda: begun.claim.check(storage))
     _write_manifest(begun, ours, commits, totals)
@@ -208,10 +208,10 @@ def _generate(begun: _Begun, lease: Lease | None) -> Done:
         return Session(task, plan, begun.commits, interruption, lease).run(list(begun.new.units))
 
 
-def _check_ended_well(begun: _Begun, storage: Storage, session: Done, commits: list[Commit]) -> None:
+def _check_ended_well(begun: _Begun, storage: Storage, session: Done, commits: list[Commit], totals: Totals) -> None:
     """Raises JobStopped for audits that failed, and UnitsFailed, once there is a report, where units did."""
     job = begun.job
-    if begun.history is None and (said := failed_audit(job.config, total(commits), job.plan.rows)):
+    if begun.history is None and (said := failed_audit(job.config, totals, job.plan.rows)):
         # A job that stopped for it may have committed all units by then: starting it again accepts nothing.
         raise JobStopped(said)
     if begun.claim.resuming:

@@ -40,7 +40,7 @@ class Filters:
     @property
     def dropped(self) -> dict[str, int]:
         """Rows by what spoke against them, in the order in which it is asked."""
-        return {reason: self._dropped[reason] for reason in REASONS if reason in self._dropped}
+        return {reason: self._dropped[reason] for reason in sorted(self._dropped, key=REASONS.index)}
 
     def reason_to_drop(self, row: Row) -> str | None:
         """What speaks against an output row, None if it is kept. Call it once per row: duplicates are remembered."""
