@@ -52,13 +52,17 @@ class Trainable:
             paced.setdefault(self._pace(part), []).extend(self.parameters[f"{name}/{role}"] for role in part.tensors)
         return paced
 
-    def prompt_maps(self) -> dict[str, int]:
-        """What gives prompts keys and values, by its parameter, and the place of the states that it takes."""
-        found: dict[str, int] = {}
+    def affine_maps(self) -> dict[str, tuple[int, bool]]:
+        """Affine maps of a state, by the parameter that multiplies it: the place of the states that each takes, and
+        whether it gives such a state again, as bridges do, and not keys and values.
+        """
+        found: dict[str, tuple[int, bool]] = {}
         for part, name in self._parts.items():
-            if isinstance(part, PromptBridge):
+            if isinstance(part, Bridge) and "weight" in part.tensors:
+                found[f"{name}/weight"] = part.block.first.place, True
+            elif isinstance(part, PromptBridge):
                 places = {ROLES[0]: 2 * part.first, WITHIN[0]: part.first_place}
-                found |= {f"{name}/{role}": place for role, place in places.items() if role in part.tensors}
+                found |= {f"{name}/{role}": (place, False) for role, place in places.items() if role in part.tensors}
         return found
 
     def _pace(self, part: Bridge | PromptBridge | Adapter) -> float:

@@ -218,16 +218,20 @@ class Trainer:
                 self._trainable.parameters[name].sub_(before[name]).div_(spread[:, None]).add_(before[name])
 
     def _spreads(self, answers: Sequence[Answer]) -> dict[str, Tensor]:
-        """Of the states that prompts' maps of keys and values take, the standard deviation [hidden] of each entry, over
-        the tokens of some of these prompts at full depth; by parameter.
+        """How much each entry [hidden] of the states varies that an affine map takes, by its parameter: the standard
+        deviation over the tokens of some of these prompts, at full depth up to there; in units of the median entry's
+        where a map gives a state again, which then changes as much by its own measure, whatever a model's scale.
         """
-        prompts, found = [answer.prompt for answer in answers[:SPREAD_ANSWERS]], {}
-        for name, place in self._trainable.prompt_maps().items():
-            with torch.no_grad():
-                passes = packs(prompts, len, PROMPT_TOKENS)
-                states = torch.cat([self._engine.stop_prompts(each, place // 2).states for each in passes])
-            spread = states.float().std(0)
-            found[name] = torch.where(spread > LEAST_SPREAD, spread, 1.0)  # of too few tokens it is no number
+        passes = packs([answer.prompt for answer in answers[:SPREAD_ANSWERS]], len, PROMPT_TOKENS)
+        maps, prompts, found = self._trainable.affine_maps(), [*passes], dict[str, Tensor]()
+        with torch.no_grad():
+            for layer in sorted({place // 2 for place, _ in maps.values()}):
+                states = torch.cat([self._engine.stop_prompts(each, layer).states for each in prompts])
+                spread = states.float().std(0)
+                spread = torch.where(spread > LEAST_SPREAD, spread, 1.0)  # of too few tokens it is no number
+                for name, (place, gives_state) in maps.items():
+                    if place // 2 == layer:
+                        found[name] = spread / spread.median() if gives_state else spread
         return found
 
     def _learn(self, part: _Part, schedule: Schedule, share: float) -> float:
