@@ -166,7 +166,8 @@ def files(model: str, weights: bool = True) -> dict[str, str]:
     try:
         return {name: file_digest(file) for name, file in named.items() if weights or not name.endswith(".safetensors")}
     except OSError as error:
-        raise ModelError(f"a file of model {model!r} cannot be read ({error}): fetch the model again") from error
+        way_out = "let this user read it" if isinstance(error, PermissionError) else "fetch the model again"
+        raise ModelError(f"a file of model {model!r} cannot be read ({error}): {way_out}") from error
 
 
 def identity(model: str) -> str:

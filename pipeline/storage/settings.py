@@ -21,8 +21,17 @@ _S3_PASSWORD = re.compile(r"(?!arn:)[^/?#\[]*:.*@", re.DOTALL)
 _ROLE_PATIENCE = {"AWS_METADATA_SERVICE_TIMEOUT": "3", "AWS_METADATA_SERVICE_NUM_ATTEMPTS": "4"}
 _WHERE = "leave them to the environment, a profile (s3_profile) or the machine's role"
 
+
+def _place(named: str) -> str:
+    try:
+        named.encode()
+    except UnicodeEncodeError:  # Ray does not start where its command line holds such a name
+        raise ValueError("the name is no valid UTF-8") from None
+    return os.path.expanduser(named)
+
+
 # A URL, or a local path, where ~ is the home directory: in YAML no shell makes it so.
-Place = Annotated[str, AfterValidator(os.path.expanduser)]
+Place = Annotated[str, AfterValidator(_place)]
 LocalPlace = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))]
 
 

@@ -308,6 +308,15 @@ def test_help_explains_every_option(
     assert "--config" in shown
 
 
+def test_an_output_whose_name_is_no_utf8_is_refused_before_ray_fails_over_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = os.fsdecode(b"caf\xe9")  # Latin-1
+    with pytest.raises(SystemExit, match="2"):
+        command_line.parse(SummarizeCorpus, "job.py", ["--input", "in", "--output", name])
+    assert "--output the name is no valid UTF-8, got 'caf\\udce9'" in capsys.readouterr().err
+
+
 def test_paths_of_benchmarks_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     given = command_line.parse(BenchmarkJob, "job.py", ["--input=~/a.parquet", "--schedules=~/1.5x", "--output=~/out"])
