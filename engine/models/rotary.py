@@ -29,7 +29,10 @@ class Rotary:
     """Rotary factors for every position of the context, for the RoPE variants a config can name."""
 
     def __init__(self, config: Any, shape: ModelShape, device: torch.device, layer_type: str | None = None) -> None:
-        """`layer_type` picks the parameters where a config has several sets. Raises ModelError for an unknown type."""
+        """`layer_type` picks the parameters where a config has several sets.
+
+        Raises ModelError for an unknown type, and one that turns another part of a head than the family does.
+        """
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         parameters = config.rope_parameters[layer_type] if layer_type else config.rope_parameters
@@ -46,6 +49,11 @@ class Rotary:
             else:
                 which = {"layer_type": layer_type} if layer_type else {}
                 frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=length, **which)
+                if 2 * len(frequencies) != turned:
+                    raise ModelError(
+                        f"RoPE type {kind!r} turns {2 * len(frequencies)} of the {shape.head_dim} dimensions of a head "
+                        f"by the config (partial_rotary_factor, head_dim), {shape.family} models {turned}"
+                    )
             angles = positions[:, None] * frequencies
             factors = torch.complex(angles.cos() * scale, angles.sin() * scale).to(device)
             return F.pad(factors, (0, (shape.head_dim - turned) // 2), value=1.0)  # what is not turned stays as it is

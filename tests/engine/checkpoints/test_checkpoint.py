@@ -96,6 +96,10 @@ def test_an_unsupported_model_type_is_refused_naming_those_supported(copied: Pat
         ({"model_type": "never-heard-of"}, "never-heard-of"),
         ({"hidden_act": "tanh"}, "activation 'tanh'"),
         ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "RoPE type 'spiral'"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "RoPE type 'linear' turns 4 of the 8 dimensions .*partial_rotary_factor.* llama models 8",
+        ),
     ],
 )
 def test_a_config_this_engine_cannot_run_is_refused_naming_the_value(
