@@ -56,7 +56,7 @@ def test_training_brings_held_out_answers_closer_and_leaves_the_model_alone(
 ) -> None:
     prompts = [list(answer.prompt) for answer in answers[:6]]
     before = [g.tokens for g in engine.generate(prompts, Sampling(max_new_tokens=10))]
-    recipe = replace(RECIPE, tokens_per_step=500)
+    recipe = replace(RECIPE, tokens_per_step=500, steps=80)
     trainer = Trainer(engine, [schedule], answers[6:], answers[:6], recipe, quiet)
     points = list(trainer.run())
     ((best, quality),) = trainer.best()
