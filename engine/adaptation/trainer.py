@@ -222,8 +222,8 @@ class Trainer:
         deviation over the tokens of some of these prompts, at full depth up to there; in units of the median entry's
         where a map gives a state again, which then changes as much by its own measure, whatever a model's scale.
         """
-        passes = packs([answer.prompt for answer in answers[:SPREAD_ANSWERS]], len, PROMPT_TOKENS)
-        maps, prompts, found = self._trainable.affine_maps(), [*passes], dict[str, Tensor]()
+        prompts = [*packs([answer.prompt for answer in answers[:SPREAD_ANSWERS]], len, PROMPT_TOKENS)]
+        maps, found = self._trainable.affine_maps(), dict[str, Tensor]()
         with torch.no_grad():
             for layer in sorted({place // 2 for place, _ in maps.values()}):
                 states = torch.cat([self._engine.stop_prompts(each, layer).states for each in prompts])
