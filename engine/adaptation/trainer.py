@@ -223,16 +223,14 @@ class Trainer:
         where a map gives a state again, which then changes as much by its own measure, whatever a model's scale.
         """
         prompts = [*packs([answer.prompt for answer in answers[:SPREAD_ANSWERS]], len, PROMPT_TOKENS)]
-        maps, found = self._trainable.affine_maps(), dict[str, Tensor]()
-        with torch.no_grad():
-            for layer in sorted({place // 2 for place, _ in maps.values()}):
+        maps, by_layer = self._trainable.affine_maps(), dict[int, Tensor]()
+        for layer in sorted({place // 2 for place, _ in maps.values()}):
+            with torch.no_grad():
                 states = torch.cat([self._engine.stop_prompts(each, layer).states for each in prompts])
-                spread = states.float().std(0)
-                spread = torch.where(spread > LEAST_SPREAD, spread, 1.0)  # of too few tokens it is no number
-                for name, (place, gives_state) in maps.items():
-                    if place // 2 == layer:
-                        found[name] = spread / spread.median() if gives_state else spread
-        return found
+            spread = states.float().std(0)
+            by_layer[layer] = torch.where(spread > LEAST_SPREAD, spread, 1.0)  # of too few tokens it is no number
+        units = {layer: spread / spread.median() for layer, spread in by_layer.items()}
+        return {name: (units if gives_state else by_layer)[place // 2] for name, (place, gives_state) in maps.items()}
 
     def _learn(self, part: _Part, schedule: Schedule, share: float) -> float:
         """Add up the gradients of some answers under one of the schedules, times a share; their summed loss in nats."""

@@ -170,6 +170,8 @@ def test_bridges_that_act_at_once_share_the_step(engine: Engine, answers: list[A
         bias = schedule.bridges["2"].tensors["bias"].float()  # it was zero
         assert step == pytest.approx(recipe.learning_rate, rel=1e-2)
         assert float(bias.abs().max()) == pytest.approx(share * recipe.learning_rate, rel=1e-2)
+    halved, whole = (float(each.bridges["2"].tensors["weight"].float().abs().max()) for each in (both, alone))
+    assert halved == pytest.approx(whole / 2, rel=1e-2)
 
 
 def test_the_gated_part_starts_at_nothing(engine: Engine, schedule: Schedule, answers: list[Answer]) -> None:
