@@ -18,6 +18,7 @@ from engine.shape import ModelShape
 # Rows beyond which a batch gains little: a core's arithmetic is full with a few dozen rows, a GPU's with a few hundred.
 CORE_ROWS, GPU_ROWS = 64, 512
 CGROUP = Path("/sys/fs/cgroup")  # of this process, as a container sees it
+LEAST_ANSWERS = 20  # that calibration and training can make something of
 SHARE = 0.8  # of the free memory: allocators round up, and others use memory too
 # glibc's mallopt(3): sizes from which memory comes from the system at once, that is kept free before it goes back,
 # and how many heaps threads spread over. A heap of a thread's own goes back to the system whenever it is empty.
@@ -115,9 +116,14 @@ def check_memory(
     """
     room = int(SHARE * free) - model - working
     if kept > room:
-        way_out = f"with about {int((kept_of or answers) * room / kept)} answers it fits"
-        if room <= 0:
-            way_out = "the model alone is too large" if room + working <= 0 else "what it works in alone does not fit"
+        fits = int((kept_of or answers) * room / kept)
+        way_out = f"with about {fits} answers it fits"
+        if fits < LEAST_ANSWERS:
+            way_out = f"fewer than the {LEAST_ANSWERS} answers that it needs would fit"
+            if room + working <= 0:
+                way_out = "the model alone is too large"
+            elif room <= 0:
+                way_out = "what it works in alone does not fit"
             way_out += ", so it takes a machine with more memory, or shorter or far fewer prompts"
         beside = f" beside the model's {model / 1e9:.1f} GB" if model else ""
         raise ScheduleError(

@@ -10,9 +10,9 @@ from functools import partial
 from math import floor
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from engine import Engine, ModelError, Schedule, ScheduleError, model_identity
 from engine.adaptation.checkpoint import check_settings
@@ -25,16 +25,18 @@ from engine.calibration.prompts import counted_prompt_bridge, fit_prompt_bridge,
 from engine.forward.packing import packs
 from engine.forward.quality import Quality
 from engine.kernels import training_kernels_for
-from engine.memory import check_memory, free_bytes
+from engine.memory import LEAST_ANSWERS, check_memory, free_bytes
 from jobs.answers import ANSWERS_FILE, AnswersConfig, answer_corpus, with_more_answers
 from pipeline import logs
 from pipeline.errors import JobError, JobStopped, last_line
 from pipeline.inputs.sample_prompts import Part
 from pipeline.monitoring.stage_progress import StageProgress
 from pipeline.preparing.fit import made_from
+from pipeline.preparing.preparation import absolute_model
 from pipeline.rows.row_generator import is_out_of_memory
 from pipeline.storage.ownership import claimed_at
 from pipeline.storage.settings import Place, StorageConfig
+from pipeline.storage.storage import absolute
 
 CHECKPOINT_FILE = "training.safetensors"
 MORE_ANSWERS_FILE = "more_answers.safetensors"
@@ -69,7 +71,9 @@ class AdaptModel(AnswersConfig):
         description="local directory for what is trained, like that of schedule; a rerun goes on there"
     )
     part: Part = "train"
-    prompts: int = Field(1500, ge=20, description="prompts to draw, by the seed; the model answers each of them")
+    prompts: int = Field(
+        1500, ge=LEAST_ANSWERS, description="prompts to draw, by the seed; the model answers each of them"
+    )
     answers_per_prompt: int = Field(
         1, ge=1, description="answers to learn from for each prompt; those beyond the first are drawn at temperature 1"
     )
@@ -108,6 +112,14 @@ class AdaptModel(AnswersConfig):
         description="of several workers; 'local' starts an embedded cluster; default that of RAY_ADDRESS, else one "
         "that was started on this machine, else as 'local'",
     )
+
+    @model_validator(mode="after")
+    def _each_worker_has_its_gpu(self) -> Self:
+        if self.workers > 1 and ":" in self.device:
+            raise ValueError(
+                f"device {self.device!r} names one of several GPUs, and Ray gives each worker its own: cuda"
+            )
+        return self
 
     def held_out_of(self, answers: int) -> int:
         """How many of them are judged by."""
@@ -264,11 +276,12 @@ def train_on_cluster(config: AdaptModel, schedules: Sequence[Schedule]) -> Train
     share = floor(100 * cores_each(machines(float(gpus > 0), config.workers), config.workers)) / 100
     scaling = ScalingConfig(num_workers=config.workers, use_gpu=gpus > 0, resources_per_worker={"CPU": share})
     threads = config.threads or max(1, int(share))
-    passed = {"config": config.model_copy(update={"threads": threads}), "schedules": schedules}
+    output = os.path.abspath(config.output)
+    paths = {"input": absolute(config.input), "output": output, "model": absolute_model(config.model)}
+    passed = {"config": config.model_copy(update={"threads": threads, **paths}), "schedules": schedules}
 
-    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # so that relative paths are what they are here
     # Ray's own records, which all machines must see too; nothing in them is needed afterwards.
-    with TemporaryDirectory(prefix=".ray-", dir=Path(config.output).resolve()) as scratch:
+    with TemporaryDirectory(prefix=".ray-", dir=output) as scratch:
         trainer = TorchTrainer(
             _work, train_loop_config=passed, scaling_config=scaling, run_config=RunConfig(storage_path=scratch),
             torch_config=TorchConfig(timeout_s=PATIENCE_S),

@@ -19,6 +19,7 @@ from engine.calibration.collect import answer_prompts
 from engine.forward.packing import Progress
 from engine.forward.teacher_forcing import Answer
 from jobs.prompts import SUMMARIZE
+from pipeline.config import PromptText
 from pipeline.inputs.sample_prompts import CorpusConfig, Part, sample_prompts
 from pipeline.preparing.fit import longest_prompt
 from pipeline.rows.rows import TOKENS
@@ -33,7 +34,7 @@ TargetSpeedup = Annotated[float, Field(gt=1, allow_inf_nan=False)]  # of FLOPs
 class AnswersConfig(CorpusConfig):
     """Which prompts the model answers at full depth."""
 
-    prompt: str = Field(SUMMARIZE, description="user text, with {text} and {column} fields; {{ and }} are plain braces")
+    prompt: PromptText = SUMMARIZE
     max_new_tokens: int = Field(64, ge=2, description="longest answer")
     prompts: int = Field(500, ge=1, description="prompts to draw, by the seed")
     part: Part = "all"

@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from engine import Engine, Schedule, ScheduleError, describe
-from engine.calibration.calibrate import LEAST_ANSWERS, Calibrated, Calibration, check_targets, foreseen_depths
+from engine.calibration.calibrate import Calibrated, Calibration, check_targets, foreseen_depths
 from engine.calibration.memory import kept_bytes, kept_of, working_bytes
 from engine.calibration.prompts import check_prompt_layers
-from engine.memory import check_memory, free_bytes
+from engine.memory import LEAST_ANSWERS, check_memory, free_bytes
 from engine.schedules.schedule_file import SCHEDULE_FILE
 from jobs import command_line
 from jobs.answers import ANSWERS_FILE, AnswersConfig, TargetSpeedup, answer_corpus

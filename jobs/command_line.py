@@ -24,7 +24,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from engine import ModelError, ScheduleError, brief
+from engine import ModelError, PromptError, ScheduleError, brief
 from pipeline import logs
 from pipeline.errors import JobError, JobStopped, NothingToDo, UnitsFailed, one_line
 from pipeline.redaction import redacted
@@ -97,7 +97,7 @@ def run(program: str, job: Callable[[], None]) -> int:
         job()
     except NothingToDo as reason:
         return _ended(program, f"nothing to do: {reason}", 0)
-    except (JobError, ModelError, ScheduleError, FloatingPointError) as error:
+    except (JobError, ModelError, PromptError, ScheduleError, FloatingPointError) as error:
         return _ended(program, f"error: {error}", FAILED_EXIT)
     except UnitsFailed as error:
         return _ended(program, f"incomplete: {error}", UNITS_FAILED_EXIT)

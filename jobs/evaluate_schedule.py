@@ -31,6 +31,7 @@ from engine.schedules.schedule_file import SCHEDULE_FILE
 from jobs import command_line
 from jobs.answers import TargetSpeedup
 from jobs.prompts import SUMMARIZE
+from pipeline.config import PromptText
 from pipeline.errors import JobError
 from pipeline.evaluation.bridged_rivals import bridged_rivals, whole_sample_rivals, with_shorter_prompts
 from pipeline.evaluation.contender import Contender, ending
@@ -76,7 +77,7 @@ class EvaluateSchedule(CorpusConfig):
         description="string column of reference outputs; '' judges against full depth's outputs alone; default "
         f"{REFERENCE} if the input has it",
     )
-    prompt: str = Field(SUMMARIZE, description="user text, with {text} and {column} fields; {{ and }} are plain braces")
+    prompt: PromptText = SUMMARIZE
     max_new_tokens: int = Field(64, ge=2, description="longest generation")
     batch_size: int = Field(32, ge=1, description="prompts that decode together, and are saved together")
 
@@ -242,10 +243,9 @@ def told_apart(contenders: Sequence[Contender]) -> list[Contender]:
     """Each once, under a label of its own: what is derived or solved here may be called as a schedule that is named."""
     found: dict[str, Contender] = {}
     for each in contenders:
-        other = found.setdefault(each.label, each)
-        if other.identity != each.identity:
-            here = replace(each, name=f"{each.name} (fitted here)")
-            found[here.label] = here
+        one = each
+        while found.setdefault(one.label, one).identity != one.identity:
+            one = replace(one, name=f"{one.name} (fitted here)")
     return [*found.values()]
 
 

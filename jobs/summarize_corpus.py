@@ -10,7 +10,7 @@ from pydantic import Field
 
 from jobs import command_line, job_output
 from jobs.prompts import SUMMARIZE
-from pipeline.config import JobConfig
+from pipeline.config import JobConfig, PromptText
 from pipeline.run import run_job
 
 PROGRAM = "summarize_corpus.py"
@@ -19,7 +19,7 @@ PROGRAM = "summarize_corpus.py"
 class SummarizeCorpus(JobConfig):
     """Summarise every text of a Parquet corpus, at a fraction of the decoding compute. Rerun to resume."""
 
-    prompt: str = Field(SUMMARIZE, description="user text, with {text} and {column} fields; {{ and }} are plain braces")
+    prompt: PromptText = SUMMARIZE
     max_new_tokens: int = Field(64, ge=1, description="longest summary")
 
 

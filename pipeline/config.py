@@ -8,10 +8,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from engine import Sampling
 from pipeline.logs import LogFormat
 from pipeline.rows.template import PromptTemplate
-from pipeline.storage.settings import Place, StorageConfig
+from pipeline.storage.settings import Place, StorageConfig, Utf8
 from pipeline.storage.storage import Storage
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+
+PromptText = Annotated[
+    Utf8, Field(description="user text, with {text} and {column} fields; {{ and }} are plain braces")
+]
 
 
 class AnswerConfig(BaseModel):
@@ -19,13 +23,13 @@ class AnswerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    text_column: str = Field("text", description="string column that {text} stands for in the prompt")
-    id_column: str | None = Field(
+    text_column: Utf8 = Field("text", description="string column that {text} stands for in the prompt")
+    id_column: Utf8 | None = Field(
         None, description="column that identifies a row, in the output too where rows are written"
     )
 
-    system: str | None = Field(None, description="system text of the chat; default the model's own")
-    prompt: str = Field("{text}", description="user text, with {text} and {column} fields; {{ and }} are plain braces")
+    system: Utf8 | None = Field(None, description="system text of the chat; default the model's own")
+    prompt: PromptText = "{text}"
     prompt_format: Literal["chat", "raw", "messages"] = Field(
         "chat",
         description="use the model's chat template, or the text alone; messages: the text is a JSON list of a chat's "
@@ -48,7 +52,7 @@ class AnswerConfig(BaseModel):
         "default it stays text, and only the chat template and --prompt make control tokens",
     )
 
-    model: str = Field(
+    model: Utf8 = Field(
         DEFAULT_MODEL,
         description=f"checkpoint directory, hub id (owner/name), GGUF file, or {DEFAULT_MODEL} (packaged)",
     )
@@ -63,7 +67,7 @@ class AnswerConfig(BaseModel):
     repetition_penalty: float = Field(
         1.0, gt=0, allow_inf_nan=False, description="above 1 discourages tokens already in prompt or output"
     )
-    stop: list[str] = Field([], description="strings that end a generation")
+    stop: list[Utf8] = Field([], description="strings that end a generation")
     seed: int = Field(
         0,
         ge=-(2**63),
@@ -170,7 +174,7 @@ class JobConfig(GenerationConfig, StorageConfig):
         "that have changed since, whose old rows are replaced; end at once, well, while another such job is at work",
     )
     s3_anonymous_input: bool = Field(False, description="read a public input without credentials")
-    keep_columns: list[str] | None = Field(
+    keep_columns: list[Utf8] | None = Field(
         None, description="input columns copied to the output; default the id column, or all columns if none is named"
     )
     limit: int | None = Field(None, ge=1, description="process only the first rows")
@@ -242,6 +246,8 @@ class JobConfig(GenerationConfig, StorageConfig):
             raise ValueError(
                 f"device {self.device!r} names one of several GPUs, and Ray gives each replica its own: cuda"
             )
+        if (gpus := self.gpus_per_replica or 0.0) > 1 and gpus % 1:
+            raise ValueError(f"gpus_per_replica {gpus:g} is neither a share of one GPU nor a whole number of them")
         if self.incremental and self.limit is not None:
             raise ValueError(f"limit {self.limit} cannot be combined with incremental, which does files as a whole")
         if self.min_audit_rouge is not None and not self.audit_fraction:

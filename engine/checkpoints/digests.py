@@ -40,7 +40,7 @@ def file_digest(path: Path) -> str:
         if _state(path) == before:
             break  # else it was replaced while it was read
     stat = path.stat()
-    if time.time() - max(stat.st_mtime, stat.st_ctime) > SETTLED_AFTER_S:
+    if time.time() - stat.st_ctime > SETTLED_AFTER_S:
         _write(kept, before, digest)
     return digest
 

@@ -19,6 +19,7 @@ from pipeline.dataset.config import FOLDER, GENERATION, SPLIT, DatasetConfig
 from pipeline.dataset.filters import FILTERED, Filters
 from pipeline.errors import JobError, NothingToDo
 from pipeline.preparing.backend import Backend
+from pipeline.preparing.preparation import absolute_paths
 from pipeline.preparing.run_record import begun_columns, read_run
 from pipeline.rows.rows import SAMPLE, chosen, output_schema
 from pipeline.run import RunResult, leased, run_leased
@@ -124,8 +125,6 @@ def generate_dataset(config: DatasetConfig, backend: Backend | None = None) -> D
         except NothingToDo:  # the input of a finished run is gone, which may not be published, or under other filters
             _publish(config, job, storage, filters)
             raise
-        if config.fresh:
-            remove(storage, Kind.DATA_SET, [MANIFEST])  # until now it stood for what the run before had made
         manifest = _publish(config, job, storage, filters)
     return DatasetResult(
         config.output, result, manifest["rows"], manifest["dropped"], [entry["file"] for entry in manifest["files"]]
@@ -142,7 +141,7 @@ def _publish(config: DatasetConfig, job: DatasetConfig, storage: Storage, filter
          "format": config.output_format, "rows_per_shard": config.rows_per_shard, "name": config.dataset_name,
          "license": config.dataset_license}
     ))  # fmt: skip
-    manifest = _RECORD.read(storage, MANIFEST) or {}
+    manifest = (_RECORD.sound if config.fresh else _RECORD.read)(storage, MANIFEST) or {}
     if {name: manifest.get(name) for name in wanted} != wanted or not _is_there(config, storage, manifest):
         remove(storage, Kind.DATA_SET, [MANIFEST])  # what it lists is about to be replaced
         commits = _listed(job.output_storage(), success)
@@ -172,7 +171,7 @@ def _publish(config: DatasetConfig, job: DatasetConfig, storage: Storage, filter
 
 def _no_rows(config: DatasetConfig, job: DatasetConfig) -> pa.Table:
     """What is published of an incremental run that has had rows, or may get some. Raises JobError for any other."""
-    begun = begun_columns(job.output_storage(), job) if config.incremental else None
+    begun = begun_columns(job.output_storage(), absolute_paths(job)) if config.incremental else None
     if begun is None:
         raise JobError(f"input {config.input!r} has no rows: there is no data set to make")
     return _published(_numbered(output_schema(begun.schema).empty_table()))
@@ -182,13 +181,13 @@ def _stale(job: DatasetConfig, storage: Storage, before: Mapping[str, Any], writ
     """Shards and cards of an earlier data set, what was published in another format, and earlier requests.
 
     Lines of answers have names that anyone may give a file: they are an earlier data set's if that was of this format,
-    or died while it was published.
+    or died while it was published, as only one of requests can have.
     """
     requests = set(storage.names(openai_batch.REQUESTS))
     there = {*own(Kind.DATA_SET, {*_there(storage), *requests}), *unfinished(storage, Kind.DATA_SET)} - {MANIFEST}
     keep = written | {name for name in requests if job.input.endswith(f"/{name}")}
     keep |= {name for name in (CARD, CARD_BESIDE) if name in there - keep and _is_anothers(storage, name)}
-    if before.get("format", "openai-batch") != "openai-batch":
+    if before.get("format", job.input_format) != "openai-batch":
         keep |= {openai_batch.OUTPUT_FILE, openai_batch.ERRORS_FILE}
     return sorted(there - keep)
 

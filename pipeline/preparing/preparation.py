@@ -95,6 +95,12 @@ def absolute_paths(config: JobConfig) -> JobConfig:
                 f"{name} {getattr(config, name)!r} lies in the working directory that travels with a submitted job, a "
                 "copy on each node: name a path that all nodes share, or a URL such as s3://"
             )
-    if os.path.exists(config.model):  # a Path raises for a name too long
-        paths["model"] = str(Path(config.model).resolve())
-    return config.model_copy(update=paths)
+    return config.model_copy(update={**paths, "model": absolute_model(config.model)})
+
+
+def absolute_model(model: str) -> str:
+    """The same model by a name that workers understand: an absolute path where it is one."""
+    if not os.path.exists(model):  # a Path raises for a name too long
+        return model
+    # Not what a file's link leads to: in the hub's cache that has another name.
+    return os.path.realpath(model) if os.path.isdir(model) else os.path.abspath(model)

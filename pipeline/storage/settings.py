@@ -22,16 +22,17 @@ _ROLE_PATIENCE = {"AWS_METADATA_SERVICE_TIMEOUT": "3", "AWS_METADATA_SERVICE_NUM
 _WHERE = "leave them to the environment, a profile (s3_profile) or the machine's role"
 
 
-def _place(named: str) -> str:
+def _utf8(said: str) -> str:
     try:
-        named.encode()
-    except UnicodeEncodeError:  # Ray does not start where its command line holds such a name
-        raise ValueError("the name is no valid UTF-8") from None
-    return os.path.expanduser(named)
+        said.encode()
+    except UnicodeEncodeError:  # nor Ray, which has its command line hold some, nor a tokenizer takes it
+        raise ValueError("is no valid UTF-8") from None
+    return said
 
 
+Utf8 = Annotated[str, AfterValidator(_utf8)]
 # A URL, or a local path, where ~ is the home directory: in YAML no shell makes it so.
-Place = Annotated[str, AfterValidator(_place)]
+Place = Annotated[Utf8, AfterValidator(os.path.expanduser)]
 LocalPlace = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))]
 
 

@@ -1,6 +1,7 @@
 """Calibrate, then adapt, then read the result, as a person does it, on a tiny model."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -371,7 +372,8 @@ def test_several_workers_train_on_a_ray_cluster(common: list[str], tmp_path: Pat
     block = Block.of_layers(1, 2)
     bridges = {"1-2": silent_bridge(block, engine.describe(common[1]).hidden)}
     Schedule(5, block.units, (Plateau(0, 2, ("1-2",)),), bridges=bridges).write(tmp_path / "calibrated")
-    adapted = tmp_path / "adapted"  # named relative to where the job is started
+    adapted = tmp_path / "adapted"  # named relative to where the job is started, as is the model; workers run elsewhere
+    common = [os.path.relpath(each, tmp_path) if each == common[1] else each for each in common]
     program = [sys.executable, str(ROOT / "jobs" / adapt_model.PROGRAM), "--workers", "2", "--ray-address", "local"]
     arguments = [*common, "--schedule", str(tmp_path / "calibrated"), "--prompts", "60", "--output", adapted.name]
     done = subprocess.run([*program, *arguments, "--steps", "20"], cwd=tmp_path, capture_output=True, text=True)
@@ -432,6 +434,14 @@ def test_workers_on_cpus_claim_no_gpus(
     assert not asked[0].use_gpu
     with pytest.raises(JobError, match="2 workers are too many for 4 cores and 1 GPUs"):
         train_on_cluster(config.model_copy(update={"device": "auto"}), [])
+
+
+def test_a_gpu_by_number_is_refused_for_several_workers(
+    common: list[str], untrained: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        configured([*common, *untrained, "--workers", "2", "--device", "cuda:1"])
+    assert "device 'cuda:1' names one of several GPUs, and Ray gives each worker" in capsys.readouterr().err
 
 
 def test_what_a_worker_could_not_do_is_what_the_user_is_told() -> None:

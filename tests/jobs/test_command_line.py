@@ -15,7 +15,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from engine import ModelError, ScheduleError
+from engine import ModelError, PromptError, ScheduleError
 from jobs import command_line
 from jobs.adaptation import AdaptModel
 from jobs.benchmarks.job import BenchmarkJob
@@ -308,13 +308,14 @@ def test_help_explains_every_option(
     assert "--config" in shown
 
 
-def test_an_output_whose_name_is_no_utf8_is_refused_before_ray_fails_over_it(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("option", ["--output", "--prompt", "--stop"])
+def test_what_is_no_utf8_is_refused_before_ray_or_a_tokenizer_fails_over_it(
+    option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name = os.fsdecode(b"caf\xe9")  # Latin-1
+    said = os.fsdecode(b"caf\xe9")  # Latin-1
     with pytest.raises(SystemExit, match="2"):
-        command_line.parse(SummarizeCorpus, "job.py", ["--input", "in", "--output", name])
-    assert "--output the name is no valid UTF-8, got 'caf\\udce9'" in capsys.readouterr().err
+        command_line.parse(SummarizeCorpus, "job.py", ["--input", "in", "--output", "out", option, said])
+    assert f"{option} is no valid UTF-8, got 'caf\\udce9'" in capsys.readouterr().err
 
 
 def test_paths_of_benchmarks_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +358,7 @@ def ends_with(error: BaseException) -> Callable[[], None]:
 @pytest.mark.parametrize(
     ("error", "code", "word"),
     [
-        *((error, 1, "error") for error in (JobError, ModelError, ScheduleError, FloatingPointError)),
+        *((error, 1, "error") for error in (JobError, ModelError, PromptError, ScheduleError, FloatingPointError)),
         (NothingToDo, 0, "nothing to do"),
         (UnitsFailed, 3, "incomplete"),  # with which a rerun goes on
         (StorageGone, 4, "stopped"),  # likewise

@@ -328,3 +328,6 @@ def test_what_is_called_alike_is_told_apart_and_what_is_the_same_judged_once() -
     found = told_apart([named, solved, replace(named, is_rival=True)])
     assert [each.label for each in found] == ["bridged, 1.25x", "bridged (fitted here), 1.25x"]
     assert [each.method for each in found] == [named.method, solved.method]
+    third = replace(named, method=recipes.unified_layer_skipping(4, active=2))
+    again = "bridged (fitted here) (fitted here), 1.25x"
+    assert [each.label for each in told_apart([*found, third])] == [*(each.label for each in found), again]

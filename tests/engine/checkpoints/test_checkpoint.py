@@ -182,6 +182,18 @@ def parameters(model: Engine) -> tuple[int, ...]:
     return shape.layers, shape.layer_parameters, shape.head_parameters, shape.input_parameters, shape.hidden
 
 
+def test_a_gguf_file_of_the_hubs_cache_is_the_one_that_it_links_to(
+    gguf_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    blob, named = tmp_path / "blobs/3f2a", tmp_path / "snapshots/main/tiny.gguf"
+    for path in (blob, named):
+        path.parent.mkdir(parents=True)
+    gguf_file("tiny.gguf").rename(blob)
+    named.symlink_to("../../blobs/3f2a")
+    assert [*checkpoint.files(str(named))] == ["tiny.gguf"]
+    assert describe(str(named)).layers
+
+
 # Each kind is damaged so often; SKIPDECODE_FUZZ asks for more.
 TIMES = int(os.environ.get("SKIPDECODE_FUZZ", "15"))
 

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,16 @@ def test_a_file_is_hashed_once_and_a_damaged_cache_is_done_without(
         assert digests.file_digest(file) == whole
     monkeypatch.setenv("SKIPDECODE_CACHE", "/proc/nowhere")
     assert digests.file_digest(file) == whole
+
+
+def test_a_file_written_by_a_clock_ahead_is_hashed_once(
+    copied: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "SETTLED_AFTER_S", -1)
+    file = copied / "model.safetensors"
+    os.utime(file, (time.time(), time.time() + 3600))
+    digests.file_digest(file)
+    assert len([*(cache / "digests").iterdir()]) == 1
 
 
 def test_a_file_just_written_is_hashed_again(copied: Path, cache: Path) -> None:

@@ -71,6 +71,15 @@ def test_a_gpu_by_number_is_refused_as_ray_hands_them_out() -> None:
         JobConfig(input="in", output="out", device="cuda:1")
 
 
+def test_one_gpu_and_a_half_is_refused() -> None:
+    for gpus in (0.5, 1.0, 2.0):
+        JobConfig(input="in", output="out", gpus_per_replica=gpus)
+    with pytest.raises(
+        ValidationError, match=r"gpus_per_replica 1\.5 is neither a share of one GPU nor a whole number"
+    ):
+        JobConfig(input="in", output="out", gpus_per_replica=1.5)
+
+
 @pytest.mark.parametrize(("gpus", "expected"), [(None, 0.8), (0.5, 0.4), (2.0, 0.8)])
 def test_replicas_that_share_a_gpu_share_its_memory(
     gpus: float | None, expected: float, monkeypatch: pytest.MonkeyPatch

@@ -34,6 +34,7 @@ from pipeline.config import GenerationConfig, JobConfig
 from pipeline.errors import JobError, JobStopped, UnitsFailed
 from pipeline.evaluation.bridged_rivals import attach
 from pipeline.preparing.backend import Backend
+from pipeline.preparing.preparation import absolute_model
 from pipeline.run import run_job
 from pipeline.storage.storage import Storage
 
@@ -330,3 +331,15 @@ def test_auto_is_resolved_in_what_a_model_is(make_checkpoint: Callable[..., Path
         for dtype in ("auto", "float32", "bfloat16")
     ]
     assert found == ["float32", "float32", "bfloat16"]
+
+
+def test_workers_find_a_model_by_its_own_name_and_another_hub_id_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "v1").mkdir()
+    (tmp_path / "now").symlink_to("v1")
+    (tmp_path / "3f2a").write_text("")
+    (tmp_path / "tiny.gguf").symlink_to("3f2a")
+    found = [absolute_model(model) for model in ("now", "tiny.gguf", "somebody/some-model")]
+    assert found == [f"{tmp_path}/v1", f"{tmp_path}/tiny.gguf", "somebody/some-model"]
