@@ -132,4 +132,4 @@ def test_too_many_answers_are_refused_with_how_many_would_do() -> None:
     with pytest.raises(ScheduleError, match=r"calibrating .* full depth in memory and .* what it works in alone does"):
         check_memory("calibrating", kept=giga, working=9 * giga, free=10 * giga, answers=100)
     with pytest.raises(ScheduleError, match=r"free: fewer than the 20 answers that it needs would fit, so it takes a "):
-        check_memory("calibrating", kept=10 * giga, working=8 * giga, free=10 * giga, answers=100)
+        check_memory("calibrating", kept=10 * giga, working=7 * giga, free=10 * giga, answers=100)

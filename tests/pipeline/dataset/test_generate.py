@@ -365,7 +365,7 @@ def test_a_data_set_whose_rows_all_went_is_published_empty(
     given, none = config(incremental=True), {"id": pa.array([], pa.int64()), "text": pa.array([], pa.string())}
     before = pq.read_schema(tmp_path / "set" / generate_dataset(given, EchoBackend()).files[0])
     write_parquet(tmp_path / "in/0.parquet", none)
-    for spelt in (given.input, f"{given.input}/"):
+    for spelt in (f"{given.input}/", given.input):
         assert generate_dataset(given.model_copy(update={"input": spelt}), NoEngineBackend()).kept == 0
         assert pq.read_table(tmp_path / "set/data").num_rows == 0
     assert pq.read_schema(tmp_path / "set/data/train-00000.parquet").equals(before)
@@ -386,10 +386,10 @@ def test_what_is_published_is_mended_and_files_of_others_beside_it_stay(config: 
     shard.write_bytes(whole[:100])
     generate_dataset(given, NoEngineBackend())
     assert shard.read_bytes() == whole
-    generate_dataset(given.model_copy(update={"min_chars": 9}), NoEngineBackend())
     generate_dataset(given.model_copy(update={"fresh": True}), EchoBackend())
     (tmp_path / "set/_DATASET.json").unlink()
     generate_dataset(given, NoEngineBackend())
+    generate_dataset(given.model_copy(update={"min_chars": 9}), NoEngineBackend())
     assert [path.read_text() for path in others] == ["mine\n"] * 3
 
     card = tmp_path / "set/README.md"
