@@ -16,7 +16,7 @@ from engine.decoding.stats import BatchStats
 from engine.engine import Engine, describe, resolve_device, resolve_dtype
 from engine.errors import ModelError, PromptError, ScheduleError, StreamLost, brief
 from engine.forward.ledger import Ledger
-from engine.forward.quality import AnswerScore, Likelihood, Scores
+from engine.forward.quality import AnswerScore, Scores
 from engine.forward.target import decode_flop_speedup, for_target_speedup
 from engine.json_text import check_is_file, parse_json, read_json
 from engine.parts.bridge import Bridge

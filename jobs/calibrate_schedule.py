@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine import Engine, Schedule, ScheduleError, describe
-from engine.calibration.calibrate import Calibrated, Calibration, check_targets, foreseen_depths
+from engine.calibration.calibrate import Calibration, check_targets, foreseen_depths
 from engine.calibration.memory import kept_bytes, kept_of, working_bytes
 from engine.calibration.prompts import check_prompt_layers
 from engine.memory import LEAST_ANSWERS, check_memory, free_bytes
@@ -94,13 +94,12 @@ def calibrate(config: CalibrateSchedule) -> None:
     calibration = Calibration(model, drawn, targets, progress, *chosen)
     table, maps = Table(*COLUMNS, title_justify="left"), []
     try:
-        for found in calibration.run():
-            name = _name(found.target)
-            provenance = {**found.schedule.provenance, "calibrated_on": made}
-            replace(found.schedule, provenance=provenance).write(output / name)
-            table.title = f"on {found.schedule.provenance['held_out']['answers']} held-out answers, teacher-forced"
-            table.add_row(*_row(found))
-            maps.append((name, found.schedule))
+        for target, found in zip(sample_targets or targets, calibration.run(), strict=True):
+            name = _name(target)
+            replace(found, provenance={**found.provenance, "calibrated_on": made}).write(output / name)
+            table.title = f"on {found.provenance['held_out']['answers']} held-out answers, teacher-forced"
+            table.add_row(name, *_row(found))
+            maps.append((name, found))
     finally:  # a later target may be out of reach
         if maps:
             (output / MAPS_FILE).write_text(schedule_maps(maps, config.max_new_tokens), encoding="utf-8")
@@ -153,8 +152,8 @@ def _name(target: float) -> str:
     return f"{target:g}x"
 
 
-def _row(found: Calibrated) -> list[str]:
-    figures = found.schedule.provenance
+def _row(found: Schedule) -> list[str]:
+    figures = found.provenance
     held_out = figures["held_out"]
 
     def shown(name: str) -> str:
@@ -162,12 +161,11 @@ def _row(found: Calibrated) -> list[str]:
         return f"{held_out[name]:.3f} [{low:.3f}, {high:.3f}]"
 
     return [
-        _name(found.target),
         f"{figures['decode_flop_speedup']:.3f}x",
         f"{figures['sample_flop_speedup']:.3f}x",
-        ", ".join(f"{plateau.skipped // 2} from {plateau.first_step}" for plateau in found.schedule.plateaus),
-        f"{bridge.layers if (bridge := found.schedule.prompt_bridge) else found.schedule.layers} layers",
-        f"rank {preview.rank}" if (preview := found.schedule.head_preview) else "whole",
+        ", ".join(f"{plateau.skipped // 2} from {plateau.first_step}" for plateau in found.plateaus),
+        f"{bridge.layers if (bridge := found.prompt_bridge) else found.layers} layers",
+        f"rank {preview.rank}" if (preview := found.head_preview) else "whole",
         shown("kl"),
         shown("agreement"),
     ]

@@ -5,7 +5,7 @@ What its parts bring, and what was left out, stands in docs/calibrating.md.
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isfinite
 from typing import Any, TypeVar
 
@@ -36,15 +36,6 @@ log = logging.getLogger(__name__)
 # Share of the answers, and how many at most, to choose among candidates and to judge the choice. The rest is fitted on.
 CHOOSE, JUDGE = (0.1, 60), (0.15, 200)
 CHOOSE_PROMPTS = 150  # that prompt bridges are fitted to while one of them is chosen
-
-
-@dataclass(frozen=True)
-class Calibrated:
-    """A schedule, and what was found out about it."""
-
-    target: float
-    schedule: Schedule
-    quality: Quality  # on answers that neither fitting nor choosing has seen
 
 
 class Calibration:
@@ -112,8 +103,10 @@ class Calibration:
         self._search = Search(engine, fitted, bridges, chooser, depths_by, self._lengths, previews, progress)
         self._fit_tokens = sum(answer.passes for answer in (*fit, *choose))
 
-    def run(self) -> Iterator[Calibrated]:
-        """The best schedule for each target: of the whole sample where such are asked for, else of decoding."""
+    def run(self) -> Iterator[Schedule]:
+        """The best schedule for each target, in their order: of the whole sample where such are asked for, else of
+        decoding. `held_out` of its provenance is of answers that neither fitting nor choosing has seen.
+        """
         if self._sample_targets:
             yield from map(self._mixed, self._sample_targets)
         else:
@@ -144,7 +137,7 @@ class Calibration:
             self._prompt_bridges[key] = fit_prompt_bridge(self._engine, prompts, cut, self._progress)
         return replace(schedule, prompt_bridge=self._prompt_bridges[key])
 
-    def _mixed(self, target: float) -> Calibrated:
+    def _mixed(self, target: float) -> Schedule:
         """The best mix of both savings for a whole-sample target. Raises ScheduleError."""
         best: tuple[float, float, Candidate, PromptCut | None] | None = None
         fitted_to = min(CHOOSE_PROMPTS, self._fit_prompts)  # none of those that the choice is made by
@@ -212,7 +205,7 @@ class Calibration:
         with torch.inference_mode():
             return judge.judge(schedule, self._engine.compiled(schedule))
 
-    def _calibrated(self, target: float, decode_target: float, candidate: Candidate, schedule: Schedule) -> Calibrated:
+    def _calibrated(self, target: float, decode_target: float, candidate: Candidate, schedule: Schedule) -> Schedule:
         """With provenance: what was predicted, on how much data, what one bridge and no growth would have given."""
         quality, found = self._judged(self._judge, schedule), self._found[decode_target]
         if not isfinite(quality.mean_kl):
@@ -243,7 +236,7 @@ class Calibration:
             provenance |= {name: chosen(one) for name, one in candidates.items()}
         if self._sample_targets:
             provenance["target_sample_speedup"] = target
-        return Calibrated(target, replace(schedule, provenance=provenance), quality)
+        return replace(schedule, provenance=provenance)
 
 
 def check_targets(

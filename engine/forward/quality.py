@@ -121,18 +121,12 @@ class AnswerScore:
     agrees: tuple[bool, ...]  # whether both find the same token likeliest
 
 
-class Likelihood(NamedTuple):
-    """How likely full depth finds an answer."""
-
-    nll: float  # negative log-likelihood in nats, summed over all tokens of the answer
-    tokens: int
-
-
 class Scores(NamedTuple):
     """What is known of answers."""
 
     schedules: list[list[AnswerScore]]  # [schedule][prompt], of full depth's answers
-    likelihoods: list[list[Likelihood]]  # [writer][prompt], of full depth's answers, then of each of the others
+    nll: list[list[float]]  # [writer][prompt], of full depth's answers, then of each of the others: negative
+    # log-likelihood under full depth in nats, summed over all tokens of the answer
 
 
 def score(
@@ -149,7 +143,7 @@ def score(
     """
     writers = [answers, *others]
     scores = [[AnswerScore((), ())] * len(answers) for _ in schedules]
-    likelihoods: list[list[Likelihood]] = [[] for _ in writers]
+    nll: list[list[float]] = [[] for _ in writers]
     for pack in packs(range(len(answers)), lambda index: _size([row[index] for row in writers]), PACK_TOKENS):
         whole = KeptPrompts(prompts, [answers[index].prompt for index in pack])
         firsts = prompts.decoder.logits(whole.ends).float().log_softmax(-1)
@@ -164,15 +158,15 @@ def score(
             for each in schedules
             if ours
         ]
-        likelihoods[0] += _likelihoods(whole, firsts, [answers[index] for index in pack], compared)
-        for found, other in zip(likelihoods[1:], others, strict=True):
-            found += _likelihoods(whole, firsts, [other[index] for index in pack])
+        nll[0] += _nll(whole, firsts, [answers[index] for index in pack], compared)
+        for found, other in zip(nll[1:], others, strict=True):
+            found += _nll(whole, firsts, [other[index] for index in pack])
         spans = list(pairwise(accumulate((answer.passes for answer in ours), initial=0)))
         for row, theirs in zip(scores, compared, strict=False):  # of none, where no answer has two tokens
             kl, agrees = (torch.cat(figures).tolist() for figures in zip(*theirs.slices, strict=True))
             for index, (start, end) in zip(judged, spans, strict=True):
                 row[index] = AnswerScore(tuple(kl[start:end]), tuple(agrees[start:end]))
-    return Scores(scores, likelihoods)
+    return Scores(scores, nll)
 
 
 def _size(answers: Sequence[Answer]) -> int:
@@ -190,9 +184,9 @@ class _Compared(NamedTuple):
     slices: list[tuple[Tensor, Tensor]]  # as `divergences`
 
 
-def _likelihoods(
+def _nll(
     prompts: KeptPrompts, firsts: Tensor, answers: Sequence[Answer], compared: Sequence[_Compared] = ()
-) -> list[Likelihood]:
+) -> list[float]:
     """How likely full depth finds the answers, of whose first tokens the log-probabilities are `firsts` [P, vocab]; the
     others are given to what is to be `compared`.
     """
@@ -209,7 +203,7 @@ def _likelihoods(
             sums.index_add_(0, forced.sample[part], wanted.double().cpu())
         for index, log_likelihood in zip(going_on, sums.tolist(), strict=True):
             nll[index] -= log_likelihood
-    return [Likelihood(each, len(answer.tokens)) for each, answer in zip(nll, answers, strict=True)]
+    return nll
 
 
 def similarity(prompts: PromptPass, answers: Sequence[Answer]) -> dict[Unit, float]:

@@ -24,17 +24,8 @@ SHARED = "skipdecode_shared_tokens"
 PREFIX = "Skipdecode"
 VERSION = "0.32"  # of vLLM, whose own functions are changed here
 # vLLM's architectures whose layers are units of ours, and the class that runs them.
-MODELS = {
-    "LlamaForCausalLM": "SkippingLlama",
-    "MistralForCausalLM": "SkippingMistral",
-    "Qwen2ForCausalLM": "SkippingQwen2",
-    "Qwen3ForCausalLM": "SkippingQwen3",
-    "Gemma2ForCausalLM": "SkippingGemma2",
-    "Gemma3ForCausalLM": "SkippingGemma3",
-    "GraniteForCausalLM": "SkippingGranite",
-    "Phi3ForCausalLM": "SkippingPhi3",
-    "OPTForCausalLM": "SkippingOPT",
-}
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Granite", "Phi3", "OPT")
+MODELS = {f"{family}ForCausalLM": f"Skipping{family}" for family in FAMILIES}
 # Those that take rows in any order, and keep nothing of one pass's metadata in what they build for parts of it.
 ATTENTION = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
 # Load formats that do not call a model's `load_weights`, where an adapter's copies are made.

@@ -138,9 +138,9 @@ class Study:
         written = [[generation.tokens for generation in each] for _, each, _ in found]
         ours = int(full in missing)  # then full depth is the first
         answers = written[0] if ours else self._read(full, batch)["tokens"].to_pylist()
-        scores, likelihoods = engine.score(prompts, answers, schedules, written[ours:])
-        for place, ((contender, each, timing), likely) in enumerate(zip(found, likelihoods[1 - ours :], strict=True)):
-            judged: list[dict[str, Any]] = [{"nll": one.nll} for one in likely]
+        scores, nll = engine.score(prompts, answers, schedules, written[ours:])
+        for place, ((contender, each, timing), likely) in enumerate(zip(found, nll[1 - ours :], strict=True)):
+            judged: list[dict[str, Any]] = [{"nll": one} for one in likely]
             for row, score in zip(judged, scores[place] if place < len(scores) else (), strict=False):
                 row |= {"kl": list(score.kl), "agrees": list(score.agrees)}
             self._write(contender, batch, each, judged, timing)

@@ -99,7 +99,7 @@ class Auditor:
         pairs = list(zip(ours, theirs, strict=True))
         rouge = [overlap(answer.text, full.text).rouge_l for answer, full in pairs]
         written = [[answer.tokens for answer in answers] for answers in (theirs, ours)]
-        (scores,), (full_likely, likely) = self._engine.score(prompts, written[0], [self._schedule], written[1:])
+        (scores,), (full_nll, our_nll) = self._engine.score(prompts, written[0], [self._schedule], written[1:])
         sources = [self._tokenizer.decode(prompt) for prompt in prompts]
         measured: dict[str, float] = {
             "audited": len(pairs),
@@ -109,11 +109,11 @@ class Auditor:
             "audit_steps": sum(len(score.agrees) for score in scores),
             "flops_audit": sum(self._flops(answer, full) for answer, full in pairs),
         }
-        for whose, answers, nll in (("", ours, likely), ("full_", theirs, full_likely)):
+        for whose, answers, nll in (("", ours, our_nll), ("full_", theirs, full_nll)):
             claims = [unsupported(answer.text, source) for answer, source in zip(answers, sources, strict=True)]
             measured |= {
-                f"audit_{whose}nll": sum(each.nll for each in nll),
-                f"audit_{whose}tokens": sum(each.tokens for each in nll),
+                f"audit_{whose}nll": sum(nll),
+                f"audit_{whose}tokens": sum(len(answer.tokens) for answer in answers),
                 f"audit_{whose}repetition": sum(repetition(answer.text) for answer in answers),
                 f"audit_{whose}unsupported": sum(map(len, claims)),
             }

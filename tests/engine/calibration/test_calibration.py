@@ -217,20 +217,18 @@ def test_calibrated_schedules_meet_their_targets_and_beat_bare_skipping(tiny: En
     calibration = Calibration(tiny, answers, [1.2, 1.5], quiet)
     lengths = [(len(answer.prompt), len(answer.tokens)) for answer in answers]
     losses = []
-    for found in calibration.run():
-        figures = found.schedule.provenance
-        assert decode_flop_speedup(tiny.shape, found.schedule, lengths) >= found.target
+    for target, found in zip((1.2, 1.5), calibration.run(), strict=True):
+        figures = found.provenance
+        assert decode_flop_speedup(tiny.shape, found, lengths) >= target
         assert figures["decode_flop_speedup"] == pytest.approx(
-            decode_flop_speedup(tiny.shape, found.schedule, lengths), abs=1e-4
+            decode_flop_speedup(tiny.shape, found, lengths), abs=1e-4
         )
-        found.schedule.check_fits(tiny.shape)
-        losses.append(found.quality.mean_kl)
-        bare = replace(
-            found.schedule, plateaus=tuple(p._replace(bridges=()) for p in found.schedule.plateaus), bridges={}
-        )
+        found.check_fits(tiny.shape)
+        losses.append(found.provenance["held_out"]["kl"])
+        bare = replace(found, plateaus=tuple(p._replace(bridges=()) for p in found.plateaus), bridges={})
         with torch.inference_mode():
             judge = Judge(tiny.teacher_forced(answers[-18:]))
-            assert judge.judge(bare, tiny.compiled(bare)).mean_kl > found.quality.mean_kl
+            assert judge.judge(bare, tiny.compiled(bare)).mean_kl > found.provenance["held_out"]["kl"]
     assert losses == sorted(losses)
 
 
@@ -243,20 +241,20 @@ def test_a_target_is_met_where_layers_attend_differently(make_checkpoint: Callab
     answers = answer_prompts(engine, random_prompts([100] * 60), sampling, 32, quiet)
     [found] = Calibration(engine, answers, [1.3], quiet, whole_head=True).run()
     lengths = [(len(answer.prompt), len(answer.tokens)) for answer in answers]
-    assert found.schedule.provenance["fit"]["warmup"] > 2
-    assert decode_flop_speedup(engine.shape, found.schedule, lengths) >= 1.3
+    assert found.provenance["fit"]["warmup"] > 2
+    assert decode_flop_speedup(engine.shape, found, lengths) >= 1.3
 
 
 def test_a_head_preview_is_tried_and_kept_where_it_comes_closer(tiny: Engine, answers: list[Answer]) -> None:
     [whole] = Calibration(tiny, answers, [1.3], quiet, whole_head=True).run()
     [found] = Calibration(tiny, answers, [1.3], quiet).run()
-    assert whole.schedule.head_preview is None
-    assert whole.schedule.provenance["fit"]["head_rank"] is None
-    assert found.schedule.head_preview is not None
-    assert found.schedule.provenance["fit"]["head_rank"] == found.schedule.head_preview.rank
+    assert whole.head_preview is None
+    assert whole.provenance["fit"]["head_rank"] is None
+    assert found.head_preview is not None
+    assert found.provenance["fit"]["head_rank"] == found.head_preview.rank
     lengths = [(len(answer.prompt), len(answer.tokens)) for answer in answers]
-    assert decode_flop_speedup(tiny.shape, found.schedule, lengths) >= 1.3
-    assert found.quality.mean_kl < whole.quality.mean_kl
+    assert decode_flop_speedup(tiny.shape, found, lengths) >= 1.3
+    assert found.provenance["held_out"]["kl"] < whole.provenance["held_out"]["kl"]
 
 
 def test_a_mix_is_chosen_by_bridges_of_some_prompts_and_fitted_to_all(
@@ -278,7 +276,7 @@ def test_a_mix_is_chosen_by_bridges_of_some_prompts_and_fitted_to_all(
         assert trials
         assert all(trial == [answer.prompt for answer in to_fit[:most]] for trial in trials)
         assert last == [answer.prompt for answer in (*to_fit, *to_choose)]
-    assert len(last) == len(answers) - found.schedule.provenance["held_out"]["answers"]
+    assert len(last) == len(answers) - found.provenance["held_out"]["answers"]
 
 
 def test_a_whole_sample_target_counts_what_prompts_share_as_jobs_do(tiny: Engine, answers: list[Answer]) -> None:
@@ -287,20 +285,20 @@ def test_a_whole_sample_target_counts_what_prompts_share_as_jobs_do(tiny: Engine
     with sharing(tiny, prefix) as flops:
         assert flops
         [found] = Calibration(tiny, behind, [1.2], quiet, sample_targets=[1.3]).run()
-    ledger = Ledger(tiny.shape, found.schedule)
+    ledger = Ledger(tiny.shape, found)
     scheduled, full = (
         sum(each.prompt(len(a.prompt), 40) + each.decode(len(a.prompt), len(a.tokens)) for a in behind)
         for each in (ledger, ledger.full_depth)
     )
     assert full / scheduled >= 1.3
-    assert found.schedule.provenance["sample_flop_speedup"] == round(full / scheduled, 4)
+    assert found.provenance["sample_flop_speedup"] == round(full / scheduled, 4)
 
 
 def test_whole_sample_targets_out_of_reach_are_said_before_states_are_collected(
     tiny: Engine, answers: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [found] = Calibration(tiny, answers, [1.2], quiet, sample_targets=[1.5]).run()
-    most = found.schedule.provenance["sample_flop_speedup"]
+    most = found.provenance["sample_flop_speedup"]
     monkeypatch.setattr(calibrate, "collect_moments", lambda *_: pytest.fail("states are collected"))
     with pytest.raises(ScheduleError, match=r"9x of the whole sample cannot be met with 1\.2x in decoding"):
         Calibration(tiny, answers, [1.2], quiet, sample_targets=[1.1, most, 9.0])
@@ -313,7 +311,7 @@ def test_a_search_that_keeps_few_bridges_ends_with_the_same_schedule(
     monkeypatch.setattr(bridged, "MOST_FITTED", 2)
     calibration = Calibration(tiny, answers, [1.3], quiet)
     [found] = calibration.run()
-    assert found.schedule == kept.schedule
+    assert found == kept
     assert len(calibration._final_bridges._fitted) <= 2
 
 
@@ -358,8 +356,8 @@ def test_a_target_that_needs_a_head_preview_is_met_with_one(tiny: Engine, answer
     prompts = [answer.prompt for answer in answers]
     check_targets([target], tiny.shape, prompts, 24)
     [found] = Calibration(tiny, answers, [target], quiet).run()
-    assert found.schedule.head_preview is not None
-    assert found.schedule.provenance["decode_flop_speedup"] >= target
+    assert found.head_preview is not None
+    assert found.provenance["decode_flop_speedup"] >= target
     with pytest.raises(ScheduleError, match="cannot be met"):
         Calibration(tiny, answers, [target], quiet, whole_head=True)
 

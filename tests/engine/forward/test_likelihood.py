@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine import Engine, Likelihood, PromptError, Sampling, ScheduleError
+from engine import Engine, PromptError, Sampling, ScheduleError
 from engine.forward import quality
 from engine.forward.prompt_pass import PromptPass
 from engine.forward.teacher_forcing import KeptPrompts
@@ -45,23 +45,22 @@ def test_it_is_that_of_transformers_first_token_included(checkpoint: Path, monke
     prompts = random_prompts([5, 1, 17, 5, 9], seed=1)
     prompts += [prompts[2], prompts[0]]
     written = [random_prompts([7, 1, 12, 3, 1, 4, 30], seed=2), random_prompts([1, 2, 1, 9, 40, 3, 5], seed=3)]
-    for answers, found in zip(written, engine.score(prompts, written[0], [], written[1:]).likelihoods, strict=True):
-        assert [each.nll for each in found] == pytest.approx(by_transformers(checkpoint, prompts, answers), rel=1e-4)
-        assert [each.tokens for each in found] == list(map(len, answers))
+    for answers, found in zip(written, engine.score(prompts, written[0], [], written[1:]).nll, strict=True):
+        assert found == pytest.approx(by_transformers(checkpoint, prompts, answers), rel=1e-4)
 
 
 def test_a_shared_prefix_changes_nothing(checkpoint: Path) -> None:
     engine = Engine.load(str(checkpoint), device="cpu")
     prompts, answers = [[4, 5, 6, 7, 8], [4, 5, 6, 9]], [[1, 2, 7], [8]]
-    [alone] = engine.score(prompts, answers).likelihoods
+    [alone] = engine.score(prompts, answers).nll
     engine.share_prefix([4, 5, 6])
-    [found] = engine.score(prompts, answers).likelihoods
-    assert [each.nll for each in found] == pytest.approx([each.nll for each in alone])
+    [found] = engine.score(prompts, answers).nll
+    assert found == pytest.approx(alone)
 
 
 def test_an_empty_answer_has_no_tokens_and_an_empty_prompt_is_refused(checkpoint: Path) -> None:
     engine = Engine.load(str(checkpoint), device="cpu")
-    assert engine.score([[5], [6]], [[], []]).likelihoods == [[Likelihood(0.0, 0)] * 2]
+    assert engine.score([[5], [6]], [[], []]).nll == [[0.0] * 2]
     with pytest.raises(PromptError, match="empty"):
         engine.score([[]], [[1]])
 
@@ -72,8 +71,8 @@ def test_full_depth_finds_what_a_worse_schedule_writes_less_likely(packaged: Eng
     for active in (30, 26, 18):
         schedule = recipes.skipdecode(30, warmup=4, max_active=active, min_active=active, horizon=1)
         found = sorted(packaged.generate(prompts, Sampling(max_new_tokens=16), schedule), key=lambda each: each.index)
-        [likely] = packaged.score(prompts, [each.tokens for each in found]).likelihoods
-        nll.append(sum(each.nll for each in likely) / sum(each.tokens for each in likely))
+        [likely] = packaged.score(prompts, [each.tokens for each in found]).nll
+        nll.append(sum(likely) / sum(len(each.tokens) for each in found))
     assert nll == sorted(nll)
     assert nll[0] < 1
     assert nll[2] > nll[0] + 1
@@ -94,8 +93,8 @@ def test_few_answer_tokens_behind_long_prompts_do_not_all_run_at_once(
             super().__init__(model, tokens, *others)
 
     monkeypatch.setattr(quality, "KeptPrompts", Counted)
-    [found] = engine.score(prompts, answers).likelihoods
-    assert [each.nll for each in found] == pytest.approx(by_transformers(checkpoint, prompts, answers), rel=1e-4)
+    [found] = engine.score(prompts, answers).nll
+    assert found == pytest.approx(by_transformers(checkpoint, prompts, answers), rel=1e-4)
     assert sum(packed) == 9 * 60
     assert max(packed) <= 20 * (quality.PROMPT_SHARE + 1)
 
