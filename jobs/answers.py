@@ -14,8 +14,8 @@ from pydantic import Field
 import engine
 from engine import Engine, Sampling, resolve_dtype
 from engine.adaptation.peers import Peers
-from engine.calibration.answer_file import read_answers, write_answers
-from engine.calibration.collect import answer_prompts
+from engine.calibration.answer_file import Drawn, read_answers, write_answers
+from engine.calibration.collect import DRAWING, answer_prompts
 from engine.forward.packing import Progress
 from engine.forward.teacher_forcing import Answer
 from jobs.prompts import SUMMARIZE
@@ -27,6 +27,7 @@ from pipeline.rows.rows import TOKENS
 log = logging.getLogger(__name__)
 
 ANSWERS_FILE = "answers.safetensors"  # of an output, that a rerun finds
+KEPT_EVERY = 32  # batches of prompts: more often, a batch that drains at each end takes more time
 
 TargetSpeedup = Annotated[float, Field(gt=1, allow_inf_nan=False)]  # of FLOPs
 
@@ -120,19 +121,27 @@ def _answered(
     keeps = kept_in if peers.is_first else None
     drawn_as = "" if keeps is None else _drawn_as(config, prompts, sampling)
     found = None if keeps is None else read_answers(keeps, drawn_as)
-    if (known := peers.firsts(found)) is not None:
-        progress("answering at full depth", len(known), len(known))
-        return known
-    if keeps is not None and keeps.exists():
+    if keeps is not None and keeps.exists() and found is None:
         log.warning("the answers in %s are to other prompts, drawn otherwise or damaged: they are replaced", keeps)
+    answers, answered = peers.firsts(found) or ([], 0)
+    if answered is None:
+        progress(DRAWING, len(answers), len(answers))
+        return answers
     if batch_size == "auto":
         batch_size = model.fitting_batch_size(max(map(len, prompts)), sampling)
-    # Under the ids that they would have in one process.
-    ids = peers.share([*map(str, range(len(prompts)))])
-    ours = answer_prompts(model, peers.share(prompts), sampling, batch_size, progress, ids)
-    answers = [answer for share in peers.everyones(ours) for answer in share]
-    if keeps is not None:
-        write_answers(keeps, answers, drawn_as)
+    samples, each = sampling.samples_per_prompt, KEPT_EVERY * batch_size
+    for start in range(answered, len(prompts), each):
+        end = min(start + each, len(prompts))
+
+        def tell(stage: str, done: int, _: int, start: int = start) -> None:
+            progress(stage, start * samples // peers.count + done, len(prompts) * samples // peers.count)
+
+        # Under the ids that they would have in one process.
+        ids = peers.share([*map(str, range(start, end))])
+        ours = answer_prompts(model, peers.share(prompts[start:end]), sampling, batch_size, tell, ids)
+        answers += [answer for share in peers.everyones(ours) for answer in share]
+        if keeps is not None:
+            write_answers(keeps, Drawn(answers, None if end == len(prompts) else end), drawn_as)
     return answers
 
 

@@ -12,6 +12,7 @@ from engine.engine import Engine
 from engine.forward.packing import Progress, told_packs
 from engine.forward.teacher_forcing import Answer
 
+DRAWING = "answering at full depth"  # a stage, for progress
 CHUNK_TOKENS = 2048  # prompt and answer tokens passed at a time: bounds the memory of their keys and values
 
 
@@ -27,11 +28,11 @@ def answer_prompts(
     `sample_ids` as for `Engine.generate`.
     """
     answers: dict[tuple[int, int], Answer] = {}
-    what, total = "answering at full depth", len(prompts) * sampling.samples_per_prompt
-    progress(what, 0, total)  # rows of one batch may end together: their time is not to be left out of the rate
+    total = len(prompts) * sampling.samples_per_prompt
+    progress(DRAWING, 0, total)  # rows of one batch may end together: their time is not to be left out of the rate
     for generation in engine.generate(prompts, sampling, batch_size=batch_size, sample_ids=sample_ids):
         answers[generation.index, generation.sample] = Answer(prompts[generation.index], generation.tokens)
-        progress(what, len(answers), total)
+        progress(DRAWING, len(answers), total)
     return [answers[key] for key in sorted(answers) if answers[key].passes > 0]
 
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -306,6 +306,33 @@ def test_a_rerun_answers_no_prompt_again(
     assert adapt([*arguments, "--steps", "2"]) == 0  # drawn again
 
 
+def test_answers_that_were_drawn_before_it_was_killed_are_not_drawn_again(
+    common: list[str], untrained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drawn(output: str) -> list[tuple[list[int], list[int]]]:
+        config = configured([*common, *untrained, "--prompts", "60", "--batch-size", "4", "--output", output])
+        place = Path(config.output)
+        place.mkdir(exist_ok=True)
+        found, _ = answer_corpus(config, config.load_engine(), quiet, kept_in=place / ANSWERS_FILE)
+        return [(list(answer.prompt), list(answer.tokens)) for answer in found]
+
+    whole, asked = drawn(str(tmp_path / "whole")), list[int]()
+    monkeypatch.setattr(answers, "KEPT_EVERY", 5)
+    answer = answers.answer_prompts
+
+    def killed_at_last(model: Engine, prompts: Sequence[Sequence[int]], *others: Any) -> list[Answer]:
+        asked.append(len(prompts))
+        if sum(asked) == 60:
+            raise KeyboardInterrupt
+        return answer(model, prompts, *others)
+
+    monkeypatch.setattr(answers, "answer_prompts", killed_at_last)
+    with pytest.raises(KeyboardInterrupt):
+        drawn(str(tmp_path / "parts"))
+    assert drawn(str(tmp_path / "parts")) == whole
+    assert asked == [20, 20, 20, 20]
+
+
 @pytest.mark.parametrize("options", [[], ["--prompt-layers", "4"]])
 def test_more_prompts_than_the_memory_holds_are_refused_before_they_are_answered(
     options: list[str], common: list[str], untrained: list[str], capsys: pytest.CaptureFixture[str],
@@ -325,8 +352,9 @@ def test_more_prompts_than_the_memory_holds_are_refused_before_they_are_answered
     assert "what it works in alone does not fit" in refused
     assert "answering at full depth" not in refused
     monkeypatch.setattr("jobs.adaptation.working_bytes", lambda *_: 0)
-    monkeypatch.setattr("jobs.adaptation.model_bytes", lambda *_: 799_000)
-    assert "answers it fits" in said()
+    monkeypatch.setattr("jobs.adaptation.model_bytes", lambda *_: 300_000)
+    monkeypatch.setattr("jobs.adaptation.kept_bytes", lambda *_: 1_000_000)
+    assert "with about 30 answers it fits" in said()
 
 
 def silenced(calibrated: Path, where: Path) -> Path:
