@@ -7,6 +7,7 @@ import pytest
 from pydantic import BaseModel
 
 from jobs.adapt_model import AdaptModel
+from jobs.average_schedules import AverageSchedules
 from jobs.benchmarks.job import BenchmarkJob
 from jobs.benchmarks.pipeline import BenchmarkPipeline
 from jobs.benchmarks.shapes import WriteShape
@@ -20,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md"))]
 JOBS: dict[str, type[BaseModel]] = {
     "adapt_model.py": AdaptModel,
+    "average_schedules.py": AverageSchedules,
     "calibrate_schedule.py": CalibrateSchedule,
     "evaluate_schedule.py": EvaluateSchedule,
     "generate_dataset.py": DatasetConfig,

@@ -1,0 +1,51 @@
+"""Average several trainings of one schedule: closer to full depth than each of them, at the same FLOPs.
+
+python jobs/average_schedules.py --schedules adapted/first adapted/second --output adapted/mean
+"""
+
+import logging
+import sys
+from dataclasses import replace
+
+from pydantic import Field
+
+from engine.adaptation.average import average
+from jobs import command_line
+from pipeline.preparing.fit import check_no_others, read_schedule
+from pipeline.storage.ownership import claim_directory
+from pipeline.storage.settings import Place, StorageConfig
+
+PROGRAM = "average_schedules.py"
+
+log = logging.getLogger("jobs.average_schedules")
+
+
+class AverageSchedules(StorageConfig):
+    """Average several trainings of one schedule: closer to full depth than each of them, at the same FLOPs."""
+
+    schedules: list[Place] = Field(
+        min_length=2,
+        description="directories or URLs of trained schedules that began as one: the same layers skipped at the same "
+        "steps, on prompts too; only what they learnt from, or in which order, may differ",
+    )
+    output: Place = Field(description="local directory for the averaged schedule")
+
+
+def write_average(config: AverageSchedules) -> None:
+    """Raises JobError, ScheduleError."""
+    output = claim_directory(config.output, PROGRAM, sources=config.schedules)
+    check_no_others(output, [""])
+    trained = [read_schedule(path, None, config) for path in config.schedules]
+    first, *others = (dict(each.provenance) for each in trained)
+    first.pop("held_out", None)  # of one of them
+    # Nothing that it has seen is to be taken for unseen.
+    seen = [record for other in others for record in (other.get("adapted_on"), *other.get("adapted_before", []))]
+    first["adapted_before"] = [*first.get("adapted_before", []), *filter(None, seen)]
+    first["averaged"] = len(trained)
+    replace(average(trained), provenance=first).write(output)
+    log.info("written: the mean of %d schedules", len(trained))
+    print(f"run it with --schedule {output}, judge it with evaluate_schedule.py --schedules {output}")
+
+
+if __name__ == "__main__":
+    sys.exit(command_line.start(AverageSchedules, PROGRAM, write_average))

@@ -1,0 +1,40 @@
+"""Trained schedules are averaged from directories into one, which says what it has seen."""
+
+from pathlib import Path
+
+import pytest
+
+from engine import Schedule
+from jobs import command_line
+from jobs.average_schedules import PROGRAM, AverageSchedules, write_average
+
+DEMO = Path(__file__).parents[2] / "infra" / "demo"
+
+
+def averaged(output: Path, *names: str) -> int:
+    schedules = [str(DEMO / name) for name in names]
+    config = command_line.parse(AverageSchedules, PROGRAM, ["--schedules", *schedules, "--output", str(output)])
+    return command_line.run(PROGRAM, lambda: write_average(config))
+
+
+def test_the_mean_of_a_schedule_with_itself_saves_and_knows_the_same(tmp_path: Path) -> None:
+    assert averaged(tmp_path / "mean", "adapted", "adapted") == 0
+    before, mean = Schedule.read(DEMO / "adapted"), Schedule.read(tmp_path / "mean")
+    assert mean.plateaus == before.plateaus
+    assert mean.bridges == before.bridges
+    assert mean.adapter is not None
+    assert before.adapter is not None
+    assert mean.adapter.rank == 2 * before.adapter.rank
+    assert mean.provenance["averaged"] == 2
+    assert mean.provenance["adapted_on"] == before.provenance["adapted_on"]
+    assert mean.provenance["adapted_before"] == [before.provenance["adapted_on"]]
+    assert "held_out" not in mean.provenance
+    assert averaged(tmp_path / "mean", "adapted", "adapted") == 0, "its own output may be written again"
+
+
+def test_schedules_that_skip_other_layers_are_refused_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert averaged(tmp_path / "mean", "whole_sample_1.5x", "whole_sample_2x") == 1
+    assert "schedule 2 is of another kind than the first, by its layers, " in capsys.readouterr().err
+    assert not (tmp_path / "mean" / "schedule.json").exists()
