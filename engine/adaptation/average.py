@@ -19,9 +19,9 @@ def average(schedules: Sequence[Schedule]) -> Schedule:
 
     Raises ScheduleError for schedules that differ in more than the numbers in bridges and adapters.
     """
-    first = schedules[0]
-    for number, other in enumerate(schedules, 1):
-        if differs := [what for what, ours in _frame(first).items() if _frame(other)[what] != ours]:
+    first, frames = schedules[0], [_frame(each) for each in schedules]
+    for number, frame in enumerate(frames, 1):
+        if differs := [what for what, theirs in frame.items() if theirs != frames[0][what]]:
             raise ScheduleError(f"schedule {number} is of another kind than the first, by its {', '.join(differs)}")
     bridges = {
         name: replace(bridge, tensors=_mean([each.bridges[name].tensors for each in schedules]))
