@@ -129,7 +129,8 @@ def _answered(
         return answers
     if batch_size == "auto":
         batch_size = model.fitting_batch_size(max(map(len, prompts)), sampling)
-    samples, each = sampling.samples_per_prompt, KEPT_EVERY * batch_size
+    # The first's for all: what fits differs from one process to the next, and they have to meet equally often.
+    samples, each = sampling.samples_per_prompt, KEPT_EVERY * peers.firsts(batch_size)
     for start in range(answered, len(prompts), each):
         end = min(start + each, len(prompts))
 
