@@ -42,7 +42,8 @@ def batch_bytes(
     logits = LOGIT_COPIES * rows * shape.vocab * 4
     if (preview := schedule.head_preview) is not None:
         logits += rows * preview.candidates * preview.width * element_bytes
-    return cache_peak(shape, rows, prompt_tokens, new_tokens, element_bytes) + prompt_pass + logits
+    cache = lanes * cache_peak(shape, -(-rows // lanes), prompt_tokens, new_tokens, element_bytes)
+    return cache + prompt_pass + logits
 
 
 def token_elements(shape: ModelShape) -> int:
@@ -147,10 +148,28 @@ def keep_freed_memory() -> None:
             library.mallopt(parameter, value)
 
 
-class _Heap(ctypes.Structure):
-    """glibc's `struct mallinfo2`, of ten numbers; the ninth, `fordblks`, is the bytes that are free."""
+def release_freed_memory() -> None:
+    """Give back to the system what `keep_freed_memory` has the C library keep.
 
-    _fields_ = [("others", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
+    Where sizes differ from one pass to the next, little of what was freed is as large as what is wanted next, and in
+    some fifty steps of a training what is kept grows to more than twice what is in use.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
+
+
+class _Heap(ctypes.Structure):
+    """glibc's `struct mallinfo2`, of ten numbers; the last three are the bytes that are in use, free, and free at the
+    top.
+    """
+
+    _fields_ = [
+        ("others", ctypes.c_size_t * 7),
+        ("uordblks", ctypes.c_size_t),
+        ("fordblks", ctypes.c_size_t),
+        ("keepcost", ctypes.c_size_t),
+    ]
 
 
 def _kept_bytes() -> int:
@@ -159,7 +178,15 @@ def _kept_bytes() -> int:
     if not hasattr(library, "mallinfo2"):
         return 0
     library.mallinfo2.restype = _Heap
-    return int(library.mallinfo2().fordblks)
+    heap = library.mallinfo2()
+    # Of what is free some may be the system's again, which the library counts nevertheless.
+    return min(int(heap.fordblks), max(0, _resident() - int(heap.uordblks)))
+
+
+def _resident() -> int:
+    """What this process has in memory that is no file's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
 def _available() -> int:

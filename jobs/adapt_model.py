@@ -110,6 +110,8 @@ def _read(config: AdaptModel, shape: ModelShape) -> dict[str, Schedule]:
         check_parts([*trained.values()], config.adapter_rank)
     if config.gate_width and not any(each.bridges for each in trained.values()):
         log.warning("--gate-width is for bridges that answers pass, and there are none")
+    elif config.gate_width and any("gate" in it.tensors for each in trained.values() for it in each.bridges.values()):
+        log.warning("bridges that are gated go on as they are: --gate-width is for those that are not")
     for name in schedules.keys() - trained.keys():
         log.warning("%s skips nothing: there is nothing to learn, and it is left out", name)
     return trained

@@ -9,9 +9,10 @@ from dataclasses import replace
 
 from pydantic import Field
 
+from engine import Schedule, ScheduleError
 from engine.adaptation.average import average
 from jobs import command_line
-from pipeline.preparing.fit import check_no_others, read_schedule
+from pipeline.preparing.fit import check_no_others, read_schedules
 from pipeline.storage.ownership import claim_directory
 from pipeline.storage.settings import Place, StorageConfig
 
@@ -35,7 +36,7 @@ def write_average(config: AverageSchedules) -> None:
     """Raises JobError, ScheduleError."""
     output = claim_directory(config.output, PROGRAM, sources=config.schedules)
     check_no_others(output, [""])
-    trained = [read_schedule(path, None, config) for path in config.schedules]
+    trained = [_read_one(path, config) for path in config.schedules]
     first, *others = (dict(each.provenance) for each in trained)
     first.pop("held_out", None)  # of one of them
     # Nothing that it has seen is to be taken for unseen.
@@ -45,6 +46,14 @@ def write_average(config: AverageSchedules) -> None:
     replace(average(trained), provenance=first).write(output)
     log.info("written: the mean of %d schedules", len(trained))
     print(f"run it with --schedule {output}, judge it with evaluate_schedule.py --schedules {output}")
+
+
+def _read_one(path: str, settings: StorageConfig) -> Schedule:
+    """Raises JobError, ScheduleError, for a directory of several too."""
+    found = read_schedules(path, settings)
+    if "" not in found:
+        raise ScheduleError(f"{path!r} holds several schedules ({', '.join(sorted(found))}): name one of them")
+    return found[""]
 
 
 if __name__ == "__main__":

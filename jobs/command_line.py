@@ -53,9 +53,9 @@ def parse(
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a file's name may be no text
     parsed, unknown = _parser(config_class, program, positional).parse_known_args(arguments)
-    given, options = vars(parsed), ["--config", *map(_flag, config_class.model_fields)]
+    given, options = vars(parsed), [_flag(field) for field in config_class.model_fields if field != positional]
     file = given.pop("config")
-    mistakes = [_no_option(argument, options) for argument in unknown]
+    mistakes = [_no_option(argument, ["--config", *options], positional) for argument in unknown]
     try:
         config = config_class(**{**(_read(file) if file else {}), **given})
         if not mistakes:
@@ -170,10 +170,12 @@ def _title(part: type[BaseModel]) -> str:
     return " ".join(re.split(r"\.(?=\s|$)", part.__doc__ or part.__name__)[0].split())
 
 
-def _no_option(argument: str, options: Sequence[str]) -> str:
+def _no_option(argument: str, options: Sequence[str], positional: str | None) -> str:
     if not argument.startswith("--"):
         return f"{argument!r} belongs to no option"
     name = argument.split("=")[0]
+    if positional is not None and name == _flag(positional):
+        return f"{name} is not an option: give {positional.upper()} by its place, without a flag"
     nearest = get_close_matches(name, options, 1)
     return f"{name} is not an option" + (f": did you mean {nearest[0]}?" if nearest else "")
 
@@ -231,7 +233,7 @@ def _mistake(part: Any, options: Sequence[str], positional: str | None) -> str:
     if part["type"] == "missing":
         return f"{name} is required"
     if part["type"] == "extra_forbidden":
-        return _no_option(name, options)
+        return _no_option(name, options, None)
     given = f", got {_SHORT.repr(part['input'])}" if name else ""
     if part["type"] == "list_type":
         given += ": a list is written [a, b] in YAML"

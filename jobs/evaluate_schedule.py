@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field, field_validator, model_validator
 from rich.box import SIMPLE_HEAD
@@ -47,6 +46,7 @@ from pipeline.rows.rows import TOKENS
 from pipeline.storage.ownership import claim_directory, claimed_at
 from pipeline.storage.settings import LocalPlace, Place, StorageConfig
 from pipeline.storage.storage import Storage
+from pipeline.values.column_types import holds_text
 from pipeline.values.show import names, texts
 
 log = logging.getLogger("jobs.evaluate_schedule")
@@ -75,7 +75,7 @@ class EvaluateSchedule(CorpusConfig):
     reference_column: str | None = Field(
         None,
         description="string column of reference outputs; '' judges against full depth's outputs alone; default "
-        f"{REFERENCE} if the input has it",
+        f"{REFERENCE} if the input has one of text",
     )
     prompt: PromptText = SUMMARIZE
     max_new_tokens: int = Field(64, ge=2, description="longest generation")
@@ -96,8 +96,8 @@ class EvaluateSchedule(CorpusConfig):
     bridge_rows: int = Field(256, ge=20, description="prompts of the calibrate part that these bridges are fitted on")
     prompt_layers: list[int] = Field(
         [],
-        description="also judge full depth and the schedules with prompts that run so many layers, by bridges "
-        "fitted on bridge_rows prompts, and draw both savings as a heat map",
+        description="also judge full depth, and the schedules that run all layers on prompts, with prompts that run so "
+        "many, by bridges fitted on bridge_rows prompts, and draw both savings as a heat map",
     )
     seed: int = Field(0, ge=0, lt=2**63, description="which rows are drawn, of the random streams and of the bootstrap")
     threads: int | None = Field(None, ge=1, description="CPU threads; default torch's own choice")
@@ -148,7 +148,7 @@ def evaluate(config: EvaluateSchedule) -> None:
         contenders += with_shorter_prompts(contenders, config.prompt_layers, engine, fitted_to)
     if config.bridged_rivals or config.target_sample_speedup is not None:
         log.info("fitting the rivals' bridges on %d calibration prompts", len(fitted_to))
-        calibration = RivalCalibration.measure(engine, sampling, fitted_to)
+        calibration = RivalCalibration.measure(engine, sampling, fitted_to, config.batch_size)
         if config.bridged_rivals:
             contenders += bridged_rivals(config.target_speedups, calibration)
         if config.target_sample_speedup is not None:
@@ -208,10 +208,16 @@ def with_reference_column(config: EvaluateSchedule) -> EvaluateSchedule:
         return config
     columns = input_columns(Storage(config.input, config, config.s3_anonymous_input))
     if config.reference_column is None:
-        return config.model_copy(update={"reference_column": REFERENCE if REFERENCE in columns else ""})
+        is_text = REFERENCE in columns and holds_text(columns[REFERENCE])  # what else is called so is none
+        return config.model_copy(update={"reference_column": REFERENCE if is_text else ""})
     if config.reference_column not in columns:
         raise JobError(
             f"the input has no column {config.reference_column!r}: name one of {', '.join(sorted(columns))}, or judge "
+            "against full depth's outputs alone (--reference-column '')"
+        )
+    if not holds_text(type_ := columns[config.reference_column]):
+        raise JobError(
+            f"column {config.reference_column!r} is {type_}, not string: name a column of reference outputs, or judge "
             "against full depth's outputs alone (--reference-column '')"
         )
     return config
@@ -260,7 +266,9 @@ def read_prompts(
     ids = [hashlib.sha256(text.encode()).hexdigest()[:12] for text in sources]
     if config.id_column:
         ids = names(drawn[config.id_column], ids)
-    references = read_references(drawn[config.reference_column]) if config.reference_column else [""] * len(ids)
+    references = [""] * len(ids)
+    if config.reference_column:  # invalid UTF-8 is mended already, null is none
+        references = [text if isinstance(text, str) else "" for text in texts(drawn[config.reference_column])]
     prompts = [
         Prompt(name, source, reference, tuple(tokens), tokenizer.decode(tokens))
         for name, source, reference, tokens in zip(ids, sources, references, drawn[TOKENS].to_pylist(), strict=True)
@@ -270,14 +278,6 @@ def read_prompts(
     if again := len(prompts) - len({prompt.tokens for prompt in prompts}):
         log.warning("%d of the prompts are others once more: intervals are narrower than they should be", again)
     return prompts
-
-
-def read_references(column: pa.ChunkedArray) -> list[str]:
-    """One for each row, empty where it has none or one that is no text."""
-    found = texts(column)
-    if broken := sum(isinstance(reference, Exception) for reference in found):
-        log.warning("%d of %d references are no text, and are left out", broken, len(found))
-    return [reference if isinstance(reference, str) else "" for reference in found]
 
 
 def warn_of_seen_rows(config: EvaluateSchedule, contenders: Sequence[Contender]) -> None:

@@ -5,6 +5,7 @@ python jobs/inspect_run.py out/ --verify
 Exit codes are those of the job: 0 done, 1 damaged or no run, 3 some units failed, 4 unfinished.
 """
 
+import signal
 import sys
 from functools import partial
 
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from jobs import command_line
 from jobs.job_output import show
+from pipeline import logs
 from pipeline.commits.failed import failed_rows
 from pipeline.dataset.config import GENERATION
 from pipeline.dataset.generate import MANIFEST, damaged_files, unpublished
@@ -39,7 +41,9 @@ class InspectRun(StorageConfig):
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # stopped as by Ctrl-C
     config = command_line.parse(InspectRun, PROGRAM, positional="output")
+    logs.set_up("text")
     found: list[Inspection] = []
     code = command_line.run(PROGRAM, lambda: found.append(look(config)))
     if code or found[0].finished:

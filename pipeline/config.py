@@ -13,6 +13,7 @@ from pipeline.storage.storage import Storage
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")]
 PromptText = Annotated[
     Utf8, Field(description="user text, with {text} and {column} fields; {{ and }} are plain braces")
 ]
@@ -56,7 +57,7 @@ class AnswerConfig(BaseModel):
         DEFAULT_MODEL,
         description=f"checkpoint directory, hub id (owner/name), GGUF file, or {DEFAULT_MODEL} (packaged)",
     )
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$", description="auto, cpu, cuda or cuda:N")
+    device: Device = Field("auto", description="auto, cpu, cuda or cuda:N")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="precision of the weights")
     max_new_tokens: int = Field(128, ge=1, description="longest generation")
     min_new_tokens: int = Field(0, ge=0, description="shortest generation")
@@ -177,9 +178,10 @@ class JobConfig(GenerationConfig, StorageConfig):
     keep_columns: list[Utf8] | None = Field(
         None, description="input columns copied to the output; default the id column, or all columns if none is named"
     )
-    limit: int | None = Field(None, ge=1, description="process only the first rows")
+    limit: int | None = Field(None, ge=1, lt=2**63, description="process only the first rows")
 
     rows_per_unit: int = Field(256, ge=1, description="rows of the output generated, written and committed as a whole")
+    device: Device = Field("auto", description="auto, cpu or cuda: which GPU a replica has is Ray's to say")
     replicas: int | None = Field(None, ge=1, description="engines; default one per GPU, or one without GPUs")
     min_replicas: int | None = Field(
         None,

@@ -24,12 +24,14 @@ from engine.forward.packing import Progress, packs, told_packs
 from engine.forward.prompt_pass import PROMPT_TOKENS
 from engine.forward.quality import Judge, Quality
 from engine.forward.teacher_forcing import Answer, AnswerPass
+from engine.memory import release_freed_memory
 from engine.parts.part import are_finite, rounded
 from engine.schedules.schedule import Schedule
 
 log = logging.getLogger(__name__)
 
 BETAS, EPS = (0.9, 0.95), 1e-8
+RELEASE_EVERY = 8  # steps, of each of which what is kept grows by a hundredth or two
 SPREAD_ANSWERS = 32  # whose prompts say how much the entries of a state vary
 LEAST_SPREAD = 1e-3
 
@@ -141,6 +143,8 @@ class Trainer:
                 return self._end_diverged(f"the loss of step {self._state.step} is {losses[-1]}")
             self._state.seconds = time.monotonic() - begun
             self._progress("training", self._state.step, self._recipe.steps)
+            if self._state.step % RELEASE_EVERY == 0:
+                release_freed_memory()
             if self._state.step % self._recipe.judge_every == 0 or self._state.step == self._recipe.steps:
                 qualities = self._qualities()
                 if not _are_numbers(qualities):

@@ -13,7 +13,8 @@ from engine.checkpoints.control_tokens import ControlTokens, is_marked
 from engine.errors import ModelError, PromptError
 from engine.json_text import read_json
 
-GENERATION_CONFIG, CONFIG = "generation_config.json", "config.json"
+GENERATION_CONFIG, CONFIG, TOKENIZER_FILE = "generation_config.json", "config.json", "tokenizer.json"
+PROBE = "Is this text kept, with its\n2 lines?"
 
 
 class Tokenizer:
@@ -21,11 +22,9 @@ class Tokenizer:
 
     def __init__(self, directory: Path, now: datetime | None = None) -> None:
         """Raises ModelError. Chat templates that write the date are told `now`, by default the time of each call."""
-        from transformers import AutoTokenizer
-
         self._now = now
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+            self._tokenizer = _read(directory)
         except Exception as error:  # libraries raise much at a damaged file
             raise ModelError(f"the tokenizer in {str(directory)!r} cannot be read: {error}") from error
 
@@ -133,6 +132,25 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int], keep_special: bool = False) -> str:
         """Text of tokens; special ones are left out, unless they are to be kept."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not keep_special))
+
+
+def _read(directory: Path) -> Any:
+    """Raises whatever libraries do at a damaged file."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    # Where mistral-common is installed, it would take the place of what the checkpoint itself says.
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, mistral_format=False)
+    if not _keeps(tokenizer, PROBE) and (directory / TOKENIZER_FILE).is_file():
+        # Some versions make another tokenizer of the file than it holds, by the class that the checkpoint names.
+        as_stored = PreTrainedTokenizerFast.from_pretrained(directory)
+        if _keeps(as_stored, PROBE):
+            return as_stored
+    return tokenizer
+
+
+def _keeps(tokenizer: Any, text: str) -> bool:
+    """Whether a text comes back from its tokens."""
+    return bool(tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text)
 
 
 def _token_ids(said: Any, file: Path) -> tuple[int, ...]:

@@ -56,7 +56,7 @@ class Queue:
     falling: bool = True
     samples: int = 0  # of the prompts that wait
     unfinished: int = 0  # and those that run, in all streams
-    held: dict[int, int] = field(default_factory=dict)  # bytes of the cache that rows take, by stream
+    held: dict[int, int] = field(default_factory=dict)  # bytes of the cache, by stream
     lock: Lock = field(default_factory=Lock)
 
     def __len__(self) -> int:
@@ -92,7 +92,7 @@ class Queue:
         return taken
 
     def after_pass(self, stream: int, held: int, ended: int) -> None:
-        """What its rows take now, and how many have ended."""
+        """What its cache holds now, and how many have ended."""
         with self.lock:
             self.held[stream] = held
             self.unfinished -= ended
@@ -116,8 +116,8 @@ class Stream:
         Args:
             context, ledger: the model, the sampling, the schedule.
             batch_size: most rows at a time.
-            cache_bytes: most memory that rows may take in the cache when they are as long as they can get; a row
-                that does not fit runs alone, where other streams leave it what is theirs.
+            cache_bytes: most memory that the cache may hold, rows being as long in it as they can get; a row that
+                does not fit runs alone, where other streams leave it what is theirs.
             queue: that other streams of as much memory take from too, in threads of their own; default one of its own.
         """
         if batch_size < 1:
@@ -153,7 +153,8 @@ class Stream:
         samples = samples_of(prompt, sample_id, index, self._context.sampling, shape.context, shape.vocab)
         together = self._seats
         if self._cache_bytes is not None:
-            together = min(together, max(1, self._cache_bytes // self._bytes(samples[:1])))
+            row_bytes = shape.layers * self._cache.row_bytes(samples[0].longest)
+            together = min(together, max(1, self._cache_bytes // row_bytes))
         for first in range(0, len(samples), together):
             self._queue.add(samples[first : first + together])
 
@@ -226,11 +227,14 @@ class Stream:
             first = copies[0]
             shared = self._prefix.shared(first.prompt)
             tokens += len(first.prompt) - shared
-            if (entering and tokens > PROMPT_TOKENS // self._queue.lanes) or not self._fits(copies):
+            if entering and tokens > PROMPT_TOKENS // self._queue.lanes:
+                break
+            growth = self._growth(copies, entering)
+            if not self._fits(growth):
                 break
             for sample in copies:
                 sample.shared_prefix, sample.shares_prompt = shared, sample is not first
-            self._queue.held[id(self)] = self._held + self._bytes(copies)
+            self._queue.held[id(self)] = self._held + growth
             free -= len(copies)
             entering.append(self._queue.take())
         return entering
@@ -239,25 +243,26 @@ class Stream:
     def has_work(self) -> bool:
         """Rows, or room for one that waits."""
         with self._queue.lock:
-            return bool(self.rows) or (len(self._queue) > 0 and self._fits(self._queue.first))
+            return bool(self.rows) or (len(self._queue) > 0 and self._fits(self._growth(self._queue.first, [])))
 
     @property
     def _held(self) -> int:
         """Of the cache, by the rows that run here or enter."""
         return self._queue.held.get(id(self), 0)
 
-    def _fits(self, copies: Copies) -> bool:
-        """Whether the cache has room for them: here, and beside what other streams hold."""
-        if self._cache_bytes is None:
+    def _fits(self, growth: int) -> bool:
+        """Whether the cache has room for so many bytes more: here, and beside what other streams hold."""
+        everywhere = sum(self._queue.held.values())
+        if self._cache_bytes is None or not growth or not everywhere:
             return True
-        needed, everywhere = self._bytes(copies), sum(self._queue.held.values())
-        here = not self._held or self._held + needed <= self._cache_bytes
-        return here and (not everywhere or everywhere + needed <= self._cache_bytes * self._queue.lanes)
+        here = not self._held or self._held + growth <= self._cache_bytes
+        return here and everywhere + growth <= self._cache_bytes * self._queue.lanes
 
-    def _bytes(self, copies: Copies) -> int:
-        """Of the cache, for rows that get as long as they can."""
-        shape, slots = self._decoder.shape, slots_for(copies[0].longest)
-        return len(copies) * shape.layers * shape.cache_elements(slots) * self._context.dtype.itemsize
+    def _growth(self, copies: Copies, entering: Sequence[Copies]) -> int:
+        """Bytes that the cache takes for them once these have entered, as long as they can get."""
+        longest = copies[0].longest
+        before = sum(len(each) for each in entering if slots_for(each[0].longest) == slots_for(longest))
+        return self._cache.growth(longest, len(copies), before)
 
     def _pass(self, entering: Sequence[Copies], running: Sequence[Sample]) -> tuple[Tensor, int, int]:
         """Logits [prompts + running, vocab] of a pass, FLOPs of its decode tokens, and those computed for nobody."""
@@ -328,7 +333,7 @@ class Stream:
                 done.append(self._generation(sample))
             else:
                 self.rows.append(sample)
-        self._queue.after_pass(id(self), self._cache.used_bytes, len(done))
+        self._queue.after_pass(id(self), self._cache.bytes, len(done))
         self.rows.sort(key=lambda sample: self._ledger.schedule.plateau_at(sample.step))
         return done
 

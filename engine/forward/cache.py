@@ -58,11 +58,6 @@ class RowBlock:
         """Rows that it has memory for."""
         return self._store[0].shape[1]
 
-    @property
-    def used_bytes(self) -> int:
-        """Of the rows that are there."""
-        return self.bytes * len(self.seats) // self.capacity
-
     def layer(self, within: int) -> Tensor:
         """Keys and values of the rows, by place: [2, rows, kv_heads, slots, head_dim], a view."""
         return self._store[within][:, : len(self.seats)]
@@ -117,10 +112,24 @@ class KVCache:
         """Memory held, all layers."""
         return sum(block.bytes for blocks in self._blocks for block in blocks.values())
 
-    @property
-    def used_bytes(self) -> int:
-        """Of the rows that are there: blocks have memory for a few more."""
-        return sum(block.used_bytes for blocks in self._blocks for block in blocks.values())
+    def row_bytes(self, longest: int) -> int:
+        """Bytes in a layer of a row that will end with so many tokens at the most."""
+        return self._shape.cache_elements(slots_for(longest)) * self._dtype.itemsize
+
+    def growth(self, longest: int, rows: int, before: int = 0) -> int:
+        """Bytes by which room for rows adds to what is held, all layers, once some others of their size have entered.
+
+        Args:
+            longest: tokens that each of them will end with at the most.
+            rows, before: how many enter, and how many of their size before them.
+        """
+        slots, row_bytes, total = slots_for(longest), self.row_bytes(longest), 0
+        for span, blocks in zip(self.spans, self._blocks, strict=True):
+            block = blocks.get(slots)
+            there, held = (len(block.seats), block.capacity) if block is not None else (0, 0)
+            then, now = (max(held, rows_held(there + more, row_bytes)) for more in (before + rows, before))
+            total += (then - now) * row_bytes * len(span)
+        return total
 
     def blocks(self, span: int) -> Iterable[RowBlock]:
         """Those that hold rows."""

@@ -46,7 +46,7 @@ def benchmark(config: BenchmarkPipeline) -> None:
         raise JobError("both sides are one engine of our own, unaudited: --engine torch, and no --replicas, no audits")
     console = Console()
     engine = Engine.load(config.model, config.device, config.dtype, config.threads_per_replica)
-    schedule = choose_schedule(config, engine.shape)
+    schedule = choose_schedule(config, engine.shape, config)
     texts = read_columns([config.input], [config.text_column])[config.text_column].to_pylist()[: config.limit]
     template = config.template()
     prompts = encoded(texts, template, engine.tokenizer, longest_prompt(config, engine.shape))

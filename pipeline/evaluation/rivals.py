@@ -42,9 +42,11 @@ class RivalCalibration:
     answers: Sequence[Sequence[int]]
 
     @classmethod
-    def measure(cls, engine: Engine, sampling: Sampling, prompts: Sequence[Sequence[int]]) -> Self:
+    def measure(
+        cls, engine: Engine, sampling: Sampling, prompts: Sequence[Sequence[int]], batch_size: int = 32
+    ) -> Self:
         """Let full depth answer the prompts."""
-        found = in_order(engine.generate(prompts, sampling))
+        found = in_order(engine.generate(prompts, sampling, batch_size=batch_size))
         return cls(engine, sampling, prompts, [generation.tokens for generation in found])
 
     @property

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import ray
 from ray.exceptions import RayError, UserCodeException
 
+from engine import ModelError
 from pipeline.commits.commit import SNAPSHOT_EVERY, Commit, total, write_snapshot
 from pipeline.commits.failed import FailedUnit, record_failure
 from pipeline.errors import JobError, JobStopped, counted, last_line
@@ -139,6 +140,8 @@ class Session:
     def _failed(self, unit: WorkUnit, failure: Failure) -> None:
         if failure.kind == "storage":
             self._stop(JobStopped(failure.error))
+        elif failure.kind == "model":  # on the machine that reads, which others may be like
+            self._stop(ModelError(failure.error))
         elif failure.stage == "commit" and failure.kind == "refused":
             self._stop(JobError(failure.error))  # no unit can be committed any more
         else:

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 import pyarrow as pa
 
+from engine import ModelError
 from pipeline.commits.commit import Commit
 from pipeline.errors import JobError, described, one_line
 from pipeline.rows.unit import WorkUnit
@@ -23,14 +24,17 @@ class Failure:
     """A unit that a stage could not do."""
 
     stage: Stage
-    # What a retry may expect: "unit" may work next time, "storage" once the storage is back, "refused" never.
-    kind: Literal["unit", "storage", "refused"]
+    # What a retry may expect: "unit" may work next time, "storage" once the storage is back, "refused" never, and with
+    # a "model" that cannot be read nothing works.
+    kind: Literal["unit", "storage", "refused", "model"]
     error: str
 
     @classmethod
     def of(cls, stage: Stage, error: Exception) -> Self:
         if isinstance(error, StorageGone | JobError):
             return cls(stage, "storage" if isinstance(error, StorageGone) else "refused", one_line(error))
+        if isinstance(error, ModelError):
+            return cls(stage, "model", one_line(error))
         return cls(stage, "unit", described(error))
 
 

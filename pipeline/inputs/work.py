@@ -33,6 +33,7 @@ SAY_EVERY_S = 10.0  # how many footers are read
 LARGE_FILE = 1 << 30  # bytes, that take a while to read
 MOST_UNITS = 500_000  # whose commits a manifest can list within what is read back
 MOST_ROWS_PER_BYTE = 8  # of a file, before its count of them is checked
+HASHED_BYTES = 1 << 24  # of a file at a time
 SPAN_ROWS = 8192  # rows one read task covers at least, where a file has them: a row group is decoded only once
 
 
@@ -198,7 +199,9 @@ def make_plan(
     )
     read = dict.fromkeys([*keep, config.text_column, *(template.fields - {"text"})])
     into_prompts = {config.text_column, *template.fields}
-    types = {name: _column_type(files, name, begun, name in into_prompts) for name in read}
+    without = dict.fromkeys(read, "" if for_draws else ", or leave the column out with keep_columns")
+    without |= {config.id_column: ", or leave --id-column out"} | dict.fromkeys(into_prompts, "")
+    types = {name: _column_type(files, name, begun, without[name]) for name in read}
     kept = pa.schema([(name, types[name]) for name in keep])
     files = _within_limit(files, config.limit)
     rows_per_unit = config.rows_per_unit
@@ -238,9 +241,12 @@ def _warn_of_empty(files: Sequence[InputFile], names: Iterable[str]) -> None:
             )
 
 
-def input_columns(storage: Storage) -> list[str]:
-    """Names of the columns of all files of an input. Raises JobError: no input, none that can be read; StorageGone."""
-    return _columns(_read_footers(storage.at_first(), None))
+def input_columns(storage: Storage) -> dict[str, pa.DataType]:
+    """The columns of all files of an input, each as the last one has it.
+
+    Raises JobError: no input, none that can be read; StorageGone.
+    """
+    return {field.name: field.type for file in _read_footers(storage.at_first(), None) for field in file.schema}
 
 
 def _read_footers(storage: Storage, known: Mapping[str, KnownFile] | None) -> tuple[InputFile, ...]:
@@ -326,7 +332,10 @@ def _checksum(storage: Storage, path: str, info: dict[str, Any], known: KnownFil
     if info["size"] >= LARGE_FILE:
         log.info("reading all of %r (%.1f GB), by which it is known again", path, info["size"] / 1e9)
     with storage.open_path(path, stamp(info)) as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        digest = hashlib.sha256()
+        while piece := stream.read(HASHED_BYTES):  # each may be a request of its own
+            digest.update(piece)
+        return digest.hexdigest()
 
 
 def _columns(files: Sequence[InputFile]) -> list[str]:
@@ -362,9 +371,9 @@ def _check_some_readable(files: Sequence[InputFile]) -> None:
         raise JobError(problems[0] + others)
 
 
-def _column_type(files: Sequence[InputFile], column: str, begun: pa.Schema, in_prompts: bool) -> pa.DataType:
+def _column_type(files: Sequence[InputFile], column: str, begun: pa.Schema, without: str) -> pa.DataType:
     """A column's type in all files together, and in what is done already; a file may lack it, but not have it with a
-    type that does not fit.
+    type that does not fit. `without` says how the job does without the column, if it can.
     """
     found: pa.DataType | None = begun.field(column).type if column in begun.names else None
     where = ""
@@ -381,10 +390,10 @@ def _column_type(files: Sequence[InputFile], column: str, begun: pa.Schema, in_p
                 "another output, or discard the run that is there with --fresh"
             )
         if common is None:
-            ways = "make the types agree, or process the files apart" + (
-                "" if in_prompts else ", or leave the column out with keep_columns"
+            raise JobError(
+                f"column {column!r} is {found} in {where!r} but {type_} in {file.path!r}: make the types agree, or "
+                f"process the files apart{without}"
             )
-            raise JobError(f"column {column!r} is {found} in {where!r} but {type_} in {file.path!r}: {ways}")
         if common != found:
             found, where = common, file.path
     return found

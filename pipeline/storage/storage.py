@@ -1,5 +1,6 @@
 """A directory on any fsspec file system: whole-object reads, one-PUT writes, put-if-absent."""
 
+import errno
 import os
 import time
 import uuid
@@ -136,7 +137,7 @@ class Storage:
 
     def info(self, path: str) -> dict[str, Any]:
         """What the file system says of an object, for `stamp`. Raises FileNotFoundError."""
-        return self.attempt("reading", lambda: self._store.info(path))
+        return self._reading(path, lambda: self._store.info(path))
 
     def stamps(self, folder: str, suffix: str = "") -> dict[str, str]:
         """Objects in a folder, sorted by name (with the folder); what each stands for changes when the object does."""
@@ -227,12 +228,22 @@ class Storage:
         With a stamp, opening and reading raise ObjectChanged if the object is no longer the one that it stands for.
         Where the store cannot say so with every range, `check_unchanged` must, once all is read.
         """
-        return _PatientReader(self, path, self.attempt("reading", lambda: self._store.open(path, stamp)))
+        return _PatientReader(self, path, self._reading(path, lambda: self._store.open(path, stamp)))
 
     def check_unchanged(self, path: str, wanted: str | None) -> None:
         """Raises ObjectChanged if what was read through an open file may be of another content than `wanted`."""
         if wanted is not None and not self._store.pins(wanted) and stamp(self.info(path)) != wanted:
             raise changed(path)
+
+    def _reading(self, path: str, operation: Callable[[], Result]) -> Result:
+        """As `attempt`, of one object. Raises JobError for what stands on a disk's bad sectors: others may not."""
+        try:
+            return self.attempt(f"reading {path!r}", operation)
+        except StorageGone as error:
+            cause = error.__cause__
+            if isinstance(cause, OSError) and cause.errno == errno.EIO:
+                raise StorageRefused(f"{path!r} cannot be read ({one_line(cause)})") from error
+            raise
 
     def _objects(self, folder: str, suffix: str) -> dict[str, dict[str, Any]]:
         """What the file system says of the objects in a folder, by name, sorted."""
@@ -278,7 +289,7 @@ class _PatientReader(AbstractBufferedFile):
         super().close()
 
     def _fetch_range(self, start: int, end: int) -> bytes:
-        return self._storage.attempt("reading", lambda: self._fetch(start, min(end, self.size)))
+        return self._storage._reading(self.path, lambda: self._fetch(start, min(end, self.size)))
 
     def _fetch(self, start: int, end: int) -> bytes:
         content = self._opened.read(start, end)

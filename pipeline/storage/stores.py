@@ -106,7 +106,11 @@ class Store:
 
         def read(start: int, end: int) -> bytes:
             file.seek(start)
-            return bytes(file.read(end - start))
+            content = bytes(file.read(end - start))
+            # Another is found out once all is read; of a shorter one what it lacks would be waited for until then.
+            if wanted is not None and len(content) < end - start and stamp(self.info(path)) != wanted:
+                raise changed(path)
+            return content
 
         try:
             # After opening: whatever takes the object's place from here on is seen once all is read.

@@ -1,7 +1,8 @@
 """Any value of any Arrow type as text: `shown` for people, cut and never failing; `texts` in full, for prompts and ids.
 
 Values are taken from Arrow itself, for Python has no dates beyond year 9999 and no text that is not UTF-8. Numbers,
-texts, dates and times read as Python's `str` has them; bytes as the text that they are, else as 0x and hexadecimal
+texts, dates and times read as Python's `str` has them, a number of single or half precision with no more digits than
+tell it from its neighbours; bytes as the text that they are, else as 0x and hexadecimal
 digits; lists, structs and maps as JSON has them, with dates and bytes as strings.
 """
 
@@ -13,6 +14,7 @@ from itertools import repeat
 from typing import Any
 from uuid import UUID
 
+import numpy as np
 import pyarrow as pa
 
 from pipeline.values import calendar
@@ -20,7 +22,8 @@ from pipeline.values.column_types import BYTES, is_text
 
 CUT = "…"
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # what a terminal or a page may choke on
-_PLAIN = (pa.types.is_boolean, pa.types.is_integer, pa.types.is_float32, pa.types.is_float64)
+_SHORT_FLOATS = {pa.float32(): np.float32, pa.float16(): np.float16}
+_PLAIN = (pa.types.is_boolean, pa.types.is_integer, pa.types.is_floating)
 
 
 def shown(value: object, longest: int = 200) -> str:
@@ -47,7 +50,7 @@ def texts(column: pa.ChunkedArray | pa.Array) -> list[str | Exception | None]:
     Text that is not UTF-8, in a list too, is a UnicodeDecodeError.
     """
     if any(is_plain(column.type) for is_plain in _PLAIN):
-        return [None if value is None else str(value) for value in column.to_pylist()]
+        return [None if value is None else str(_plain(value, column.type)) for value in column.to_pylist()]
     if is_text(column.type):
         try:
             return list(column.to_pylist())
@@ -83,12 +86,18 @@ def _pieces(value: Any, errors: str, limit: int | None, inside: bool = False) ->
     if not value.is_valid:
         yield "null"
     elif any(is_plain(value.type) for is_plain in _PLAIN):
-        yield json.dumps(value.as_py()) if inside else str(value.as_py())
+        plain = _plain(value.as_py(), value.type)
+        yield json.dumps(plain) if inside else str(plain)
     elif (text := _text(value, errors, limit)) is None:
         yield from _nested(value, errors, limit)
     else:
-        is_number = pa.types.is_decimal(value.type) or pa.types.is_float16(value.type)
-        yield json.dumps(text, ensure_ascii=False) if inside and not is_number else text
+        yield json.dumps(text, ensure_ascii=False) if inside and not pa.types.is_decimal(value.type) else text
+
+
+def _plain(value: bool | int | float, type_: pa.DataType) -> bool | int | float:
+    """A number as it is to be read: 19.99 in single precision is 19.989999771118164 as a double."""
+    short = _SHORT_FLOATS.get(type_)
+    return float(str(short(value))) if short is not None else value
 
 
 def _unwrapped(value: pa.Scalar) -> pa.Scalar:

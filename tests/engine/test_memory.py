@@ -155,11 +155,14 @@ def test_of_a_gpu_its_free_memory_counts_and_at_most_the_share_of_this_process(
 
 
 def test_memory_that_the_process_keeps_is_free_to_it() -> None:
-    blocks = [bytearray(1 << 16) for _ in range(2000)]
+    blocks = [b"1" * ((1 << 16) - count % 8) for count in range(2000)]
     last = bytearray(1 << 16)  # above them, so that they cannot go back to the system
     before = memory._kept_bytes()
     del blocks
     assert memory._kept_bytes() >= before + (100 << 20)
+    resident = memory._resident()
+    memory.release_freed_memory()
+    assert memory._resident() <= resident - (100 << 20)
     del last
 
 

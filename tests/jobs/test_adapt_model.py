@@ -22,7 +22,7 @@ from ray.train import WorkerGroupError
 from safetensors.torch import save_file
 
 import engine
-from engine import Block, Bridge, Engine, Plateau, Schedule, ScheduleError
+from engine import Block, Bridge, Engine, Plateau, Schedule, ScheduleError, describe
 from engine.adaptation.curve import Point
 from engine.forward.quality import Judge
 from engine.forward.teacher_forcing import Answer
@@ -77,7 +77,7 @@ def calibrated(common: list[str], tmp_path_factory: pytest.TempPathFactory) -> P
 
 def test_a_calibrated_schedule_is_adapted_and_a_rerun_goes_on(
     common: list[str], calibrated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     started, adapted = silenced(calibrated, tmp_path), tmp_path / "adapted"
     before = Schedule.read(started / "1.1x")
@@ -107,6 +107,10 @@ def test_a_calibrated_schedule_is_adapted_and_a_rerun_goes_on(
     capsys.readouterr()
     assert adapt([*arguments, "--steps", "30", "--gate-width", "4", "--adapter-rank", "0"]) == 1
     assert "of another training (--steps was 20, is 30)" in capsys.readouterr().err
+
+    further = configured([*common, "--schedule", str(adapted), "--gate-width", "8", "--output", str(tmp_path / "no")])
+    assert adapt_model._read(further, describe(further.model)).keys() == {""}
+    assert "bridges that are gated go on as they are: --gate-width is for those that are not" in caplog.messages
 
     train_to(monkeypatch, 0.5, 0.25)
     arguments = [*common, *chosen, "--output", str(tmp_path / "above"), "--prompts", "60"]

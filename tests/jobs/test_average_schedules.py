@@ -38,3 +38,9 @@ def test_schedules_that_skip_other_layers_are_refused_and_nothing_is_written(
     assert averaged(tmp_path / "mean", "whole_sample_1.5x", "whole_sample_2x") == 1
     assert "schedule 2 is of another kind than the first, by its layers, " in capsys.readouterr().err
     assert not (tmp_path / "mean" / "schedule.json").exists()
+
+
+def test_a_directory_of_several_is_refused_naming_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert averaged(tmp_path / "mean", "calibrated", "adapted") == 1
+    said = capsys.readouterr().err
+    assert "calibrated' holds several schedules (1.25x, 1.45x, 1.65x, 2x): name one of them" in said

@@ -308,6 +308,17 @@ def test_help_explains_every_option(
     assert "--config" in shown
 
 
+@pytest.mark.parametrize("given", [["--output", "out"], ["--output=out"]])
+def test_what_is_given_by_its_place_is_said_to_be(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command_line.parse(InspectRun, "job.py", given, positional="output")
+    said = capsys.readouterr().err
+    assert "--output is not an option: give OUTPUT by its place, without a flag\n" in said
+    with pytest.raises(SystemExit, match="2"):
+        command_line.parse(InspectRun, "job.py", ["out", "--outputs"], positional="output")
+    assert "--outputs is not an option\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", ["--output", "--prompt", "--stop"])
 def test_what_is_no_utf8_is_refused_before_ray_or_a_tokenizer_fails_over_it(
     option: str, capsys: pytest.CaptureFixture[str]

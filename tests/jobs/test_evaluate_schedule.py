@@ -1,7 +1,6 @@
 """The evaluation job from its command line to its three files."""
 
 import json
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +20,12 @@ from jobs.evaluate_schedule import (
     evaluate,
     read_contenders,
     read_prompts,
-    read_references,
     told_apart,
     warn_of_another_report,
     warn_of_seen_rows,
     with_reference_column,
 )
+from pipeline.errors import JobError
 from pipeline.evaluation.contender import Contender
 
 CORPUS = "infra/demo/package_descriptions.parquet"
@@ -194,12 +193,25 @@ def test_what_an_earlier_report_had_that_its_successor_has_not_is_named(
     assert caplog.messages[1:] == ["the report of an earlier call is replaced (other id_column); its outputs stay"]
 
 
-def test_a_reference_that_is_no_text_is_none(caplog: pytest.LogCaptureFixture) -> None:
-    offsets, content = pa.array([0, 2, 5, 5], pa.int32()), b"ok\xff\xfe\xfd"
+def test_a_reference_has_its_broken_bytes_replaced_and_a_null_is_none(tmp_path: Path) -> None:
+    offsets, content = pa.array([0, 2, 5, 5], pa.int32()), b"ok\xff\xfed"
     broken = pa.StringArray.from_buffers(3, offsets.buffers()[1], pa.py_buffer(content))
-    with caplog.at_level(logging.WARNING):
-        assert read_references(pa.chunked_array([broken, pa.array([None], pa.string())])) == ["ok", "", "", ""]
-    assert "1 of 4 references are no text" in caplog.text
+    references = pa.chunked_array([broken, pa.array([None], pa.string())])
+    pq.write_table(pa.table({"text": ["a", "b", "c", "d"], "reference": references}), tmp_path / "in.parquet")
+    given = {"input": str(tmp_path / "in.parquet"), "output": tmp_path / "out", "rivals": ["all"], "part": "all"}
+    config = with_reference_column(EvaluateSchedule(**given, model="smollm2-135m-instruct"))
+    tokenizer = Tokenizer(checkpoint_directory(config.model))
+    prompts = read_prompts(config, "all", 4, tokenizer, describe(config.model))
+    assert {each.source: each.reference for each in prompts} == {"a": "ok", "b": "\ufffd\ufffdd", "c": "", "d": ""}
+
+
+def test_a_reference_column_holds_text(tmp_path: Path) -> None:
+    numbers = pa.table({"text": ["a", "b"], "reference": [12345, 12346]})
+    pq.write_table(numbers, tmp_path / "in.parquet")
+    given = {"input": str(tmp_path / "in.parquet"), "output": tmp_path / "out", "rivals": ["all"]}
+    assert with_reference_column(EvaluateSchedule(**given)).reference_column == ""
+    with pytest.raises(JobError, match=r"^column 'reference' is int64, not string: name a column of reference"):
+        with_reference_column(EvaluateSchedule(**given, reference_column="reference"))
 
 
 def test_schedules_are_judged_with_shorter_prompts_too(

@@ -2,11 +2,13 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer, LlamaTokenizer
 
-from engine import Engine, ModelError, Tokenizer
+from engine import Engine, ModelError, Tokenizer, checkpoint_directory
 from tests.engine.checkpoints.model_files import edit_config
 
 
@@ -44,3 +46,22 @@ def test_an_end_token_that_is_no_number_of_a_token_is_refused_naming_file_and_va
     (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": said}))
     with pytest.raises(ModelError, match=rf"generation_config\.json' names {re.escape(repr(said))} as eos_token_id"):
         Tokenizer.load(str(copied))
+
+
+def test_a_tokenizer_is_what_its_file_holds_though_its_class_is_said_to_be_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = checkpoint_directory("smollm2-135m-instruct")
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"):
+        shutil.copy(whole / name, tmp_path / name)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tokenizer_class": "LlamaTokenizer"}))
+    text = "Hello world, this is\n12 apples"
+    expected = Tokenizer(whole).encode(text)
+    assert Tokenizer(tmp_path).encode(text) == expected
+    # Some versions of transformers do as the class says.
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path, **_: LlamaTokenizer.from_pretrained(path))
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.encode(text) == expected
+    assert tokenizer.decode(expected) == text
+    assert tokenizer.eos_ids == Tokenizer(whole).eos_ids

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from engine import BatchStats, Engine, PromptError, Sampling, Schedule
 from engine.decoding.lanes import MOST, ROWS, Lanes, lanes_for
+from engine.forward import cache
 from tests.engine.decoding.test_stream import LENGTHS, endless, generations
 from tests.engine.models.test_families import LAYERS
 from tests.engine.prompts import random_prompts, sharing
@@ -98,15 +99,18 @@ def test_few_rows_are_shared_evenly(tiny: Engine) -> None:
 
 
 @pytest.mark.parametrize("share", [0.5, 1.5, 2.5])
-def test_lanes_together_hold_no_more_than_there_is_memory_for(tiny: Engine, share: float) -> None:
+def test_lanes_together_hold_no_more_than_there_is_memory_for(
+    tiny: Engine, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A row that takes more than a lane's share enters where others leave it room, or alone."""
+    monkeypatch.setattr(cache, "SPARE_BYTES", 0)
     prompts = random_prompts([9, 60] * 12)
     wanted = {g.index: g.tokens for g in tiny.generate(prompts, Sampling(10), None, 1)}
     lanes = tiny.decoding(Sampling(10), None, 48)
     assert isinstance(lanes, Lanes)
     for index, prompt in enumerate(prompts):
         lanes.add(prompt, str(index), index)
-    largest = max(stream._bytes(copies) for stream in lanes._streams[:1] for copies in stream._queue.waiting)
+    largest = max(stream._growth(copies, []) for stream in lanes._streams[:1] for copies in stream._queue.waiting)
     for stream in lanes._streams:
         stream._cache_bytes = int(share * largest)
     found = {}

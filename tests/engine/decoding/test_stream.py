@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from engine import BatchStats, Decoding, Engine, Generation, PromptError, Sampling, Schedule
 from engine.decoding.stream import ORDERED_TOGETHER
+from engine.forward import cache
 from engine.schedules import recipes
 from tests.engine.models.test_families import LAYERS, VARIANTS
 from tests.engine.prompts import random_prompts, sharing
@@ -145,7 +146,10 @@ def test_a_bad_prompt_is_refused_alone(tiny: Engine) -> None:
 
 
 @pytest.mark.parametrize("samples", [1, 4])
-def test_rows_that_do_not_fit_the_memory_wait_for_those_that_run(tiny: Engine, samples: int) -> None:
+def test_rows_that_do_not_fit_the_memory_wait_for_those_that_run(
+    tiny: Engine, samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "SPARE_BYTES", 0)
     prompts = random_prompts([9] * 12)
     sampling = Sampling(10, temperature=1.0, samples_per_prompt=samples)
     wanted = {(g.index, g.sample): g.tokens for g in tiny.generate(prompts, sampling)}
@@ -162,4 +166,22 @@ def test_rows_that_do_not_fit_the_memory_wait_for_those_that_run(tiny: Engine, s
 
 def row_bytes(stream: Any, prompt: list[int]) -> Any:
     stream.add(prompt, "0", 0)
-    return stream._bytes(stream._queue.waiting[0][:1])
+    return stream._growth(stream._queue.waiting[0][:1], [])
+
+
+@pytest.mark.parametrize("budget", [16, 100, 300])
+def test_a_cache_holds_what_it_may_though_blocks_are_larger_than_their_rows(tiny: Engine, budget: int) -> None:
+    """Rows of many sizes, at a budget of so many of the smallest: at times a block is one for a row that runs alone."""
+    prompts = random_prompts([9, 60, 200, 100, 400] * 12)
+    wanted = {g.index: g.tokens for g in tiny.generate(prompts, Sampling(10), None, 1)}
+    stream: Any = tiny.decoding(Sampling(10), batch_size=40)
+    row = stream._decoder.shape.layers * stream._decoder.shape.cache_elements(cache.LEAST_SLOTS) * 4
+    stream._cache_bytes = budget * row
+    for index, prompt in enumerate(prompts):
+        stream.add(prompt, str(index), index)
+    found = {}
+    while stream.unfinished:
+        found |= {g.index: g.tokens for g in stream.step()}
+        blocks = [block for blocks in stream._cache._blocks for block in blocks.values()]
+        assert stream.held_bytes <= budget * row or len({block.layer(0).shape[-2] for block in blocks}) <= 1
+    assert found == wanted

@@ -115,6 +115,7 @@ def test_a_session_puts_all_commits_into_snapshots_earlier_ones_too_and_the_rare
         ("commit", "storage", JobStopped),
         ("commit", "refused", JobError),
         ("commit", "unit", None),
+        ("read", "model", ModelError),
         ("read", "refused", None),
         ("generate", "unit", None),
     ],
@@ -123,7 +124,7 @@ def test_storage_that_is_gone_ends_a_session_resumably_a_refused_commit_ends_it_
     job: Job,
     monkeypatch: pytest.MonkeyPatch,
     stage: Stage,
-    kind: Literal["unit", "storage", "refused"],
+    kind: Literal["unit", "storage", "refused", "model"],
     ends: type[Exception] | None,
 ) -> None:
     begun = begun_after([], job(), monkeypatch)

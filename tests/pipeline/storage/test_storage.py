@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from fixture_types import Job
 from pipeline.errors import JobError, JobStopped
 from pipeline.storage.settings import StorageConfig, refuse_credentials
 from pipeline.storage.storage import Storage, StorageGone, StorageRefused, absolute
+from pipeline.storage.stores import ObjectChanged, stamp
 
 
 def test_a_lost_write_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -317,3 +319,31 @@ def test_a_reader_fetches_what_it_is_asked_for_and_no_more(tmp_path: Path) -> No
         assert (stream.read(), stream.tell()) == (content[-10:], len(content))
         stream.seek(5)
         assert stream.read(20) == content[5:25]
+
+
+@pytest.mark.parametrize("patience", [0.0, 0.3])
+def test_what_stands_on_a_bad_sector_is_refused_by_name_once_it_was_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience: float
+) -> None:
+    (tmp_path / "a").write_bytes(bytes(100))
+    with Storage(str(tmp_path), StorageConfig(storage_patience_s=patience)).open("a") as stream:
+
+        def broken(start: int, end: int) -> bytes:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(stream, "_opened", replace(stream._opened, read=broken))
+        with pytest.raises(StorageRefused, match=r"/a' cannot be read \(.*Input/output error\)$"):
+            stream.read(10)
+
+
+def test_a_file_that_was_rewritten_shorter_is_another_at_once(tmp_path: Path) -> None:
+    """Not one whose end is waited for."""
+    file = tmp_path / "a"
+    file.write_bytes(bytes(1 << 20))
+    storage = Storage(str(tmp_path))
+    with storage.open_path(str(file), stamp(storage.info(str(file)))) as stream:
+        assert stream.read(10) == bytes(10)
+        file.write_bytes(bytes(20))
+        stream.seek(1 << 19)
+        with pytest.raises(ObjectChanged, match=r"/a' has changed"):
+            stream.read(50)

@@ -1,8 +1,10 @@
 """Values as text: whatever an Arrow array holds can be shown, and what Python can say reads as Python says it."""
 
 import datetime as dt
+import json
+import math
 from decimal import Decimal
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pytest
@@ -122,7 +124,6 @@ spans = st.timedeltas()
 PLAIN = st.one_of(
     st.tuples(st.just(pa.int64()), INT64),
     st.tuples(st.just(pa.float64()), st.floats()),
-    st.tuples(st.just(pa.float32()), st.floats(width=32)),
     st.tuples(st.just(pa.bool_()), st.booleans()),
     st.tuples(st.just(pa.string()), st.text()),
     st.tuples(st.just(pa.date32()), dates),
@@ -139,6 +140,27 @@ def test_what_python_can_hold_reads_in_a_prompt_as_its_str_does(case: tuple[pa.D
     type_, value = case
     column = pa.array([value, None], type_)
     assert texts(column) == [str(column[0].as_py()), None]
+
+
+@given(st.sampled_from([(pa.float32(), 32, 9), (pa.float16(), 16, 5)]), st.data())
+def test_a_number_of_less_than_double_precision_reads_in_as_few_digits_as_tell_which_it_is(
+    kind: tuple[pa.DataType, Literal[16, 32], int], data: st.DataObject
+) -> None:
+    type_, width, digits = kind
+    value = data.draw(st.floats(width=width))
+    column = pa.array([value, None], type_)
+    text, null = texts(column)
+    assert isinstance(text, str)
+    assert null is None
+    assert shown(pa.array([float(text)], type_)) == shown(column[:1]) == json.dumps([float(text)])
+    significand = text.partition("e")[0].strip("-").replace(".", "").strip("0")
+    assert math.isnan(value) or math.isinf(value) or len(significand) <= digits
+
+
+def test_a_price_in_single_precision_reads_as_it_was_written() -> None:
+    assert texts(pa.array([19.99, 0.1, 1e9, 1.0], pa.float32())) == ["19.99", "0.1", "1000000000.0", "1.0"]
+    assert texts(pa.array([[19.99, None]], pa.list_(pa.float32()))) == ["[19.99, null]"]
+    assert names(pa.array([0.1], pa.float16())) == ["0.1"]
 
 
 @pytest.mark.parametrize(
