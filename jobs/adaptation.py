@@ -237,7 +237,7 @@ def check_drawn(
     check_memory(
         "training",
         kept_bytes(teacher.shape, schedules, ours, lengths[-kept:], *sizes),
-        working_bytes(teacher.shape, schedules, ours, lengths[-kept:]),
+        working_bytes(teacher.shape, schedules, ours, lengths[-kept:], config.max_new_tokens),
         free_bytes(teacher.device) + teacher_bytes(teacher),
         len(prompts),
         model_bytes(teacher.shape, teacher.device) + trained_bytes(schedules, teacher.decoder, config.recipe()),

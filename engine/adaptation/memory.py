@@ -11,6 +11,7 @@ from engine.engine import Engine
 from engine.forward.prompt_pass import PROMPT_TOKENS
 from engine.forward.teacher_forcing import LOGIT_TOKENS
 from engine.kernels import FrozenHalfKernels, FrozenOneDnnKernels, training_kernels_for
+from engine.memory import token_elements
 from engine.models.decoder import Decoder
 from engine.schedules.schedule import Schedule
 from engine.shape import ModelShape
@@ -77,14 +78,15 @@ def kept_bytes(
 
 
 def working_bytes(
-    shape: ModelShape, schedules: Sequence[Schedule], train: Sequence[int], held_out: Sequence[int]
+    shape: ModelShape, schedules: Sequence[Schedule], train: Sequence[int], held_out: Sequence[int], answer_tokens: int
 ) -> int:
-    """Memory that it takes for a while beside: the prompts of answers to judge by in all layers, or a lesson with what
-    gradients need: all that a layer's matrices take and give, and what is made of it, above the first change for
-    answers and, where prompts learn, for a pass of these, and logits. Arguments as for `kept_bytes`; a prompt that is
-    longer than a pass has one to itself.
+    """Memory that it takes for a while beside: the prompts of answers to judge by in all layers and a pass of all their
+    tokens, or a lesson with what gradients need: all that a layer's matrices take and give, and what is made of it,
+    above the first change for answers and, where prompts learn, for a pass of these, and logits. Arguments as for
+    `kept_bytes`; a prompt that is longer than a pass has one to itself.
     """
     judged = sum(held_out) * shape.layers * shape.cache_elements(1)
+    judged += len(held_out) * answer_tokens * token_elements(shape)
     plans = [each.prompt_plan for each in schedules if not each.prompt_plan.is_full_depth]
     depth = max((plan.bridge.layers if plan.bridge else shape.layers for plan in plans), default=0)
     above = shape.layers - min(each.changed_from for each in schedules) // 2

@@ -24,7 +24,7 @@ from engine.calibration.prompts import counted_prompt_bridge, prompt_cut
 from engine.forward.prompt_pass import PROMPT_TOKENS
 from engine.forward.teacher_forcing import LOGIT_TOKENS, Answer
 from engine.kernels import Kernels
-from engine.memory import check_memory
+from engine.memory import check_memory, token_elements
 from tests.engine.adaptation.training import bridged
 from tests.engine.quiet import quiet
 from tests.engine.tensors import tensor_bytes
@@ -92,14 +92,16 @@ def test_where_prompts_learn_the_longest_may_need_more_than_a_pass_of_others(eng
     shape = engine.shape
     prompts = counted_prompt_bridge(shape, prompt_cut(shape, 4, [schedule := bridged(shape, 1, 3)]))
     schedules = [replace(schedule, prompt_bridge=prompts)]
-    usual = working_bytes(shape, schedules, [60, 100], [60])
-    assert usual == working_bytes(shape, schedules, [PROMPT_TOKENS], [60])
+    usual = working_bytes(shape, schedules, [60, 100], [60], 8)
+    assert usual == working_bytes(shape, schedules, [PROMPT_TOKENS], [60], 8)
     more = [
-        working_bytes(shape, schedules, train, held_out) - usual
+        working_bytes(shape, schedules, train, held_out, 8) - usual
         for train, held_out in (([60, 2 * PROMPT_TOKENS], [60]), ([60], [2 * PROMPT_TOKENS]))
     ]
     a_pass = PROMPT_TOKENS * 4 * 2 * (shape.layer_parameters // shape.hidden) * 4
     assert more == [a_pass, a_pass]
+    long, longer = (working_bytes(shape, schedules, [60], [60] * 100, tokens) for tokens in (10_000, 11_000))
+    assert longer - long == 100 * 1_000 * token_elements(shape) * 4, "answers to judge by pass together"
 
 
 def test_the_teachers_matrices_are_free_again_in_the_precision_that_they_had(
@@ -113,7 +115,7 @@ def test_the_teachers_matrices_are_free_again_in_the_precision_that_they_had(
 
 def test_a_lesson_takes_its_logits_and_what_gradients_need_wherever_prompts_run_at_full_depth(engine: Engine) -> None:
     shape, answer_tokens = engine.shape, Recipe().tokens_per_step
-    found = {end: working_bytes(shape, [bridged(shape, 1, end)], [60] * 18, [60] * 2) for end in (3, 5)}
+    found = {end: working_bytes(shape, [bridged(shape, 1, end)], [60] * 18, [60] * 2, 8) for end in (3, 5)}
     assert found[3] == found[5]  # both change from layer 1 on
     above = answer_tokens * (shape.layers - 1) * 2 * shape.layer_parameters // shape.hidden
     assert found[3] == 4 * (above + LOGITS * LOGIT_TOKENS * shape.vocab)
