@@ -138,11 +138,10 @@ def watch(tiny: Engine, schedule: Schedule, **sampling: Any) -> list[tuple[set[i
         stream.add([1, 2, 3], "a", 0)
         stream.add([4, 5], "b", 1)
         while stream.unfinished:
-            WatchedCache.history.append((set(), 0))
+            WatchedCache.history.append(({-1}, 0))
             stream.step()
-    starts = [place for place, (layers, size) in enumerate(WatchedCache.history) if not layers and not size]
-    last_of_each = [place - 1 for place in starts[1:]] + [len(WatchedCache.history) - 1]
-    return [WatchedCache.history[place] for place in last_of_each if WatchedCache.history[place][0]]
+    starts = [place for place, (layers, _) in enumerate(WatchedCache.history) if layers == {-1}]
+    return [WatchedCache.history[place + 1] for place in starts]  # after it those that have ended leave
 
 
 def test_the_memory_of_a_layer_skipped_for_good_is_freed(tiny: Engine) -> None:
