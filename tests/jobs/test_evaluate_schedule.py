@@ -202,7 +202,7 @@ def test_a_reference_has_its_broken_bytes_replaced_and_a_null_is_none(tmp_path: 
     config = with_reference_column(EvaluateSchedule(**given, model="smollm2-135m-instruct"))
     tokenizer = Tokenizer(checkpoint_directory(config.model))
     prompts = read_prompts(config, "all", 4, tokenizer, describe(config.model))
-    assert {each.source: each.reference for each in prompts} == {"a": "ok", "b": "\ufffd\ufffdd", "c": "", "d": ""}
+    assert {each.text: each.reference for each in prompts} == {"a": "ok", "b": "\ufffd\ufffdd", "c": "", "d": ""}
 
 
 def test_a_reference_column_holds_text(tmp_path: Path) -> None:
