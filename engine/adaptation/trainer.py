@@ -143,9 +143,8 @@ class Trainer:
                 return self._end_diverged(f"the loss of step {self._state.step} is {losses[-1]}")
             self._state.seconds = time.monotonic() - begun
             self._progress("training", self._state.step, self._recipe.steps)
-            if self._state.step % RELEASE_EVERY == 0:
-                release_freed_memory()
-            if self._state.step % self._recipe.judge_every == 0 or self._state.step == self._recipe.steps:
+            judged = self._state.step % self._recipe.judge_every == 0 or self._state.step == self._recipe.steps
+            if judged:
                 qualities = self._qualities()
                 if not _are_numbers(qualities):
                     return self._end_diverged(f"distributions after step {self._state.step} are no numbers")
@@ -153,6 +152,8 @@ class Trainer:
                 losses = []
                 if checkpoint is not None and self._peers.is_first:
                     write_state(checkpoint, self._state, self._identity, self._trainable, self._optimizer, settings)
+            if judged or self._state.step % RELEASE_EVERY == 0:  # answers to judge by take other sizes still
+                release_freed_memory()
 
     def _end_diverged(self, said: str) -> None:
         """Raises ScheduleError if nothing is better than what the training began with."""
