@@ -31,7 +31,6 @@ from engine.schedules.schedule import Schedule
 log = logging.getLogger(__name__)
 
 BETAS, EPS = (0.9, 0.95), 1e-8
-RELEASE_EVERY = 8  # steps, of each of which what is kept grows by a hundredth or two
 SPREAD_ANSWERS = 32  # whose prompts say how much the entries of a state vary
 LEAST_SPREAD = 1e-3
 
@@ -143,8 +142,8 @@ class Trainer:
                 return self._end_diverged(f"the loss of step {self._state.step} is {losses[-1]}")
             self._state.seconds = time.monotonic() - begun
             self._progress("training", self._state.step, self._recipe.steps)
-            judged = self._state.step % self._recipe.judge_every == 0 or self._state.step == self._recipe.steps
-            if judged:
+            if self._state.step % self._recipe.judge_every == 0 or self._state.step == self._recipe.steps:
+                release_freed_memory()  # answers to judge by take other sizes than those to learn from
                 qualities = self._qualities()
                 if not _are_numbers(qualities):
                     return self._end_diverged(f"distributions after step {self._state.step} are no numbers")
@@ -152,8 +151,6 @@ class Trainer:
                 losses = []
                 if checkpoint is not None and self._peers.is_first:
                     write_state(checkpoint, self._state, self._identity, self._trainable, self._optimizer, settings)
-            if judged or self._state.step % RELEASE_EVERY == 0:  # answers to judge by take other sizes still
-                release_freed_memory()
 
     def _end_diverged(self, said: str) -> None:
         """Raises ScheduleError if nothing is better than what the training began with."""

@@ -99,7 +99,7 @@ def generation_config(config: DatasetConfig) -> DatasetConfig:
         raise JobError(f"the requests ask for {first['loc'][0]} {first['input']!r}: {first['msg']}") from error
     if requests is None:
         return job
-    begun = None if config.fresh else read_run(job.output_storage().at_first())
+    begun = None if config.fresh or config.plan else read_run(job.output_storage().at_first())
     if begun is not None and not str(begun["input"].get("root")).endswith(f"/{openai_batch.name_of(requests)}"):
         raise JobError(
             f"output {config.output!r} belongs to run {begun['fingerprint']}, which differs in input: {config.input!r} "

@@ -440,8 +440,6 @@ def test_lost_answers_to_requests_are_seen_and_mended_and_other_requests_are_sai
     ask(3)
     with pytest.raises(JobError, match=r"differs in input: .* holds other requests"):
         generate_dataset(given, NoEngineBackend())
-    with pytest.raises(JobError, match=r"differs in input: .* holds other requests"):
-        generation_config(given.model_copy(update={"plan": True}))
     assert list((tmp_path / "set/_requests").iterdir()) == [kept], "what is refused writes nothing"
     assert generate_dataset(given.model_copy(update={"fresh": True}), EchoBackend()).kept == 3
     (now,) = (tmp_path / "set/_requests").iterdir()
