@@ -1,4 +1,4 @@
-"""Average several trainings of one schedule: closer to full depth than each of them, at the same FLOPs.
+"""Average several trainings of one schedule: at best closer to full depth than each of them, at the same FLOPs.
 
 python jobs/average_schedules.py --schedules adapted/first adapted/second --output adapted/mean
 """
@@ -22,7 +22,7 @@ log = logging.getLogger("jobs.average_schedules")
 
 
 class AverageSchedules(StorageConfig):
-    """Average several trainings of one schedule: closer to full depth than each of them, at the same FLOPs."""
+    """Average several trainings of one schedule: at best closer to full depth than each of them, at the same FLOPs."""
 
     schedules: list[Place] = Field(
         min_length=2,
