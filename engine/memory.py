@@ -184,9 +184,9 @@ def _kept_bytes() -> int:
 
 
 def _resident() -> int:
-    """What this process has in memory that is no file's."""
+    """What this process has in memory that is no file's; more than there can be where the system does not say."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 1 << 62)
 
 
 def _available() -> int:

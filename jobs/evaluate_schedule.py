@@ -158,7 +158,7 @@ def evaluate(config: EvaluateSchedule) -> None:
         wanted = list(RIVALS) if "all" in config.rivals else config.rivals
         log.info("solving rivals on %d calibration prompts", len(tokens))
         solved = SolvedRivals(config.output / WORK_FOLDER / RIVALS_FOLDER, identity, sampling, tokens)
-        measure = partial(RivalCalibration.measure, engine, sampling, tokens)
+        measure = partial(RivalCalibration.measure, engine, sampling, tokens, config.batch_size)
         for rival in solved.solve(wanted, config.target_speedups, measure):
             log.info("%s: %s", rival.label, rival.note or "solved")
             contenders.append(rival)
@@ -210,15 +210,14 @@ def with_reference_column(config: EvaluateSchedule) -> EvaluateSchedule:
     if config.reference_column is None:
         is_text = REFERENCE in columns and holds_text(columns[REFERENCE])  # what else is called so is none
         return config.model_copy(update={"reference_column": REFERENCE if is_text else ""})
+    without = "or judge against full depth's outputs alone (--reference-column '')"
     if config.reference_column not in columns:
         raise JobError(
-            f"the input has no column {config.reference_column!r}: name one of {', '.join(sorted(columns))}, or judge "
-            "against full depth's outputs alone (--reference-column '')"
+            f"the input has no column {config.reference_column!r}: name one of {', '.join(sorted(columns))}, {without}"
         )
     if not holds_text(type_ := columns[config.reference_column]):
         raise JobError(
-            f"column {config.reference_column!r} is {type_}, not string: name a column of reference outputs, or judge "
-            "against full depth's outputs alone (--reference-column '')"
+            f"column {config.reference_column!r} is {type_}, not string: name a column of reference outputs, {without}"
         )
     return config
 

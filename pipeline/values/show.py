@@ -2,8 +2,8 @@
 
 Values are taken from Arrow itself, for Python has no dates beyond year 9999 and no text that is not UTF-8. Numbers,
 texts, dates and times read as Python's `str` has them, a number of single or half precision with no more digits than
-tell it from its neighbours; bytes as the text that they are, else as 0x and hexadecimal
-digits; lists, structs and maps as JSON has them, with dates and bytes as strings.
+tell it from its neighbours; bytes as the text that they are, else as 0x and hexadecimal digits; lists, structs and maps
+as JSON has them, with dates and bytes as strings.
 """
 
 import codecs
