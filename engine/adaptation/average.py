@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ScheduleError
+from engine.parts.bridge import Bridge
 from engine.schedules.schedule import Schedule
 
 
@@ -17,12 +18,18 @@ def average(schedules: Sequence[Schedule]) -> Schedule:
 
     The changes of adapters are averaged as such, so that ranks add up.
 
-    Raises ScheduleError for schedules that differ in more than the numbers in bridges and adapters.
+    Raises ScheduleError for schedules that differ in more than the numbers in bridges and adapters, and for bridges
+    that are no affine maps: the mean of a product's factors, and of a gate's, is no mean of what they do.
     """
     first, frames = schedules[0], [_frame(each) for each in schedules]
     for number, frame in enumerate(frames, 1):
         if differs := [what for what, theirs in frame.items() if theirs != frames[0][what]]:
             raise ScheduleError(f"schedule {number} is of another kind than the first, by its {', '.join(differs)}")
+    for bridge in _all_bridges(first).values():
+        if bridge and bridge.form != "affine":
+            raise ScheduleError(
+                f"the bridge over {bridge.block} is {bridge.form}: of affine ones alone is there a mean"
+            )
     bridges = {
         name: replace(bridge, tensors=_mean([each.bridges[name].tensors for each in schedules]))
         for name, bridge in first.bridges.items()
@@ -44,14 +51,25 @@ def average(schedules: Sequence[Schedule]) -> Schedule:
 def _frame(schedule: Schedule) -> dict[str, Any]:
     """What trainings of a schedule leave as it is, in words."""
     prompts, adapter = schedule.prompt_bridge, schedule.adapter
-    parts = {**schedule.bridges, "on prompts": prompts.skips if prompts else None}
     return {
         "layers": (schedule.layers, schedule.skip_order, schedule.plateaus),
         "head preview": schedule.head_preview,
-        "bridges": {name: part and (part.block, _shapes(part.tensors)) for name, part in parts.items()},
+        "bridges": {
+            name: part and (part.block, _shapes(part.tensors)) for name, part in _all_bridges(schedule).items()
+        },
         "prompt bridge": prompts and (prompts.first, _shapes(prompts.tensors)),
-        "adapter": adapter and (adapter.changes_prompts, set(adapter.tensors)),
+        # Ranks may differ.
+        "adapter": adapter
+        and (
+            adapter.changes_prompts,
+            {name: each.shape[name.endswith(".up")] for name, each in adapter.tensors.items()},
+        ),
     }
+
+
+def _all_bridges(schedule: Schedule) -> dict[str, Bridge | None]:
+    prompts = schedule.prompt_bridge
+    return {**schedule.bridges, "on prompts": prompts.skips if prompts else None}
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:

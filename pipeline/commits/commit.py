@@ -30,7 +30,7 @@ from pipeline.values.row_groups import to_parquet
 DATA, COMMITS, SUCCESS_FILE = "data", "_commits", "_SUCCESS.json"
 SNAPSHOT_FILE = "_snapshot.json.gz"  # commit records once more, in one object
 SNAPSHOT_EVERY = 5_000  # commits
-MOST_SNAPSHOT = 2**27  # bytes, compressed
+MOST_SNAPSHOT = 2**28  # bytes, compressed
 LISTING_THREADS = 32
 
 

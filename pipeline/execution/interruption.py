@@ -20,14 +20,11 @@ class Interruption:
             self._before = {number: signal.signal(number, self._remember) for number in _SIGNALS}
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._restore()
-
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number).name
-        self._restore()
+        self.__exit__()
 
-    def _restore(self) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}

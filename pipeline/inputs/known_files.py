@@ -5,7 +5,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain, zip_longest
 
 from pipeline.commits.commit import Commit, read_commits
@@ -50,7 +50,7 @@ class _KnownFiles:
     files: dict[str, KnownFile]
 
 
-_RECORD: Record[_KnownFiles] = Record(_KnownFiles, "discard the run with --fresh", LARGE)
+_RECORD: Record[_KnownFiles] = Record(_KnownFiles, "discard the run with --fresh", 2 * LARGE)
 
 
 def name_versions(contents: Mapping[str, str | None], known: Mapping[str, KnownFile]) -> dict[str, str]:
@@ -151,5 +151,11 @@ def with_unknown(known: Mapping[str, KnownFile], commits: Iterable[Commit], inpu
 
 
 def write_known_files(storage: Storage, files: Mapping[str, KnownFile]) -> None:
-    record = {"format": 1, "files": {name: asdict(files[name]) for name in sorted(files)}}
+    record = {"format": 1, "files": {name: _told(files[name]) for name in sorted(files)}}
     storage.write(INPUTS_FILE, json.dumps(record).encode())
+
+
+def _told(file: KnownFile) -> dict[str, object]:
+    """Its fields, but those that most files have alike: there may be so many that the record would be too long."""
+    values = ((item, getattr(file, item.name)) for item in fields(file))
+    return {item.name: value for item, value in values if value != item.default}

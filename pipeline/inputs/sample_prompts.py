@@ -20,7 +20,7 @@ from pipeline.config import AnswerConfig, JobConfig
 from pipeline.errors import JobError, one_line
 from pipeline.inputs.work import Plan, make_plan
 from pipeline.rows.read import read_units
-from pipeline.rows.rows import ERROR, chosen, prepare
+from pipeline.rows.rows import ERROR, chosen, prepare, taken
 from pipeline.rows.template import PromptTemplate
 from pipeline.rows.unit import WorkUnit
 from pipeline.storage.settings import Place, StorageConfig
@@ -139,7 +139,7 @@ def _read(storage: Storage, runs: Sequence[WorkUnit], columns: Sequence[str]) ->
     while left := runs[len(found) :]:
         try:
             for run, table in read_units(storage, left, columns):
-                found[run] = chosen(table, [True] * run.rows)  # a copy: slices would keep all that lies around them
+                found[run] = taken(table, range(run.rows))  # a copy: slices would keep all that lies around them
         except StorageRefused:
             raise
         except JobError as error:

@@ -2,7 +2,7 @@
 
 import gc
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -38,7 +38,7 @@ class RowGenerator:
     def __init__(
         self, engine: Generator, sampling: Sampling, schedule: Schedule | None, batch_size: int | Literal["auto"]
     ) -> None:
-        self._engine, self._sampling, self._schedule = engine, sampling, schedule
+        self.engine, self.sampling, self.schedule = engine, sampling, schedule
         self._auto = batch_size == "auto"
         # Halved for good when memory runs out: the size, or where that is "auto" the share that is taken of what fits.
         self.batch_size = MOST_ROWS if batch_size == "auto" else batch_size
@@ -66,18 +66,12 @@ class RowGenerator:
         """
         return _RowsOfCall(self, prompts, sample_ids, on_batch).run()
 
-    def stream(
-        self, prompts: Sequence[Sequence[int]], size: int, ids: Sequence[str], on_batch: Callable[[BatchStats], None]
-    ) -> Iterable[Generation]:
-        """What the engine gives, as it comes. Raises what it does."""
-        return self._engine.generate(prompts, self._sampling, self._schedule, size, ids, on_batch)
-
     def size_for(self, prompts: Sequence[Sequence[int]]) -> int:
         """Rows of a batch, of a call's prompts."""
         if not self._auto or not prompts:
             return self.batch_size
         longest = max(map(len, prompts))
-        size = min(self.batch_size, self._engine.fitting_batch_size(longest, self._sampling, self._schedule))
+        size = min(self.batch_size, self.engine.fitting_batch_size(longest, self.sampling, self.schedule))
         if size != self._joined:
             self._joined = size = max(1, int(size * self.room))
         return size
@@ -95,7 +89,7 @@ class RowGenerator:
     def answers(self, prompt: Sequence[int], sample_id: str, size: int) -> bool:
         """Whether the engine gives anything, if only for a prompt's first token: else it is not the rows that fail."""
         try:
-            return any(self._engine.generate([prompt[:1]], self._sampling, self._schedule, size, [sample_id]))
+            return any(self.engine.generate([prompt[:1]], self.sampling, self.schedule, size, [sample_id]))
         except Exception as error:
             log.warning("a prompt of one token fails too: %s", described(error))
             return False
@@ -151,8 +145,9 @@ class _RowsOfCall:
     def _try(self, rows: Sequence[int]) -> Exception | None:
         """Generate for these rows, and return what ended it early. Raises DeviceBroken, ModelError, ScheduleError."""
         prompts, ids = [self._prompts[row] for row in rows], [self._ids[row] for row in rows]
+        sampling, schedule = self._generator.sampling, self._generator.schedule
         try:
-            for generation in self._generator.stream(prompts, self._size, ids, self._tell):
+            for generation in self._generator.engine.generate(prompts, sampling, schedule, self._size, ids, self._tell):
                 place = self._places(rows[generation.index])[generation.sample]
                 if place not in self._found:  # else its row is done again for other samples
                     self._found[place] = generation

@@ -1,7 +1,6 @@
 """Rows between input and output: input table -> prepared table -> output table. All of it Arrow, order kept."""
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, groupby, repeat
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
@@ -118,27 +117,23 @@ def _with_samples(table: pa.Table, samples: int) -> pa.Table:
     """Each row as often as it has samples, their numbers beside it if there are several."""
     if samples == 1:
         return table
-    rows = range(table.num_rows)
-    # A slice of views has the bytes of all of them wherever it is written.
-    plain = pa.schema([field.with_type(without_views(field.type)) for field in table.schema])
-    try:
-        repeated = table.cast(plain).take([row for row in rows for _ in range(samples)]).cast(table.schema)
-    except pa.ArrowException:  # of a few types; or one array has no room for so many bytes, which slices share
-        repeated = pa.concat_tables(
-            [table.slice(0, 0), *(t for row in rows for t in repeat(table.slice(row, 1), samples))]
-        )
+    repeated = taken(table, [row for row in range(table.num_rows) for _ in range(samples)])
     return repeated.append_column(SAMPLE, pa.array([*range(samples)] * table.num_rows, pa.int32()))
 
 
-def chosen(table: pa.Table, keep: Sequence[bool]) -> pa.Table:
+def chosen(table: pa.Table, keep: Iterable[bool]) -> pa.Table:
     """The rows of which `keep` says so, whatever their types."""
+    return taken(table, [row for row, held in enumerate(keep) if held])
+
+
+def taken(table: pa.Table, rows: Sequence[int]) -> pa.Table:
+    """These rows, some maybe several times, whatever their types."""
+    # A slice of views has the bytes of all of them wherever it is written.
+    plain = pa.schema([field.with_type(without_views(field.type)) for field in table.schema])
     try:
-        return table.filter(pa.array(keep, pa.bool_()))
-    except pa.ArrowNotImplementedError:  # Arrow picks no rows of string views and a few more types, but slices all
-        runs = [(held, len(list(run))) for held, run in groupby(keep)]
-        ends = accumulate(rows for _, rows in runs)
-        parts = [table.slice(end - rows, rows) for (held, rows), end in zip(runs, ends, strict=True) if held]
-        return pa.concat_tables([table.slice(0, 0), *parts])
+        return table.cast(plain).take(pa.array(rows, pa.int64())).cast(table.schema)
+    except pa.ArrowException:  # of a few types; or one array has no room for so many bytes, which slices share
+        return pa.concat_tables([table.slice(0, 0), *(table.slice(row, 1) for row in rows)])
 
 
 def _output(

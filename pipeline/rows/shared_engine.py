@@ -31,14 +31,9 @@ Streaming = Engine | VllmEngine  # rows can be given to it at any time
 class _Terms(NamedTuple):
     """What calls have to agree in to share a stream."""
 
-    sampling: Sampling | None
+    sampling: Sampling
     schedule: Schedule | None
     batch_size: int
-
-    @property
-    def samples(self) -> int:
-        """Of each prompt."""
-        return 1 if self.sampling is None else self.sampling.samples_per_prompt
 
 
 @dataclass(eq=False)
@@ -49,7 +44,7 @@ class _Call:
     sample_ids: Sequence[str]
     told: SimpleQueue[Generation | BatchStats | Exception | None] = field(default_factory=SimpleQueue)  # None: all done
     taken: int = 0  # prompts, from the first on
-    left: dict[int, set[int]] = field(default_factory=dict)  # of those, samples without a generation
+    left: set[tuple[int, int]] = field(default_factory=set)  # of those, place and sample of what has no generation
     wanted: bool = True  # by its caller
 
     @property
@@ -60,16 +55,8 @@ class _Call:
     def take(self, samples: int) -> int:
         """The place of the next prompt, of which so many samples are generated from now on."""
         place, self.taken = self.taken, self.taken + 1
-        self.left[place] = set(range(samples))
+        self.left.update((place, sample) for sample in range(samples))
         return place
-
-    def ends(self, place: int, sample: int) -> bool:
-        """A prompt's sample has its generation; whether it was the last."""
-        left = self.left[place]
-        left.remove(sample)
-        if not left:
-            del self.left[place]
-        return not left
 
     def tell(self, done: Sequence[Generation], stats: BatchStats) -> None:
         for generation in done:
@@ -83,7 +70,7 @@ class _Shared:
     def __init__(self, decoding: Decoding, terms: _Terms) -> None:
         self.terms, self.decoding = terms, decoding
         self.calls: list[_Call] = []  # in the order of their coming, in which their prompts are taken
-        self._whose: dict[int, tuple[_Call, int]] = {}  # rows in the stream: call and place there
+        self._whose: dict[tuple[int, int], tuple[_Call, int]] = {}  # by row in the stream and sample: call, place there
         self._rows = 0  # so far
         self._told_at = time.monotonic()
 
@@ -94,10 +81,9 @@ class _Shared:
                 self._add(call)
         done: dict[_Call, list[Generation]] = {}
         for generation in self.decoding.step() if self.decoding.unfinished else []:
-            call, place = self._whose[generation.index]
+            call, place = self._whose.pop((generation.index, generation.sample))
+            call.left.remove((place, generation.sample))
             done.setdefault(call, []).append(replace(generation, index=place))
-            if call.ends(place, generation.sample):
-                del self._whose[generation.index]
         to_tell = list(done)
         if time.monotonic() - self._told_at >= feeding.ALIVE_S:
             to_tell, self._told_at = self.calls, time.monotonic()
@@ -112,9 +98,10 @@ class _Shared:
         return bool(self.calls)
 
     def _add(self, call: _Call) -> None:
-        place = call.take(self.terms.samples)
+        samples = self.terms.sampling.samples_per_prompt
+        place = call.take(samples)
         self.decoding.add(call.prompts[place], call.sample_ids[place], self._rows)
-        self._whose[self._rows] = call, place
+        self._whose |= {(self._rows, sample): (call, place) for sample in range(samples)}
         self._rows += 1
 
 
@@ -224,13 +211,13 @@ class SharedEngine:
         it lacks.
         """
         while call.waits:
-            call.take(terms.samples)
-        places = sorted(call.left) if call.wanted else []
+            call.take(terms.sampling.samples_per_prompt)
+        places = sorted({place for place, _ in call.left}) if call.wanted else []
         prompts, ids = [call.prompts[place] for place in places], [call.sample_ids[place] for place in places]
         try:
             for generation in self._engine.generate(prompts, *terms, ids, call.told.put):
                 place = places[generation.index]
-                if generation.sample in call.left[place]:
+                if (place, generation.sample) in call.left:
                     call.told.put(replace(generation, index=place))
             call.told.put(None)
         except Exception as error:

@@ -15,17 +15,17 @@ first commit of a unit wins, and units are named by what they are of.
 import json
 import logging
 import os
-import re
 import socket
 import threading
 import time
 import uuid
 from dataclasses import asdict, dataclass, replace
+from pathlib import PurePath
 from typing import Self
 
 from engine import parse_json
 from pipeline.errors import JobError, JobStopped, NothingToDo
-from pipeline.storage.ownership import Kind, remove
+from pipeline.storage.ownership import Kind, own, remove
 from pipeline.storage.records import SMALL, Count, Record
 from pipeline.storage.storage import Storage
 from pipeline.storage.stores import Unfit
@@ -199,8 +199,7 @@ class _Watch:
 
 
 def _numbers(storage: Storage) -> list[int]:
-    stems = (name.removeprefix(f"{LEASES}/").removesuffix(".json") for name in storage.names(LEASES, ".json"))
-    return [int(stem) for stem in stems if re.fullmatch("[0-9]{9}", stem)]
+    return [int(PurePath(name).stem) for name in own(Kind.RUN, storage.names(LEASES, ".json"))]
 
 
 def _read(storage: Storage, name: str) -> bytes | None:

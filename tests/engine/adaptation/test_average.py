@@ -88,3 +88,23 @@ def test_other_schedules_are_refused_by_what_differs(
 ) -> None:
     with pytest.raises(ScheduleError, match=f"schedule 3 is of another kind than the first, by {said}"):
         average([*trained, replace(trained[0], **changes)])  # type: ignore[arg-type]
+
+
+def test_an_adapter_of_another_size_is_refused(trained: list[Schedule]) -> None:
+    adapter = trained[0].adapter
+    assert adapter is not None
+    longer = {name: torch.cat([each] * 2, 0 if name.endswith(".down") else 1) for name, each in adapter.tensors.items()}
+    with pytest.raises(ScheduleError, match=r"schedule 2 is of another kind than the first, by its adapter$"):
+        average([trained[0], replace(trained[0], adapter=replace(adapter, tensors=longer))])
+
+
+def test_bridges_that_are_no_affine_maps_have_no_mean(trained: list[Schedule]) -> None:
+    (name, bridge), *_ = trained[0].bridges.items()
+    gate = dict.fromkeys(("gate", "gate_up"), torch.zeros(bridge.hidden, 2)) | {
+        "gate_down": torch.zeros(2, bridge.hidden)
+    }
+    gated = replace(trained[0], bridges={name: replace(bridge, tensors={**bridge.tensors, **gate})})
+    with pytest.raises(
+        ScheduleError, match=r"the bridge over .* is affine, gated: of affine ones alone is there a mean"
+    ):
+        average([gated, gated])
