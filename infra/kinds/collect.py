@@ -36,14 +36,6 @@ DOCSTRING_WORDS = range(50, 141)
 Row = tuple[str, str]  # where a text is from, and the text
 
 
-def speeches(passage_words: int) -> Iterator[Row]:
-    yield from _passages_of(*SPEECHES, passage_words)
-
-
-def novel(passage_words: int) -> Iterator[Row]:
-    yield from _passages_of(*NOVEL, passage_words)
-
-
 def docstrings() -> Iterator[Row]:
     """Of public classes and functions, without their examples and references, cut where they are long."""
     with TemporaryDirectory() as folder:
@@ -106,7 +98,11 @@ def main() -> None:
     options = parser.parse_args()
     output: Path = options.output
     words: int = options.passage_words
-    kinds = {"speeches": speeches(words), "docstrings": docstrings(), "novel": novel(words)}
+    kinds = {
+        "speeches": _passages_of(*SPEECHES, words),
+        "docstrings": docstrings(),
+        "novel": _passages_of(*NOVEL, words),
+    }
     if there := [name for name in kinds if (output / name).exists()]:
         parser.error(f"{output / there[0]} is there already: remove it, or name another directory")
     for name, rows in kinds.items():

@@ -199,13 +199,13 @@ def _contenders(
     pythons = {"own": sys.executable, "peers": config.peers_python, "vllm": config.vllm_python}
     for kind in config.contenders:
         runner, python = RUNNERS[kind], str(Path(pythons[RUNNERS[kind].environment]).absolute())
-        if (reason := runner.missing(python)) is not None:
+        reason = runner.missing(python)
+        if reason is None and kind == "openvino" and config.device != "cpu":
+            reason = f"{runner.label} is left out: it runs on CPUs alone here"
+        if reason is not None:
             if kind == config.contenders[0]:
                 raise JobError(reason)
             console.print(reason, soft_wrap=True)
-            continue
-        if kind == "openvino" and config.device != "cpu" and len(config.contenders) > 1:
-            console.print(f"{runner.label} is left out: it runs on CPUs alone here", soft_wrap=True)
             continue
         under: NamedSchedules = schedules if runner.takes_schedules else {}
         if kind == "vllm" and under and (reason := VLLM_PLUGIN.missing(python)) is not None:

@@ -11,7 +11,6 @@ from typing import Any, Self
 import numpy as np
 import pyarrow as pa
 
-from engine import Schedule
 from engine.bootstrap import Bootstrap, Estimate, Values
 from pipeline.evaluation.contender import Contender
 from pipeline.evaluation.study import OUTPUTS, BatchTiming, Prompt, Study
@@ -216,8 +215,6 @@ def _scores(found: Sequence[Overlap | None]) -> dict[str, Values]:
 
 def _measured(outputs: Outputs) -> float | None:
     """Median over the batches that both have decoded in the same session; None without any."""
-    if not isinstance(outputs.contender.method, Schedule):
-        return None
     ratios = [
         (ours.decode_passes / ours.decode_seconds) / (full.decode_passes / full.decode_seconds)
         for ours, full in zip(outputs.timings, outputs.full.timings, strict=True)

@@ -7,6 +7,7 @@ Solving takes minutes: what was solved is kept, and a rerun goes straight to wha
 import hashlib
 import json
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -130,17 +131,12 @@ def _exits(kind: Kind, calibration: RivalCalibration, target: float) -> Contende
         raise ScheduleError("no answer to the calibration prompts has a decode step")
     # Thresholds between the confidences seen: the share of tokens that leave falls along them.
     thresholds = np.quantile(seen, np.linspace(0, 1, 61)).tolist()
-    low, high, best = 0, len(thresholds) - 1, (0.0, 0.0)
-    while low <= high:
-        middle = (low + high) // 2
-        speedup, _ = generated(thresholds[middle])
-        if speedup >= target * (1 - TOLERANCE):
-            best, low = (thresholds[middle], speedup), middle + 1
-        else:
-            high = middle - 1
-    threshold, reached = best
-    if not reached:
+    speedup = cache(lambda threshold: generated(threshold)[0])
+    reaching = bisect_left(thresholds, True, key=lambda threshold: speedup(threshold) < target * (1 - TOLERANCE))
+    if not reaching:
         raise ScheduleError(f"with a check after layer {check} it stays below {target:g}x at every threshold")
+    threshold = thresholds[reaching - 1]
+    reached = speedup(threshold)
     note = f"one check after {check} layers, threshold {threshold:.3f}, {reached:.2f}x on the calibration prompts"
     return Contender(kind, target, EarlyExit(kind, (check,), threshold), is_rival=True, note=note)
 

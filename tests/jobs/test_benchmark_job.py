@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from rich.console import Console
 
 from engine import Ledger, Schedule, decode_flop_speedup, describe
 from engine.schedules import recipes
 from jobs.benchmarks.figures import Measured, WholeJob, figures, flops
-from jobs.benchmarks.job import BenchmarkJob, bare_schedules, benchmark, named_schedules
+from jobs.benchmarks.job import BenchmarkJob, _contenders, bare_schedules, benchmark, named_schedules
 from jobs.benchmarks.peers.own_engine import OwnEngine
 from jobs.benchmarks.peers.protocol import Job
 from jobs.benchmarks.worker import RUNNERS, VARIANTS, Runner, Worker
@@ -167,6 +168,19 @@ def test_a_runner_without_its_modules_says_how_to_get_them() -> None:
         f"vLLM is left out: {sys.executable} has no no_such_module; make vllm-env"
     )
     assert RUNNERS["engine"].missing(sys.executable) is None
+
+
+def test_a_reference_that_runs_on_cpus_alone_is_refused_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(RUNNERS, "openvino", Runner("protocol", "OpenVINO GenAI", ()))
+    first, second = (
+        BenchmarkJob(contenders=contenders, device="cuda", output=tmp_path)
+        for contenders in (["openvino", "engine"], ["engine", "openvino"])
+    )
+    with pytest.raises(JobError, match="OpenVINO GenAI is left out: it runs on CPUs alone"):
+        list(_contenders(first, job("none", tmp_path), {}, Console()))
+    assert [each.name for each, _ in _contenders(second, job("none", tmp_path), {}, Console())] == ["our engine"]
 
 
 def test_answers_are_compared_with_the_references_that_are_there(make_checkpoint: Callable[..., Path]) -> None:
