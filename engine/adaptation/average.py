@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from engine.errors import ScheduleError
-from engine.parts.bridge import Bridge
 from engine.schedules.schedule import Schedule
 
 
@@ -25,8 +24,8 @@ def average(schedules: Sequence[Schedule]) -> Schedule:
     for number, frame in enumerate(frames, 1):
         if differs := [what for what, theirs in frame.items() if theirs != frames[0][what]]:
             raise ScheduleError(f"schedule {number} is of another kind than the first, by its {', '.join(differs)}")
-    for bridge in _all_bridges(first).values():
-        if bridge and bridge.form != "affine":
+    for bridge in first.all_bridges:
+        if bridge.form != "affine":
             raise ScheduleError(
                 f"the bridge over {bridge.block} is {bridge.form}: of affine ones alone is there a mean"
             )
@@ -51,25 +50,16 @@ def average(schedules: Sequence[Schedule]) -> Schedule:
 def _frame(schedule: Schedule) -> dict[str, Any]:
     """What trainings of a schedule leave as it is, in words."""
     prompts, adapter = schedule.prompt_bridge, schedule.adapter
+    parts = {**schedule.bridges, "on prompts": prompts.skips if prompts else None}
+    # Of an adapter's matrices the sizes but ranks, which may differ.
+    sizes = adapter and {name: each.shape[name.endswith(".up")] for name, each in adapter.tensors.items()}
     return {
         "layers": (schedule.layers, schedule.skip_order, schedule.plateaus),
         "head preview": schedule.head_preview,
-        "bridges": {
-            name: part and (part.block, _shapes(part.tensors)) for name, part in _all_bridges(schedule).items()
-        },
+        "bridges": {name: part and (part.block, _shapes(part.tensors)) for name, part in parts.items()},
         "prompt bridge": prompts and (prompts.first, _shapes(prompts.tensors)),
-        # Ranks may differ.
-        "adapter": adapter
-        and (
-            adapter.changes_prompts,
-            {name: each.shape[name.endswith(".up")] for name, each in adapter.tensors.items()},
-        ),
+        "adapter": adapter and (adapter.changes_prompts, sizes),
     }
-
-
-def _all_bridges(schedule: Schedule) -> dict[str, Bridge | None]:
-    prompts = schedule.prompt_bridge
-    return {**schedule.bridges, "on prompts": prompts.skips if prompts else None}
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:

@@ -20,11 +20,14 @@ class Interruption:
             self._before = {number: signal.signal(number, self._remember) for number in _SIGNALS}
         return self
 
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number).name
-        self.__exit__()
+        self._restore()
 
-    def __exit__(self, *_: object) -> None:
+    def _restore(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
