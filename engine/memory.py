@@ -103,24 +103,24 @@ def free_bytes(device: torch.device) -> int:
 
 
 def check_memory(
-    task: str, kept: int, working: int, free: int, answers: int, model: int = 0, kept_of: int | None = None
+    task: str, kept: int, working: int, free: int, prompts: int, model: int = 0, kept_of: int | None = None
 ) -> None:
-    """Raises ScheduleError if a task on so many answers takes more memory than can be counted on; all in bytes.
+    """Raises ScheduleError if a task on answers to so many prompts takes more memory than can be counted on; bytes.
 
     Args:
         task: in words.
         kept: of the answers, as long as it takes.
-        working: that it takes besides, and that fewer of them hardly make less.
+        working: that it takes besides, and that fewer prompts hardly make less.
         free: there is.
         model: of a model that is yet to be loaded.
-        kept_of: answers that what is kept grows with, where more of them take no more.
+        kept_of: prompts that what is kept grows with, where more of them take no more.
     """
     room = int(SHARE * free) - model - working
     if kept > room:
-        fits = int((kept_of or answers) * room / kept)
-        way_out = f"with about {fits} answers it fits"
+        fits = int((kept_of or prompts) * room / kept)
+        way_out = f"with about {fits} prompts it fits"
         if fits < LEAST_ANSWERS:
-            way_out = f"fewer than the {LEAST_ANSWERS} answers that it needs would fit"
+            way_out = f"fewer than the {LEAST_ANSWERS} prompts that it needs would fit"
             if room + working <= 0:
                 way_out = "the model alone is too large"
             elif room <= 0:
@@ -128,7 +128,7 @@ def check_memory(
             way_out += ", so it takes a machine with more memory, or shorter or far fewer prompts"
         beside = f" beside the model's {model / 1e9:.1f} GB" if model else ""
         raise ScheduleError(
-            f"{task} on {answers} answers keeps some {kept / 1e9:.1f} GB of full depth in memory{beside} and takes "
+            f"{task} on {prompts} prompts keeps some {kept / 1e9:.1f} GB of full depth in memory{beside} and takes "
             f"{working / 1e9:.1f} GB to work in, and {free / 1e9:.1f} GB are free: {way_out}"
         )
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from engine import Engine, ModelError, Schedule, ScheduleError, model_identity
+from engine import Engine, ModelError, Schedule, ScheduleError, model_identity, resolve_dtype
 from engine.adaptation.checkpoint import check_settings
 from engine.adaptation.curve import Point, is_early_look, reachable_kl
 from engine.adaptation.memory import kept_bytes, model_bytes, teacher_bytes, trained_bytes, working_bytes
@@ -202,13 +202,14 @@ def train(config: AdaptModel, schedules: Sequence[Schedule]) -> Training:
 
 def settings_of(config: AdaptModel, schedules: Sequence[Schedule]) -> dict[str, Any]:
     """What decides a training, by option: a model and schedules by what they are, wherever they lie."""
-    options = config.model_dump(mode="json", exclude=DECIDE_NOTHING)
+    options = config.model_dump(mode="json", exclude={*DECIDE_NOTHING, "dtype"})
     started = [replace(schedule, provenance={}).to_dict() for schedule in schedules]
     options["schedule"] = hashlib.sha256(json.dumps(started).encode()).hexdigest()[:16]
     options["model"] = model_identity(config.model)[:16]
     if "://" not in config.input:
         options["input"] = os.path.abspath(config.input)
-    return {f"--{name.replace('_', '-')}": value for name, value in options.items()}
+    named = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
+    return named | {"the answers' --dtype": resolve_dtype(config.device, config.dtype)}  # of auto that of the device
 
 
 def check_drawn(

@@ -20,7 +20,7 @@ from engine.forward.packing import Progress
 from engine.forward.teacher_forcing import Answer
 from jobs.prompts import SUMMARIZE
 from pipeline.config import PromptText
-from pipeline.inputs.sample_prompts import CorpusConfig, Part, sample_prompts
+from pipeline.inputs.sample_prompts import CorpusConfig, sample_prompts
 from pipeline.preparing.fit import longest_prompt
 from pipeline.rows.rows import TOKENS
 
@@ -38,7 +38,6 @@ class AnswersConfig(CorpusConfig):
     prompt: PromptText = SUMMARIZE
     max_new_tokens: int = Field(64, ge=2, description="longest answer")
     prompts: int = Field(500, ge=1, description="prompts to draw, by the seed")
-    part: Part = "all"
     threads: int | None = Field(None, ge=1, description="CPU threads; default torch's own choice")
 
     def load_engine(self, now: datetime | None = None) -> Engine:

@@ -12,7 +12,7 @@ from pydantic import Field
 from engine import Schedule, ScheduleError
 from engine.adaptation.average import average
 from jobs import command_line
-from pipeline.preparing.fit import check_no_others, read_schedules
+from pipeline.preparing.fit import check_no_others, made_for, read_schedules
 from pipeline.storage.ownership import claim_directory
 from pipeline.storage.settings import Place, StorageConfig
 
@@ -38,9 +38,14 @@ def write_average(config: AverageSchedules) -> None:
     check_no_others(output, [""])
     trained = [_read_one(path, config) for path in config.schedules]
     first, *others = (dict(each.provenance) for each in trained)
+    models = {identity: name for name, identity in filter(None, map(made_for, trained))}
+    if len(models) > 1:
+        raise ScheduleError(f"they are of different models, or versions of one: {', '.join(sorted(models.values()))}")
     first.pop("held_out", None)  # of one of them
     # Nothing that it has seen is to be taken for unseen.
     seen = [record for other in others for record in (other.get("adapted_on"), *other.get("adapted_before", []))]
+    calibrated = [other.get("calibrated_on") for other in others]
+    seen += [record for record in calibrated if record != first.get("calibrated_on")]
     first["adapted_before"] = [*first.get("adapted_before", []), *filter(None, seen)]
     first["averaged"] = len(trained)
     replace(average(trained), provenance=first).write(output)

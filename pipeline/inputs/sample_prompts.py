@@ -61,6 +61,7 @@ class CorpusConfig(AnswerConfig, StorageConfig):
         min_length=1, description="Parquet file, directory or glob: a local path or any fsspec URL such as s3://"
     )
     s3_anonymous_input: bool = Field(False, description="read a public input without credentials")
+    part: Part = "all"
 
     @property
     def parted_by(self) -> str:
@@ -195,7 +196,8 @@ def sample_prompts(
                 f"{bad} of {bad} rows make no prompt ({which} of {config.input!r}); the first one's error: {why}"
             )
         where = "" if part == "all" else f" in {which}"
-        raise JobError(f"{config.input!r} has no row{where}: give a larger input, or another part (--part)")
+        way_out = "or another part (--part)" if part == config.part else "or do without what is made from these"
+        raise JobError(f"{config.input!r} has no row{where}: give a larger input, {way_out}")
     log.info(
         "%d prompts drawn from %s of %s%s%s", min(rows, count), which, config.input,
         f"; it has no more than these, {count} were asked for" if rows < count else "",

@@ -103,16 +103,22 @@ def read_schedules(path: str, settings: StorageConfig | None = None) -> dict[str
 
 def warn_of_another_model(schedule: Schedule, model: str, identity: str) -> None:
     """Say so where a schedule was made for other weights: of what is fitted, only the shape can be checked."""
+    name, known = made_for(schedule) or (model, identity)
+    if known != identity:
+        log.warning(
+            "the schedule was made for the model %s, and %s is another one, or another version of it: what "
+            "stands in for its layers may not fit, so judge it (evaluate_schedule.py) or calibrate anew",
+            brief(name), model,
+        )  # fmt: skip
+
+
+def made_for(schedule: Schedule) -> tuple[str, str] | None:
+    """Name and identity of the model that a schedule was trained for last, or else calibrated."""
     for made in ("adapted_on", "calibrated_on"):
         match schedule.provenance.get(made):
-            case {"model": [str(name), str(known), *_]}:
-                if known != identity:
-                    log.warning(
-                        "the schedule was made for the model %s, and %s is another one, or another version of it: what "
-                        "stands in for its layers may not fit, so judge it (evaluate_schedule.py) or calibrate anew",
-                        brief(name), model,
-                    )  # fmt: skip
-                return  # what it was trained for last
+            case {"model": [str(name), str(identity), *_]}:
+                return name, identity
+    return None
 
 
 def made_from(provenance: Mapping[str, Any], part: Part, parted_by: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

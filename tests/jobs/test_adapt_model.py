@@ -231,7 +231,9 @@ def test_the_teacher_is_gone_before_the_student_is_loaded(
     [
         ("--steps", "2", "--steps was 1, is 2"), ("--prompt", "Say: {text}", "--prompt was '{text}', is 'Say: {text}'"),
         ("--prompts", "40", "--prompts was 60, is 40"), ("--schedule", "other", "--schedule was "),
-        ("--input", "elsewhere.parquet", "--input was "), ("--answers-per-prompt", "2", "--answers-per-prompt was 1"),
+        ("--input", "elsewhere.parquet", "--input was "),
+        ("--dtype", "bfloat16", "the answers' --dtype was 'float32', is 'bfloat16'"),
+        ("--answers-per-prompt", "2", "--answers-per-prompt was 1"),
     ],
 )  # fmt: skip
 def test_another_option_is_refused_by_name_before_the_model_is_loaded(
@@ -352,13 +354,13 @@ def test_more_prompts_than_the_memory_holds_are_refused_before_they_are_answered
     monkeypatch.setattr("jobs.adaptation.teacher_bytes", lambda _: freed)
     monkeypatch.setattr("jobs.adaptation.trained_bytes", lambda *_: 0)
     refused = said()
-    assert "training on 60 answers keeps some" in refused
+    assert "training on 60 prompts keeps some" in refused
     assert "what it works in alone does not fit" in refused
     assert "answering at full depth" not in refused
     monkeypatch.setattr("jobs.adaptation.working_bytes", lambda *_: 0)
     monkeypatch.setattr("jobs.adaptation.model_bytes", lambda *_: 300_000)
     monkeypatch.setattr("jobs.adaptation.kept_bytes", lambda *_: 1_000_000)
-    assert "with about 30 answers it fits" in said()
+    assert "with about 30 prompts it fits" in said()
 
 
 def silenced(calibrated: Path, where: Path) -> Path:

@@ -262,7 +262,7 @@ def test_more_prompts_than_the_memory_holds_are_refused_before_one_is_answered(
 ) -> None:
     monkeypatch.setattr(answers, "answer_prompts", lambda *_: pytest.fail("prompts were answered"))
     monkeypatch.setattr(calibrate_schedule, "free_bytes", lambda _: 1_000_000)
-    with pytest.raises(ScheduleError, match=r"calibrating on 40 answers keeps some .* works in alone does not fit"):
+    with pytest.raises(ScheduleError, match=r"calibrating on 40 prompts keeps some .* works in alone does not fit"):
         calibrate_schedule.calibrate(configured(model, tmp_path, "--target-speedups", "1.02"))
 
 

@@ -122,16 +122,16 @@ def test_a_lesson_takes_its_logits_and_what_gradients_need_wherever_prompts_run_
 
 
 def test_too_many_answers_are_refused_with_how_many_would_do() -> None:
-    check_memory("training", kept=7_000, working=0, free=10_000, answers=100, model=1_000)
+    check_memory("training", kept=7_000, working=0, free=10_000, prompts=100, model=1_000)
     giga = 10**9
     with pytest.raises(
         ScheduleError,
-        match=r"training on 100 answers keeps some 12\.0 GB .* 2\.0 GB and takes 2\.0 GB .*, and 10\.0 GB .* about 33 ",
+        match=r"training on 100 prompts keeps some 12\.0 GB .* 2\.0 GB and takes 2\.0 GB .*, and 10\.0 GB .* about 33 ",
     ):
-        check_memory("training", kept=12 * giga, working=2 * giga, free=10 * giga, answers=100, model=2 * giga)
+        check_memory("training", kept=12 * giga, working=2 * giga, free=10 * giga, prompts=100, model=2 * giga)
     with pytest.raises(ScheduleError, match="the model alone is too large"):
-        check_memory("training", kept=giga, working=0, free=10 * giga, answers=100, model=9 * giga)
+        check_memory("training", kept=giga, working=0, free=10 * giga, prompts=100, model=9 * giga)
     with pytest.raises(ScheduleError, match=r"calibrating .* full depth in memory and .* what it works in alone does"):
-        check_memory("calibrating", kept=giga, working=9 * giga, free=10 * giga, answers=100)
-    with pytest.raises(ScheduleError, match=r"free: fewer than the 20 answers that it needs would fit, so it takes a "):
-        check_memory("calibrating", kept=10 * giga, working=7 * giga, free=10 * giga, answers=100)
+        check_memory("calibrating", kept=giga, working=9 * giga, free=10 * giga, prompts=100)
+    with pytest.raises(ScheduleError, match=r"free: fewer than the 20 prompts that it needs would fit, so it takes a "):
+        check_memory("calibrating", kept=10 * giga, working=7 * giga, free=10 * giga, prompts=100)

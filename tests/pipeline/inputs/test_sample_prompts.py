@@ -30,14 +30,14 @@ Drawn = Callable[..., list[str]]
 def drawn(tmp_path: Path, write_parquet: WriteParquet, byte_tokens: ByteTokenizer) -> Drawn:
     """Texts of the prompts drawn from two files."""
 
-    def draw(part: Part, count: int = ROWS, table: pa.Table = TABLE, **options: object) -> list[str]:
+    def draw(of: Part, count: int = ROWS, table: pa.Table = TABLE, **options: object) -> list[str]:
         for file in range(2):
             half = table.slice(file * (table.num_rows // 2), table.num_rows // 2)
             write_parquet(
                 tmp_path / f"in/{file}.parquet", half, [half.num_rows // 3, half.num_rows - half.num_rows // 3]
             )
         config = CorpusConfig(**{"input": str(tmp_path / "in"), "prompt_format": "raw", "id_column": "id"} | options)
-        rows = sample_prompts(config, part, count, byte_tokens, 100, ["text"])
+        rows = sample_prompts(config, of, count, byte_tokens, 100, ["text"])
         assert [bytes(tokens).decode() for tokens in rows["_prompt"].to_pylist()] == rows["text"].to_pylist()
         return list(rows["text"].to_pylist())
 
@@ -109,8 +109,10 @@ def test_rows_that_make_no_prompt_are_left_out_and_counted(drawn: Drawn, caplog:
 
 def test_a_part_without_rows_is_said(drawn: Drawn) -> None:
     of_train = next(row for row in range(ROWS) if part_of(IDS[row]) == "train")
-    with pytest.raises(JobError, match=r"' has no row in the test part \(by a hash of each row's id\): give"):
-        drawn("test", table=pa.concat_tables([TABLE.slice(of_train, 1)] * 2))
+    none = r"' has no row in the test part \(by a hash of each row's id\): give a larger input, or "
+    for asked, way_out in [("test", r"another part \(--part\)"), ("train", "do without what is made from these")]:
+        with pytest.raises(JobError, match=none + way_out):
+            drawn("test", table=pa.concat_tables([TABLE.slice(of_train, 1)] * 2), part=asked)
 
 
 def test_rows_none_of_which_makes_a_prompt_say_why(drawn: Drawn) -> None:
