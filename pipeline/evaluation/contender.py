@@ -11,7 +11,6 @@ from pydantic import Discriminator, PlainSerializer, PlainValidator, Tag
 from engine import EarlyExit, Schedule
 
 FULL_DEPTH = "full depth"
-LONGEST = 200  # of its part in a file name, which file systems hold to 255 bytes
 
 
 def _described(schedule: Schedule) -> dict[str, Any]:
@@ -72,11 +71,6 @@ class Contender:
     def file_name(self) -> str:
         """Its label as one."""
         return re.sub(r"[^a-z0-9.]+", "-", self.label.lower()).strip("-")
-
-    @property
-    def slug(self) -> str:
-        """Its file name, made unique by its identity."""
-        return f"{self.file_name[:LONGEST]}-{self.identity[:8]}"
 
 
 def ending(target: float | None) -> str:

@@ -191,7 +191,7 @@ class Study:
         rows = [[prompt.id, list(prompt.tokens)] for prompt in batch]
         decided = json.dumps([OUTPUTS.names, self.model_identity, self.sampling.to_dict(), contender.identity, rows])
         name = hashlib.sha256(decided.encode()).hexdigest()[:16]
-        return self.directory / contender.slug / f"{name}.parquet"
+        return self.directory / contender.identity / f"{name}.parquet"  # whatever it is called today
 
 
 def in_order(generations: Iterable[Generation]) -> list[Generation]:

@@ -225,7 +225,7 @@ def rivals(draw: random.Random, folder: Path, canary: Path) -> tuple[str, Read]:
 
     def read() -> None:
         for contender in solved.solve(["one", "two"], [1.3], measure):
-            assert contender.slug + contender.label + contender.note
+            assert contender.identity + contender.label + contender.note
 
     return what, lambda: said(read)
 

@@ -71,6 +71,13 @@ def test_nothing_is_computed_twice(study: Study) -> None:
     study.run(cast(Engine, NoEngine()), contenders())
 
 
+def test_what_is_called_otherwise_is_not_computed_again(study: Study) -> None:
+    """As a schedule is once another one of its name stands beside it."""
+    renamed = [replace(each, name=f"{each.name} (out/a)") for each in contenders()]
+    study.run(cast(Engine, NoEngine()), renamed)
+    assert study.outputs(renamed[1]).equals(study.outputs(contenders()[1]))
+
+
 def test_an_interrupted_study_goes_on_where_it_was(
     tmp_path: Path, study: Study, packaged: Engine, prompts: list[Prompt]
 ) -> None:
