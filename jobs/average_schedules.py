@@ -12,7 +12,7 @@ from pydantic import Field
 from engine import Schedule, ScheduleError
 from engine.adaptation.average import average
 from jobs import command_line
-from pipeline.preparing.fit import check_no_others, made_for, read_schedules
+from pipeline.preparing.fit import check_no_others, model_of, read_schedules
 from pipeline.storage.ownership import claim_directory
 from pipeline.storage.settings import Place, StorageConfig
 
@@ -38,9 +38,9 @@ def write_average(config: AverageSchedules) -> None:
     check_no_others(output, [""])
     trained = [_read_one(path, config) for path in config.schedules]
     first, *others = (dict(each.provenance) for each in trained)
-    models = {identity: name for name, identity in filter(None, map(made_for, trained))}
+    models = sorted({f"{name} ({identity[:8]})" for name, identity in filter(None, map(model_of, trained))})
     if len(models) > 1:
-        raise ScheduleError(f"they are of different models, or versions of one: {', '.join(sorted(models.values()))}")
+        raise ScheduleError(f"the schedules are of different models, or versions of one: {', '.join(models)}")
     first.pop("held_out", None)  # of one of them
     # Nothing that it has seen is to be taken for unseen.
     seen = [record for other in others for record in (other.get("adapted_on"), *other.get("adapted_before", []))]

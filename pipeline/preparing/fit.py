@@ -103,7 +103,7 @@ def read_schedules(path: str, settings: StorageConfig | None = None) -> dict[str
 
 def warn_of_another_model(schedule: Schedule, model: str, identity: str) -> None:
     """Say so where a schedule was made for other weights: of what is fitted, only the shape can be checked."""
-    name, known = made_for(schedule) or (model, identity)
+    name, known = model_of(schedule) or (model, identity)
     if known != identity:
         log.warning(
             "the schedule was made for the model %s, and %s is another one, or another version of it: what "
@@ -112,7 +112,7 @@ def warn_of_another_model(schedule: Schedule, model: str, identity: str) -> None
         )  # fmt: skip
 
 
-def made_for(schedule: Schedule) -> tuple[str, str] | None:
+def model_of(schedule: Schedule) -> tuple[str, str] | None:
     """Name and identity of the model that a schedule was trained for last, or else calibrated."""
     for made in ("adapted_on", "calibrated_on"):
         match schedule.provenance.get(made):

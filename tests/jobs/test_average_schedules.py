@@ -53,7 +53,10 @@ def with_another(record: str, tmp_path: Path, **changes: object) -> Path:
 def test_trainings_of_different_models_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = with_another("adapted_on", tmp_path, model=["a-base-model", "0123", "float32"])
     assert averaged(tmp_path / "mean", "adapted", other) == 1
-    assert "different models, or versions of one: a-base-model, smollm2-135m-instruct" in capsys.readouterr().err
+    assert (
+        "different models, or versions of one: a-base-model (0123), smollm2-135m-instruct (b1f7339d)"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "mean" / "schedule.json").exists()
 
 
