@@ -43,10 +43,13 @@ def write_average(config: AverageSchedules) -> None:
         raise ScheduleError(f"the schedules are of different models, or versions of one: {', '.join(models)}")
     first.pop("held_out", None)  # of one of them
     # Nothing that it has seen is to be taken for unseen.
-    seen = [record for other in others for record in (other.get("adapted_on"), *other.get("adapted_before", []))]
-    calibrated = [other.get("calibrated_on") for other in others]
-    seen += [record for record in calibrated if record != first.get("calibrated_on")]
-    first["adapted_before"] = [*first.get("adapted_before", []), *filter(None, seen)]
+    seen = [
+        record
+        for other in others
+        for record in (other.get("adapted_on"), *other.get("adapted_before", []), other.get("calibrated_on"))
+        if record not in (None, first.get("calibrated_on"))
+    ]
+    first["adapted_before"] = [*first.get("adapted_before", []), *seen]
     first["averaged"] = len(trained)
     replace(average(trained), provenance=first).write(output)
     log.info("written: the mean of %d schedules", len(trained))
